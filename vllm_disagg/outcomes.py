@@ -18,6 +18,7 @@ from collections.abc import Set
 
 from .protocol import events
 
+# The layers come from the worker's forward pass; all other facts come from the scheduler.
 Fact = events.ForSender | events.LayersComputed | events.LayersRecomputed | events.ForReceiver
 Outcome = events.ReleaseBlocks | events.LoadResult | events.LookupResult
 # The outcome with which each of these facts must end.  A lookup has none: its time is limited.
@@ -31,6 +32,8 @@ class Outcomes:
     """Outcomes that vLLM waits for, and those that it has not taken yet."""
 
     def __init__(self) -> None:
+        # With the type: `fail` reports a release at once, a load only when nothing writes into its
+        # blocks.
         self._expected: set[tuple[type[Outcome], str]] = set()
         self._reported: deque[Outcome] = deque()
         # None until `fail`; then transfers into whose blocks a transport may still write.
@@ -54,6 +57,7 @@ class Outcomes:
 
     def take(self) -> list[Outcome]:
         """Returns the outcomes reported since the last call."""
+        # One by one, because the driver's thread may append meanwhile.
         taken: list[Outcome] = []
         while self._reported:
             taken.append(self._reported.popleft())
@@ -62,6 +66,7 @@ class Outcomes:
     # The driver's thread --------------------------------------------------------------------------
     def report(self, outcome: Outcome) -> None:
         """Reports an outcome to vLLM."""
+        # Removed first: `fail` reports all that is still in the set, and so never this one again.
         self._expected.discard((type(outcome), outcome.transfer))
         self._reported.append(outcome)
 
@@ -71,6 +76,8 @@ class Outcomes:
         Exempts loads into whose blocks a transport may still write: these transfers are
         `being_written`.  A later call with fewer of them reports the others.
         """
+        # Before the expected outcomes are read: an outcome that is added from now on is failed by
+        # `expect`.
         self._being_written = being_written
         self._fail_expected(being_written)
 
@@ -80,6 +87,7 @@ class Outcomes:
 
         Both threads may run this at the same time: each reports what it removes from the set.
         """
+        # A copy, made in one operation: the other thread may add or remove meanwhile.
         for kind, transfer in list(self._expected):
             if kind is events.LoadResult and transfer in being_written:
                 continue  # vLLM gives the blocks of a failed load to other requests
@@ -87,7 +95,12 @@ class Outcomes:
                 self._expected.remove((kind, transfer))
             except KeyError:
                 continue  # the other thread has reported it
+            failure: Outcome
             if kind is events.LoadResult:
-                self._reported.append(events.LoadResult(transfer, events.Reason.INTERNAL_ERROR))
+                failure = events.LoadResult(
+                    transfer,
+                    events.Reason.INTERNAL_ERROR,
+                )
             else:
-                self._reported.append(events.ReleaseBlocks(transfer, delivered=False))
+                failure = events.ReleaseBlocks(transfer, delivered=False)
+            self._reported.append(failure)

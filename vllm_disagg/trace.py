@@ -9,6 +9,8 @@ from .protocol import events
 
 log = logging.getLogger("vllm_disagg.trace")
 
+# The oldest entries make room. A transfer that ends by a timeout, seconds after its last progress,
+# must still have its own here beside those of all others.
 MAX_TRACE_ENTRIES = 4000  # of all transfers
 MAX_LOGGED_ENTRIES = 50  # of one failed transfer
 
@@ -25,19 +27,32 @@ class TransferTrace:
         Keeps the object itself: most entries are never written, and writing each would cost more
         than handling it.
         """
+        # A message that is sent has its transfer inside.
         content = entry.message if isinstance(entry, events.SendMessage) else entry
-        self._entries.append((at, getattr(content, "transfer", ""), entry))
+        # Ticks, and events of a connection, belong to no transfer.
+        transfer = getattr(content, "transfer", "")
+        self._entries.append((at, transfer, entry))
 
     def lines(self, transfer: str) -> list[str]:
         """Returns the last entries of a transfer, one line each."""
-        lines = [f"{at:.3f} {entry}" for at, name, entry in self._entries if name == transfer]
+        lines = []
+        for at, name, entry in self._entries:
+            if name == transfer:
+                lines.append(f"{at:.3f} {entry}")
+        # The last ones: the cause of a failure is near its end.
         return lines[-MAX_LOGGED_ENTRIES:]
 
     def log_failure(self, result: events.LoadResult) -> None:
         """Logs that a load has failed, and its trace."""
+        # A warning, because the client still gets its exact answer, only later (rule 7).
         log.warning(
             "transfer %s failed (%s); this engine recomputes the prompt",
             result.transfer,
             result.reason.value if result.reason else "",
         )
-        log.info("transfer %s trace:\n%s", result.transfer, "\n".join(self.lines(result.transfer)))
+        # Apart: one line a failure is enough for operators, the trace is for its diagnosis.
+        log.info(
+            "transfer %s trace:\n%s",
+            result.transfer,
+            "\n".join(self.lines(result.transfer)),
+        )

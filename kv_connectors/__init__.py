@@ -28,5 +28,8 @@ def _permit_amx() -> None:
     import torch
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
-        torch.cpu._init_amx()
+    # Private names of torch: without them vLLM uses no AMX either.
+    is_supported = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    permit = getattr(torch.cpu, "_init_amx", None)
+    if permit and is_supported and current_platform.is_cpu() and is_supported():
+        permit()

@@ -111,11 +111,12 @@ class ConnectorStats(KVConnectorStats):
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Adds the statistics of another worker to these."""
+        # A worker of another version may lack a count: statistics must never end an engine.
         for name in COUNTS:
-            self.data[name] += other.data[name]
-        self.data["load_seconds"] = self.data["load_seconds"] + other.data["load_seconds"]
+            self.data[name] += other.data.get(name, 0)
+        self.data["load_seconds"] = self.data["load_seconds"] + other.data.get("load_seconds", [])
         for labelled in ("failed_loads", "received_wire_bytes"):
-            for label, count in other.data[labelled].items():
+            for label, count in other.data.get(labelled, {}).items():
                 self.data[labelled][label] = self.data[labelled].get(label, 0) + count
         return self
 
@@ -202,10 +203,14 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Adds `ConnectorStats.data` of one engine to the metrics."""
         for name, metric in self._counts.items():
-            metric[engine_idx].inc(transfer_stats_data[name])
-        for seconds in transfer_stats_data["load_seconds"]:
+            metric[engine_idx].inc(transfer_stats_data.get(name, 0))
+        for seconds in transfer_stats_data.get("load_seconds", ()):
             self._load_seconds[engine_idx].observe(seconds)
-        for transport, count in transfer_stats_data["received_wire_bytes"].items():
-            self._received[transport][engine_idx].inc(count)
-        for reason, count in transfer_stats_data["failed_loads"].items():
-            self._failed_loads[reason][engine_idx].inc(count)
+        for metrics, name in (
+            (self._received, "received_wire_bytes"),
+            (self._failed_loads, "failed_loads"),
+        ):
+            for label, count in transfer_stats_data.get(name, {}).items():
+                # A label of another version has no metric.
+                if label in metrics:
+                    metrics[label][engine_idx].inc(count)

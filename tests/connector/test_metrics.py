@@ -30,6 +30,8 @@ def test_bytes_by_transport_are_reported_once_and_summed() -> None:
     second.data["received_wire_bytes"] = {"zmq": 40}
     assert first.aggregate(second).data["received_wire_bytes"] == {"gloo": 1, "zmq": 42}
     assert first.reduce()["bytes by zmq"] == 42
+    first.aggregate(stats.ConnectorStats(data={"of another version": 1}))
+    assert first.data["received_wire_bytes"] == {"gloo": 1, "zmq": 42}
 
 
 def test_the_metrics_page_counts_each_report_once() -> None:
@@ -55,6 +57,7 @@ def test_the_metrics_page_counts_each_report_once() -> None:
         "received_wire_bytes": {"zmq": 40},
     }
     page.observe(reported.data, 1)
+    page.observe({"failed_loads": {"of another version": 1}}, 1)
     assert value("sent_bytes_total", "1") == 7
     assert value("load_seconds_count", "1") == 1
     assert value("failed_loads_total", "1", reason="peer_timeout") == 2

@@ -103,6 +103,17 @@ def test_a_reuse_is_used_once_and_differs_from_the_main_transfer() -> None:
     assert checker(two_way=False).use_reuse(grant(), 0.0) is None
 
 
+@pytest.mark.parametrize(("leg", "other"), [("prefill", "decode"), ("decode", "prefill")])
+def test_one_id_names_one_load_and_one_send(leg: str, other: str) -> None:
+    """Two loads of one id end the driver's thread; so do two sends."""
+    check = checker()
+    check.use_leg(grant(leg), 0.0)
+    assert check.use_reuse(grant(other, transfer="ef" * 16, back=T), 0.0) is None
+    assert check.use_reuse(grant(other, transfer="ef" * 16), 0.0) == BACK
+    with pytest.raises(BadGrant, match="used before"):
+        check.use_leg(grant(leg, transfer=BACK), 0.0)
+
+
 def test_plans_are_kept_for_a_bounded_number_of_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grant_checks, "MAX_CACHED_PLANS", 2)
     check = checker()

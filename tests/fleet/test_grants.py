@@ -31,6 +31,16 @@ def test_what_was_minted_verifies() -> None:
     assert grants.verify(KEY, grants.mint(KEY, GRANT)) == GRANT
 
 
+def test_a_text_that_is_not_utf_8_is_no_grant() -> None:
+    """Its MAC is right: without a key every client can mint."""
+    payload = grants._unb64(grants.mint(KEY, GRANT).partition(".")[0])
+    broken = payload.replace(b"engine", b"eng\xff\xfee")
+    assert broken != payload
+    token = f"{grants._b64(broken)}.{grants._b64(grants._mac(KEY, broken))}"
+    with pytest.raises(BadGrant, match="not a grant"):
+        grants.verify(KEY, token)
+
+
 @pytest.mark.parametrize("other", [keys.FleetKey(b"x" * keys.KEY_BYTES), keys.FleetKey(None)])
 def test_another_key_mints_nothing_we_believe(other: keys.FleetKey) -> None:
     with pytest.raises(BadGrant, match="another key"):

@@ -12,7 +12,7 @@ from vllm_disagg.fleet.used_grants import UsedGrants
 
 def is_accepted(used: UsedGrants, transfer: str, until: float, now: float) -> bool:
     try:
-        used.use("decode", transfer, until, now)
+        used.use("load", transfer, until, now)
     except BadGrant:
         return False
     return True
@@ -23,16 +23,16 @@ def test_a_use_is_accepted_once_whatever_comes_since() -> None:
     assert is_accepted(used, "t", 130.0, 100.0)
     assert all(is_accepted(used, str(at), 110.0, 100.0) for at in range(200))
     assert not is_accepted(used, "t", 130.0, 100.0)
-    used.use("prefill", "t", 130.0, 100.0)  # another kind of use
+    used.use("send", "t", 130.0, 100.0)  # the other direction
 
 
 def test_uses_are_forgotten_when_their_grants_expire() -> None:
     used = UsedGrants(has_key=True)
-    used.use("decode", "long", 130.0, 100.0)
-    used.use("decode", "short", 110.0, 100.0)
+    used.use("load", "long", 130.0, 100.0)
+    used.use("load", "short", 110.0, 100.0)
     assert not is_accepted(used, "long", 130.0, 129.9) and len(used) == 1
     with pytest.raises(BadGrant, match=r"expired 0\.1 s ago"):
-        used.use("decode", "long", 130.0, 130.1)
+        used.use("load", "long", 130.0, 130.1)
     assert len(used) == 0
 
 
@@ -40,7 +40,7 @@ def test_no_grant_is_valid_for_too_long() -> None:
     used = UsedGrants(has_key=True)
     assert is_accepted(used, "t", 100.0 + MAX_VALIDITY_SECONDS, 100.0)
     with pytest.raises(BadGrant, match="too long"):
-        used.use("decode", "u", 101.0 + MAX_VALIDITY_SECONDS, 100.0)
+        used.use("load", "u", 101.0 + MAX_VALIDITY_SECONDS, 100.0)
 
 
 def test_no_use_is_forgotten_to_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,6 +54,6 @@ def test_no_use_is_forgotten_to_make_room(monkeypatch: pytest.MonkeyPatch) -> No
 def test_without_a_key_a_used_grant_is_remembered_after_it_expires() -> None:
     """The transfer may still hold blocks when the grant has expired."""
     used = UsedGrants(has_key=False)
-    used.use("prefill", "t", 100.3, 100.0)
+    used.use("send", "t", 100.3, 100.0)
     with pytest.raises(BadGrant, match="used before"):
-        used.use("prefill", "t", 200.0, 110.0)
+        used.use("send", "t", 200.0, 110.0)

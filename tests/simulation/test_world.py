@@ -74,7 +74,7 @@ def test_whatever_happens_beside_a_vllm_that_stands_still_everything_ends(batch:
 
 def test_a_p_whose_vllm_stands_still_in_the_middle_of_a_prompt_is_given_up_in_time() -> None:
     """Its workers' threads live and answer: long before the patience is over, D computes, and not
-    before `stall`.
+    before `engine_stall_timeout`.
     """
     stalled = 0
     for seed in range(150):

@@ -44,7 +44,9 @@ class GrantChecker:
         self._check_engine(grant)
         if self.engine.role not in (grant.leg, "both"):
             raise BadGrant(f"a {grant.leg} leg, but this engine's role is {self.engine.role}")
-        self._used.use(grant.leg, grant.transfer, grant.until, now)
+        self._used.use(
+            "load" if grant.leg == "decode" else "send", grant.transfer, grant.until, now
+        )
 
     def _check_engine(self, grant: Grant) -> None:
         if grant.engine != self.engine.incarnation:
@@ -94,7 +96,10 @@ class GrantChecker:
         if not self.engine.two_way or not grant.back or grant.back == grant.transfer:
             return None
         try:
-            self._used.use("back", grant.back, grant.until, now)
+            # The opposite of the leg's own direction: one id must not name two loads, or two sends.
+            self._used.use(
+                "send" if grant.leg == "decode" else "load", grant.back, grant.until, now
+            )
         except BadGrant:
             return None
         return grant.back

@@ -91,7 +91,8 @@ def verify(key: FleetKey, token: object) -> Grant:
         raise BadGrant("minted with another key")
     try:
         return _decode(payload)
-    except (msgspec.DecodeError, RecursionError) as error:
+    # UnicodeDecodeError: msgspec does not turn a text that is not UTF-8 into a DecodeError.
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadGrant(f"not a grant of version {VERSION}: {error}") from None
 
 

@@ -6,6 +6,7 @@ Pure: `now` comes with each call, by the clock of this engine.
 from __future__ import annotations
 
 import heapq
+from typing import Literal
 
 from ..errors import BadGrant
 from .grants import MAX_VALIDITY_SECONDS
@@ -14,7 +15,8 @@ from .grants import MAX_VALIDITY_SECONDS
 # a time; they take up to 60 MB.
 MAX_USED_GRANTS = 1 << 18
 
-Use = tuple[str, str]  # kind of use, transfer id
+Direction = Literal["send", "load"]
+Use = tuple[Direction, str]  # direction, transfer id
 
 
 class UsedGrants:
@@ -30,23 +32,24 @@ class UsedGrants:
         """Returns the number of remembered uses, of which some may have expired."""
         return len(self._uses)
 
-    def use(self, kind: str, transfer: str, until: float, now: float) -> None:
-        """Uses up a transfer id for one kind of use.
+    def use(self, direction: Direction, transfer: str, until: float, now: float) -> None:
+        """Uses up a transfer id for one direction.
 
-        `kind`: prefill, decode or back. Raises BadGrant if it was used before or is out of time.
+        `direction`: whether this engine sends KV or loads it. The workers know a transfer by its id
+        and direction alone. Raises BadGrant if it was used before or is out of time.
         """
         self._forget_expired(now)
         check_time(until, now)
-        if (kind, transfer) in self._uses:
+        if (direction, transfer) in self._uses:
             raise BadGrant("used before")
         # No used grant is forgotten to make room: it would become valid again.
         if len(self._uses) >= MAX_USED_GRANTS:
             raise BadGrant("too many other grants are valid now")
-        self._uses.add((kind, transfer))
+        self._uses.add((direction, transfer))
         # Without a key every client can mint grants, also one that expires before its transfer
         # ends.
         expires_at = until if self._has_key else now + MAX_VALIDITY_SECONDS
-        heapq.heappush(self._expiries, (expires_at, (kind, transfer)))
+        heapq.heappush(self._expiries, (expires_at, (direction, transfer)))
 
     def _forget_expired(self, now: float) -> None:
         while self._expiries and self._expiries[0][0] < now:

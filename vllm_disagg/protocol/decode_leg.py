@@ -42,7 +42,12 @@ class ServeBackState(Enum):
 class DecodeLeg(RequestLeg):
     """A request whose KV another engine computes for this one."""
 
-    def __init__(self, facts: LegFacts, cache: CacheFacts, step: StepEvents) -> None:
+    def __init__(
+        self,
+        facts: LegFacts,
+        cache: CacheFacts,
+        step: StepEvents,
+    ) -> None:
         """Creates a new leg, whose first events go to `step`."""
         super().__init__(facts, cache, step)
         self.state = DecodeState.NEW
@@ -58,19 +63,24 @@ class DecodeLeg(RequestLeg):
     # Main transfer --------------------------------------------------------------------------------
     def _missing_tokens(self, cached_tokens: int, now: float) -> int | None:
         """Returns how many tokens are loaded from P."""
+        # After its load, and after a preemption, the request is computed here.
         if self.state is not DecodeState.NEW:
             return 0
+        # Of the last call: vLLM calls until there is room, and its cache changes meanwhile.
         self.cached_tokens = cached_tokens
         missing = self.facts.prompt_tokens - self.cache.tokens_left_out - cached_tokens
         # With all whole blocks cached, computing the rest is faster than reading it, and part of
         # it must be computed anyway.
         is_nearly_cached = cached_tokens > 0 and missing <= max(self.cache.block_sizes)
-        return 0 if missing <= 0 or is_nearly_cached else missing
+        if missing <= 0 or is_nearly_cached:
+            return 0
+        return missing
 
     def on_blocks_allocated(self, blocks: Blocks, tokens_to_load: int) -> None:
         """Serves the cached blocks to P, and starts the load from P."""
         if self.state is not DecodeState.NEW:
             return
+        # Even if nothing is loaded: P may still wait for the answer to its lookup.
         self._serve_cached_blocks(blocks)
         if tokens_to_load == 0:
             self._skip_load()
@@ -91,10 +101,12 @@ class DecodeLeg(RequestLeg):
         """Makes the leg an ordinary request, and has P release its blocks."""
         self.state = DecodeState.LOCAL
         assert self.facts.plan is not None, "a decode leg has a plan"
-        empty_plan = reshard.nothing(len(self.facts.sources), len(self.facts.plan.shards))
-        self.step.for_receiver.append(
-            LoadSkipped(self.facts.transfer, self.facts.sources, empty_plan)
-        )
+        # With a plan in which no rank reads, each source is informed by exactly one of our ranks.
+        source_count = len(self.facts.sources)
+        rank_count = len(self.facts.plan.shards)
+        empty_plan = reshard.nothing(source_count, rank_count)
+        skipped = LoadSkipped(self.facts.transfer, self.facts.sources, empty_plan)
+        self.step.for_receiver.append(skipped)
 
     # Reuse ----------------------------------------------------------------------------------------
     def _serve_cached_blocks(self, blocks: Blocks) -> None:
@@ -105,11 +117,13 @@ class DecodeLeg(RequestLeg):
         if self.reuse is not ServeBackState.NEW:
             return
         cached_blocks = []
+        # Revoked at once without any: P's lookup must not wait for its deadline.
         is_complete = self.cached_tokens > 0
         for block_size, ids in zip(self.cache.block_sizes, blocks, strict=True):
             cached = list(ids[: self.cached_tokens // block_size])
             cached_blocks.append(cached)
-            # MultiConnector passes no blocks to connectors that load nothing.
+            # MultiConnector of older vLLM passes no blocks to connectors that load nothing; that of
+            # vLLM 0.32 passes all.
             if len(cached) * block_size < self.cached_tokens:
                 is_complete = False
         if not is_complete:
@@ -117,20 +131,22 @@ class DecodeLeg(RequestLeg):
             return
         self.reuse = ServeBackState.SERVING
         assert self.facts.reuse is not None
-        self.step.for_sender.append(
-            BlocksScheduled(
-                self.facts.reuse,
-                self.cached_tokens,
-                cached_blocks,
-                cached=True,
-                prompt=self.facts.digest,
-            )
+        # `cached`: a request of this very step may still compute these blocks, so the workers
+        # announce them as final when the step ends.
+        scheduled = BlocksScheduled(
+            transfer=self.facts.reuse,
+            tokens=self.cached_tokens,
+            blocks=cached_blocks,
+            cached=True,
+            prompt=self.facts.digest,
         )
+        self.step.for_sender.append(scheduled)
 
     def _end_reuse(self) -> None:
         """Ends the reuse in any state, and revokes what P may read."""
         if self.reuse is ServeBackState.ENDED:
             return
+        # Also from NEW: the sender then refuses P, which else would wait for its deadline.
         self.reuse = ServeBackState.ENDED
         assert self.facts.reuse is not None
         self.step.for_sender.append(BlocksRevoked(self.facts.reuse))
@@ -148,8 +164,10 @@ class DecodeLeg(RequestLeg):
     def on_finished(self, *, is_normal: bool) -> bool:
         """Ends the leg; vLLM keeps none of its blocks."""
         self._end_reuse()
+        # While LOADING, vLLM keeps the blocks until the workers have reported the end of the load.
         if self.state is DecodeState.LOADING:
             self.step.for_receiver.append(LoadCancelled(self.facts.transfer))
+        # Aborted in the queue: no rank will ever read, and P would hold its blocks for the lease.
         elif self.state is DecodeState.NEW:
             self._skip_load()
         return False

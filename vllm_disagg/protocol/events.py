@@ -35,7 +35,7 @@ class Reason(str, Enum):
 
 # Events for the sender ----------------------------------------------------------------------------
 class BlocksScheduled(msgspec.Struct, frozen=True, tag=True):
-    """This engine step computes the prompt up to `tokens`."""
+    """Reports that this engine step computes the prompt up to `tokens`."""
 
     transfer: str
     tokens: int
@@ -46,39 +46,46 @@ class BlocksScheduled(msgspec.Struct, frozen=True, tag=True):
 
 
 class LayersComputed(msgspec.Struct, frozen=True, tag=True):
-    """The first `layers` layers of the last BlocksScheduled are in memory and final."""
+    """Reports that the first `layers` layers of the last BlocksScheduled are final."""
 
     transfer: str
     layers: int
 
 
 class LayersRecomputed(msgspec.Struct, frozen=True, tag=True):
-    """Layers that were final were computed again; receivers may have read their earlier bytes."""
+    """Reports that final layers were computed again.
+
+    Receivers may have read their earlier bytes.
+    """
 
     transfer: str
 
 
 class PrefillFinished(msgspec.Struct, frozen=True, tag=True):
-    """The request has finished; vLLM keeps its blocks until ReleaseBlocks."""
+    """Reports that the request has finished; vLLM keeps its blocks until ReleaseBlocks."""
 
     transfer: str
 
 
 class BlocksRevoked(msgspec.Struct, frozen=True, tag=True):
-    """vLLM has taken the blocks back at once (abort, preemption)."""
+    """Reports that vLLM has taken the blocks back at once (abort, preemption)."""
 
     transfer: str
 
 
 class SendCompleted(msgspec.Struct, frozen=True, tag=True):
-    """A SendPiece has ended: the transport no longer reads the blocks for it."""
+    """Reports the end of a SendPiece: the transport no longer reads the blocks for it."""
 
+    # No number and no status: the sender only counts.  A piece that was lost is requested again.
     transfer: str
     reader: str
 
 
 class ConnectionLost(msgspec.Struct, frozen=True, tag=True):
-    """The receiver's end of a connection has closed; its process may live and reconnect."""
+    """Reports that the receiver's end of a connection has closed.
+
+    The receiver's process may still run, and connect again.
+    """
 
     reader: str
 
@@ -92,14 +99,16 @@ class GroupBlocks(msgspec.Struct, frozen=True):
 
 
 class LoadRequested(msgspec.Struct, frozen=True, tag=True):
-    """vLLM has parked a request and allocated blocks for its tokens up to `token_end`."""
+    """Reports that vLLM has parked a request, with blocks for its tokens up to `token_end`."""
 
     transfer: str
     sources: list[WorkerInfo]  # the sending engine's workers by rank
     plan: ReshardPlan
     blocks: list[GroupBlocks]  # by KV-cache group
     token_end: int
-    stall_timeout: float  # seconds without progress after which the load fails
+    # Seconds without progress after which the load fails.  With each load, because the proxy and
+    # the leg decide: computing again pays sooner for some loads than for others.
+    stall_timeout: float
     prompt: str = ""  # digest of the whole prompt
 
 
@@ -113,15 +122,19 @@ class LookupRequested(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadSkipped(msgspec.Struct, frozen=True, tag=True):
-    """Nothing of this transfer will be read (full prefix hit, abort in the queue): release it."""
+    """Reports that no rank reads anything of this transfer (prefix hit, abort in the queue).
 
+    The sources release their blocks.
+    """
+
+    # Without it the sources would hold their blocks for the lease.
     transfer: str
     sources: list[WorkerInfo]
     plan: ReshardPlan  # in which no rank reads
 
 
 class LoadCancelled(msgspec.Struct, frozen=True, tag=True):
-    """vLLM has cancelled a load or a lookup."""
+    """Reports that vLLM has cancelled a load or a lookup."""
 
     transfer: str
 
@@ -135,7 +148,7 @@ class ReadStatus(str, Enum):
 
 
 class ReadCompleted(msgspec.Struct, frozen=True, tag=True):
-    """A PostRead has ended: nothing is written into its blocks any more."""
+    """Reports the end of a PostRead: nothing is written into its blocks any more."""
 
     transfer: str
     number: int
@@ -143,7 +156,7 @@ class ReadCompleted(msgspec.Struct, frozen=True, tag=True):
 
 
 class TransportChanged(msgspec.Struct, frozen=True, tag=True):
-    """Pieces from this source come to `address` from now on."""
+    """Reports that pieces from this source come to `address` from now on."""
 
     source: str
     address: str  # <transport>:<address>
@@ -151,19 +164,20 @@ class TransportChanged(msgspec.Struct, frozen=True, tag=True):
 
 # Events for both ----------------------------------------------------------------------------------
 class ClockTick(msgspec.Struct, frozen=True, tag=True):
-    """Time has passed."""
+    """Reports that time has passed."""
 
 
 # Actions ------------------------------------------------------------------------------------------
 class SendMessage(msgspec.Struct, frozen=True, tag=True):
-    """Send a message to the worker `to`."""
+    """Sends a message to the worker `to`."""
 
+    # A request without a promise: any message may be lost, and the machines repeat what matters.
     to: str
     message: messages.ToSender | messages.ToReceiver
 
 
 class SendPiece(msgspec.Struct, frozen=True, tag=True):
-    """Send the bytes of a piece.  Ends in one SendCompleted."""
+    """Sends the bytes of a piece.  Ends in one SendCompleted."""
 
     transfer: str
     reader: str
@@ -174,20 +188,20 @@ class SendPiece(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReleaseBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Give a finished request's blocks back to vLLM."""
+    """Gives a finished request's blocks back to vLLM."""
 
     transfer: str
     delivered: bool  # whether all expected receivers have all their bytes
 
 
 class ConnectPeer(msgspec.Struct, frozen=True, tag=True):
-    """Open the control channel to a sending worker."""
+    """Opens the control channel to a sending worker."""
 
     worker: WorkerInfo
 
 
 class PostRead(msgspec.Struct, frozen=True, tag=True):
-    """Write this piece into `blocks` when its bytes arrive at `address`, if they are right.
+    """Writes this piece into `blocks` when its bytes arrive at `address`, if they are right.
 
     Ends in one ReadCompleted.
     """
@@ -202,21 +216,21 @@ class PostRead(msgspec.Struct, frozen=True, tag=True):
 
 
 class CancelReads(msgspec.Struct, frozen=True, tag=True):
-    """End these posted reads: at once, or with the write that is under way."""
+    """Ends these posted reads: at once, or with the write that is under way."""
 
     transfer: str
     numbers: list[int]
 
 
 class LookupResult(msgspec.Struct, frozen=True, tag=True):
-    """Every source of a lookup has at least `tokens` tokens; 0 if one of them refuses."""
+    """Reports that all sources of a lookup have at least `tokens` tokens; 0 if one refuses."""
 
     transfer: str
     tokens: int
 
 
 class LoadResult(msgspec.Struct, frozen=True, tag=True):
-    """Report the end of a load to vLLM; with a reason, vLLM recomputes the prompt."""
+    """Reports the end of a load to vLLM; with a reason, vLLM recomputes the prompt."""
 
     transfer: str
     reason: Reason | None

@@ -3,8 +3,8 @@
 A state machine that does no I/O: `now` comes with the call that needs it.
 
 A *leg* is the request that the proxy sends to one engine for one client request. Each request with
-a valid grant has one leg, with a state of its main transfer and one of bidirectional KV reuse:
-`prefill_leg.py` and `decode_leg.py`. The reuse is a transfer with an id of its own.
+a valid grant has one leg. A leg has one state for its main transfer and one for bidirectional KV
+reuse: `prefill_leg.py` and `decode_leg.py`. The reuse is a transfer with another id.
 
 vLLM's scheduler makes these calls, in this order:
 
@@ -46,12 +46,16 @@ class EngineLegs:
         """Creates the machine without any leg."""
         self.cache = cache
         self.legs: dict[str, RequestLeg] = {}  # by vLLM's request id
-        self._lookups: dict[str, PrefillLeg] = {}  # legs that may read back, by that transfer
+        # Legs that may read back, by that transfer: workers report their counts by transfer.
+        self._lookups: dict[str, PrefillLeg] = {}
+        # One object for all legs, so that their events reach the workers in the order of the calls.
         self._step = StepEvents()
 
     @property
     def waits_for_kv(self) -> bool:
         """Whether a request can only go on after a report of the workers."""
+        # With it the scheduler's adapter slows down idle steps, which else may take the core of the
+        # very prefill that computes this KV.
         return any(leg.waits_for_kv for leg in self.legs.values())
 
     # New legs -------------------------------------------------------------------------------------
@@ -68,15 +72,19 @@ class EngineLegs:
 
     def refuse(self, request: str) -> None:
         """Makes a new leg an ordinary request, and informs the other engine at once."""
+        # The leg stays as LOCAL, like one that has loaded: only `on_finished` forgets legs.
         self.legs[request].on_refused()
 
     def refuse_transfer(self, transfer: str) -> None:
         """Informs the receivers of a transfer that no leg of this engine serves it."""
+        # There is no leg to end.  The sender remembers the ending, so that a receiver that comes
+        # later is refused at once and need not wait until its load stalls.
         self._step.for_sender.append(BlocksRevoked(transfer))
 
     # vLLM's calls ---------------------------------------------------------------------------------
     def on_arrived(self, request: str) -> None:
         """Starts the lookup of a prefill leg that may reuse KV."""
+        # Only P looks up: D loads what P computes, however much that is.
         leg = self.legs.get(request)
         if isinstance(leg, PrefillLeg):
             leg.on_arrived()
@@ -92,7 +100,10 @@ class EngineLegs:
         `cached_tokens`: the tokens before them, from this engine's prefix cache.
         """
         leg = self.legs.get(request)
-        return leg.tokens_to_load(cached_tokens, now) if leg is not None else 0
+        # 0 and not None: vLLM must not wait for an ordinary request.
+        if leg is None:
+            return 0
+        return leg.tokens_to_load(cached_tokens, now)
 
     def on_blocks_allocated(
         self,
@@ -120,8 +131,14 @@ class EngineLegs:
         request got none.
         """
         leg = self.legs.get(request)
-        if isinstance(leg, PrefillLeg):
-            leg.on_scheduled(token_end, new_blocks or [()] * len(self.cache.block_sizes))
+        # A decode leg announces no computed blocks: it serves what it had cached, and that is
+        # announced with the allocation.
+        if not isinstance(leg, PrefillLeg):
+            return
+        # One list for each group also without new blocks: the sender extends its lists by them.
+        if not new_blocks:
+            new_blocks = [()] * len(self.cache.block_sizes)
+        leg.on_scheduled(token_end, new_blocks)
 
     def on_preempted(self, request: str) -> None:
         """Stops serving the blocks of a request: vLLM has taken them back."""
@@ -129,16 +146,21 @@ class EngineLegs:
         if leg is not None:
             leg.on_preempted()
 
-    def on_lookup_counts(self, counts_by_transfer: Mapping[str, list[int]]) -> None:
+    def on_lookup_counts(
+        self,
+        counts_by_transfer: Mapping[str, list[int]],
+    ) -> None:
         """Adds the answers of lookups: tokens at D by transfer, one count for each rank."""
         for transfer, counts in counts_by_transfer.items():
             leg = self._lookups.get(transfer)
+            # The request may have ended while its ranks still answered.
             if leg is not None:
                 leg.on_lookup_counts(counts)
 
     def on_load_finished(self, request: str) -> None:
         """Makes a loading leg an ordinary request, after a success or a failure."""
         leg = self.legs.get(request)
+        # An aborted request is forgotten before the workers report the end of its load.
         if leg is not None:
             leg.on_load_finished()
 
@@ -147,16 +169,19 @@ class EngineLegs:
 
         `is_normal`: the request has all its tokens; it was not aborted.
         """
+        # Rule 2.  Forgotten first, so that a repeated call ends nothing twice.
         leg = self.legs.pop(request, None)
         if leg is None:
             return False
         keeps_blocks = leg.on_finished(is_normal=is_normal)
+        # No later call would remove the entry.
         if leg.facts.reuse is not None:
             self._lookups.pop(leg.facts.reuse, None)
         return keeps_blocks
 
     def take_events(self) -> StepEvents:
         """Returns the events for the workers since the last step, and collects anew."""
+        # Called in steps that compute nothing, too: cancels and revocations cannot wait (rule 4).
         return self._step.take()
 
     def validate(self) -> None:

@@ -29,8 +29,12 @@ from .events import (
 )
 from .request_leg import Blocks, CacheFacts, LegFacts, RequestLeg, StepEvents
 
-REUSE_LOOKUP_SECONDS = 0.25  # a prefill leg waits so long for the answers to its lookup
-REUSE_STALL_SECONDS = 1.0  # a reuse load without progress for so long fails, and P computes
+# A prefill leg waits so long for the answers to its lookup.  Short, because the client waits too,
+# and P can compute all that D might have.
+REUSE_LOOKUP_SECONDS = 0.25
+# A reuse load without progress for so long fails, and P computes.  Shorter than that of the main
+# load, because D has the KV in memory already: no progress means that D has a problem.
+REUSE_STALL_SECONDS = 1.0
 
 
 class PrefillState(Enum):
@@ -53,7 +57,12 @@ class ReadBackState(Enum):
 class PrefillLeg(RequestLeg):
     """A request whose KV this engine computes for another one."""
 
-    def __init__(self, facts: LegFacts, cache: CacheFacts, step: StepEvents) -> None:
+    def __init__(
+        self,
+        facts: LegFacts,
+        cache: CacheFacts,
+        step: StepEvents,
+    ) -> None:
         """Creates a new leg, whose first events go to `step`."""
         super().__init__(facts, cache, step)
         self.state = PrefillState.NEW
@@ -74,18 +83,22 @@ class PrefillLeg(RequestLeg):
 
         An early lookup is answered by the time the request's turn comes.
         """
+        # Without permission, or after a refusal, the reuse has ended already.
         if self.reuse is not ReadBackState.NEW:
             return
         assert self.facts.reuse is not None and self.facts.plan is not None
         self.reuse = ReadBackState.LOOKING_UP
-        self.step.for_receiver.append(
-            LookupRequested(
-                self.facts.reuse, self.facts.sources, self.facts.plan, self.facts.digest
-            )
+        lookup = LookupRequested(
+            transfer=self.facts.reuse,
+            sources=self.facts.sources,
+            plan=self.facts.plan,
+            prompt=self.facts.digest,
         )
+        self.step.for_receiver.append(lookup)
 
     def on_lookup_counts(self, counts: list[int]) -> None:
         """Adds answers of the lookup: tokens at D, one count for each rank of this engine."""
+        # Late answers have no effect: P computes by then.
         if self.reuse is ReadBackState.LOOKING_UP:
             self.lookup_counts += counts
 
@@ -101,8 +114,10 @@ class PrefillLeg(RequestLeg):
         is_answered = len(self.lookup_counts) >= ranks
         if not is_answered and now < self.lookup_deadline:
             return None
+        # The least: a rank that lacks a token would leave its layers or heads without KV.
         tokens_at_d = min(self.lookup_counts) if is_answered else 0
-        # At least one token of the prompt must be computed here.
+        # At least one token of the prompt must be computed here.  D's count cannot be trusted: with
+        # more tokens than the prompt has, an assertion of vLLM's scheduler would end the engine.
         if cached_tokens < tokens_at_d < self.facts.prompt_tokens:
             return tokens_at_d - cached_tokens
         self._end_reuse()
@@ -110,8 +125,10 @@ class PrefillLeg(RequestLeg):
 
     def on_blocks_allocated(self, blocks: Blocks, tokens_to_load: int) -> None:
         """Has the workers read from D, or ends the reuse."""
+        # Later the reuse has ended: this engine computes, also again after a preemption.
         if self.state is not PrefillState.NEW:
             return
+        # No tokens: the lookup found none, or MultiConnector chose another connector.
         if self.reuse is not ReadBackState.LOOKING_UP or not tokens_to_load:
             self._end_reuse()
             return
@@ -119,6 +136,7 @@ class PrefillLeg(RequestLeg):
         assert transfer is not None, "a lookup has a transfer"
         self.reuse = ReadBackState.READING
         self.step.loading_requests[transfer] = self.facts.request
+        # The load begins where P's own cache ends.  From its end on P computes.
         token_end = min(self.lookup_counts)
         tokens = range(token_end - tokens_to_load, token_end)
         self._request_load(transfer, blocks, tokens, REUSE_STALL_SECONDS)
@@ -143,19 +161,21 @@ class PrefillLeg(RequestLeg):
         if self.announced_tokens >= self.facts.prompt_tokens:  # generated tokens are not sent
             return
         self.state = PrefillState.COMPUTING
+        # D needs no KV after the prompt, however far the step reaches.
         self.announced_tokens = min(self.facts.prompt_tokens, token_end)
-        self.step.for_sender.append(
-            BlocksScheduled(
-                self.facts.transfer,
-                self.announced_tokens,
-                [list(ids) for ids in new_blocks],
-                prompt=self.facts.digest,
-            )
+        scheduled = BlocksScheduled(
+            transfer=self.facts.transfer,
+            tokens=self.announced_tokens,
+            blocks=[list(ids) for ids in new_blocks],
+            prompt=self.facts.digest,
         )
+        self.step.for_sender.append(scheduled)
 
     def on_preempted(self) -> None:
         """Revokes the blocks: vLLM has taken them back, read by D or not."""
         self._end_reuse()
+        # LOCAL was revoked before.  When vLLM computes the prompt again, its new blocks are not
+        # announced: D recomputes by then.
         if self.state is not PrefillState.LOCAL:
             self.state = PrefillState.LOCAL
             self.step.for_sender.append(BlocksRevoked(self.facts.transfer))
@@ -170,6 +190,8 @@ class PrefillLeg(RequestLeg):
         `is_normal`: the request has all its tokens; it was not aborted.
         """
         self._end_reuse()
+        # Half a prompt, or one that was aborted in its last step, may lack KV: D is informed at
+        # once and recomputes, rather than wait until its load stalls.
         is_computed = self.announced_tokens >= self.facts.prompt_tokens
         if self.state is PrefillState.COMPUTING and is_computed and is_normal:
             self.step.for_sender.append(PrefillFinished(self.facts.transfer))

@@ -41,19 +41,25 @@ class ReadPlan:
         The first three arguments are those of Progress.  Extents are as large as `piece_bytes`
         allows.
         """
-        # The source sends whole blocks of its own size.
+        # The source sends whole blocks of its own size.  A block that is cut before it is complete
+        # would have to be sent again.
         block_size = self.source_kind.block_size
         full = whole_blocks(tokens_final, token_end, block_size)
         partial = max(full, whole_blocks(tokens_partial, token_end, block_size))
         layers = len(self.cut_tokens)
-        # Of the shard's layers, those that are ahead of the others.
-        partial_layers = min(max(0, layers_partial - self.shard.source_layer), layers)
+        # Of the shard's layers, those that are ahead of the others.  Progress counts all layers of
+        # the source; the shard may begin behind the first, and end before the last.
+        partial_layers = max(0, layers_partial - self.shard.source_layer)
+        partial_layers = min(partial_layers, layers)
+        # Progress is a staircase of two steps: the first layers reach further.
         ranges = ((0, partial_layers, partial), (partial_layers, layers, full))
         for first, stop, final in ranges:
             layer = first
             # Neighbouring layers that lack the same tokens make one extent.
             for cut, run in groupby(self.cut_tokens[first:stop]):
                 layer_end = layer + len(list(run))
+                # Else nothing is new.  These layers may even be further, if they were ahead in an
+                # earlier Progress.
                 if cut < final:
                     extent = self.source_extent(layer, layer_end, cut, final)
                     for piece in split(extent, self.source_kind, piece_bytes):
@@ -78,8 +84,12 @@ class ReadPlan:
             shard.head,
             shard.head_end,
         )
+        # By this rank's own block size, which may differ from the source's.
         blocks = blocks_of(ours, self.blocks.ids, self.blocks.token, self.kind.block_size)
-        remote = RemoteLayout(self.piece_kind, extent.token) if self.piece_kind else None
+        remote: RemoteLayout | None = None
+        # With the token of the source's extent, not of ours: it is the place of the first byte.
+        if self.piece_kind is not None:
+            remote = RemoteLayout(self.piece_kind, extent.token)
         return ours, blocks, remote
 
     def source_extent(self, layer: int, layer_end: int, token: int, token_end: int) -> Extent:
@@ -96,12 +106,18 @@ class ReadPlan:
         )
 
 
-def read_plans(event: LoadRequested, rank: int, layout: RankLayout) -> dict[int, list[ReadPlan]]:
+def read_plans(
+    event: LoadRequested,
+    rank: int,
+    layout: RankLayout,
+) -> dict[int, list[ReadPlan]]:
     """Returns, by rank of the source, all that the rank `rank` of this engine reads from it."""
     plans: dict[int, list[ReadPlan]] = {}
     for shard in event.plan.shards[rank]:
         kind = layout.kind(shard.layer)
         source_kind = event.sources[shard.source].holds.kind(shard.source_layer)
+        # Each KV-cache group has block ids of its own, and begins at a token of its own: a sliding
+        # window needs only the end of the prompt.
         blocks = event.blocks[kind.group]
         # Extents begin at a block of the source, which may precede our first token.
         start = blocks.token - blocks.token % source_kind.block_size
@@ -109,6 +125,7 @@ def read_plans(event: LoadRequested, rank: int, layout: RankLayout) -> dict[int,
         heads = shard.head_end - shard.head
         piece_kind = source_kind.cut(heads)
         is_same = piece_kind.has_equal_blocks(kind.cut(heads))
+        # All layers of a shard are of one kind, so one layout serves for all of them.
         layers = shard.layer_end - shard.layer
         read_plan = ReadPlan(
             shard=shard,
@@ -119,6 +136,8 @@ def read_plans(event: LoadRequested, rank: int, layout: RankLayout) -> dict[int,
             bytes=0,
             piece_kind=None if is_same else piece_kind,
         )
+        # Whole blocks of the source, as `cut` yields them: the sum of all pieces must be equal, or
+        # the source never settles.
         whole = read_plan.source_extent(0, layers, start, event.token_end)
         read_plan.bytes = size(whole, source_kind)
         plans.setdefault(shard.source, []).append(read_plan)

@@ -28,8 +28,8 @@ States of one piece:
     POSTED -> CANCELLED     ReadCompleted(CANCELLED)
     CANCELLED -> POSTED     when the source has another address, or at `retry_at`
 
-A read is posted at the address of one transport, before the ReadRequest, so that the bytes find
-their blocks whenever they arrive.  A repeated ReadRequest keeps the posted read.  If the address of
+A read is posted at the address of one transport, before the ReadRequest.  So the bytes find their
+blocks whenever they arrive.  A repeated ReadRequest keeps the posted read.  If the address of
 the source has changed meanwhile, the read is cancelled there first: bytes come to the new address.
 
 A requested piece holds a credit: at most `window_bytes` are in flight, however long the prompt is.
@@ -38,8 +38,8 @@ A lookup (`lookup.py`) precedes a transfer: it has no blocks and requests only a
 Rules, checked by `validate` and by the property tests:
   1. Each LoadRequested is answered by exactly one LoadResult.
   2. No LoadResult while a read is posted: a piece may be being written into the blocks.
-  3. LoadResult without a reason only after every source has confirmed that it held its blocks
-     until our bytes were in place.
+  3. LoadResult without a reason only after a Confirm from every source: it held its blocks until
+     our bytes were in place.
   4. A piece has at most one posted read at a time, and none once it was written.
   5. Each PostRead precedes the ReadRequest of its piece and ends in one ReadCompleted.
 """
@@ -75,9 +75,11 @@ from .events import (
 from .lookup import Lookups
 from .read_plan import ReadPlan, read_plans
 
-MAX_PIECE_TRIES = 3  # for a piece whose bytes arrive damaged
+# For a piece whose bytes arrive damaged.  An accident seldom repeats.  Faulty memory or a faulty
+# transport does, and each further try costs time in which D could compute the prompt.
+MAX_PIECE_TRIES = 3
 # Seconds for which the Abort to a silent sender is repeated: the default lease, after which the
-# sender releases the blocks by itself.
+# sender releases the blocks without any message.
 ABORT_REPEAT_SECONDS = 10.0
 
 
@@ -106,14 +108,19 @@ class PieceRecord:
     extent: Extent  # in the source's numbering
     bytes: int
     state: PieceState = PieceState.QUEUED
-    address: str = ""  # at which its read was posted last
+    # At which its read was posted last.  If the source sends elsewhere by now, the read waits in
+    # vain.
+    address: str = ""
     retry_at: float = 0.0  # time at which to request it again
     damaged: int = 0  # times that it has arrived damaged
 
     @property
     def bytes_in_flight(self) -> int:
         """Bytes that were requested and have not been written."""
-        return self.bytes if self.state is not PieceState.QUEUED else 0
+        # A CANCELLED piece counts too: it is posted again without waiting for a new credit.
+        if self.state is PieceState.QUEUED:
+            return 0
+        return self.bytes
 
 
 @dataclass
@@ -124,9 +131,9 @@ class SourceRecord:
     readers: int  # ranks of this engine that read from it
     read_plans: list[ReadPlan]
     bytes_remaining: int  # still to be written
-    last_seen: float
+    last_seen: float  # time of its last message or bytes
     state: SourceState = SourceState.MOVING
-    # From the last Progress:
+    # From the last Progress.  Kept, because an older one may arrive after it.
     tokens_final: int = 0
     tokens_partial: int = 0
     layers_partial: int = 0
@@ -152,6 +159,7 @@ class IncomingTransfer:
     @property
     def open_sources(self) -> list[SourceRecord]:
         """Sources that have bytes or a Confirm to send; none in DRAINING."""
+        # DRAINING: no source takes part any more, and none can keep the transfer open.
         if self.failure is not None:
             return []
         return [s for s in self.sources.values() if s.state is not SourceState.SETTLED]
@@ -169,11 +177,13 @@ class _RepeatedAborts:
 class Receiver:
     """All incoming transfers of one rank.
 
-    `address` (<transport>:<address>) is where pieces arrive by default.  Times are in seconds:
-    `keepalive_interval` between keep-alives; `peer_timeout` without a message after which a source
-    is given up; `engine_stall_timeout` without a step of the sending engine after which it is given
-    up, if it still has tokens of ours to compute.  `piece_bytes` limits one piece, `window_bytes`
-    all bytes in flight.
+    `address` (<transport>:<address>) is where pieces arrive by default.  `piece_bytes` limits one
+    piece, `window_bytes` all bytes in flight.  Times are in seconds:
+
+    `keepalive_interval`    between keep-alives
+    `peer_timeout`          a source without a message for so long is given up
+    `engine_stall_timeout`  so is a source whose engine makes no step for so long, with tokens of
+                            ours still to compute
     """
 
     def __init__(
@@ -209,7 +219,8 @@ class Receiver:
         self.repeated_aborts: deque[_RepeatedAborts] = deque()
 
     def handle(self, event: ReceiverEvent, now: float) -> list[ReceiverAction]:
-        """Apply one event at the monotonic time `now`; return the actions that follow from it."""
+        """Applies one event at the monotonic time `now`; returns the actions that follow."""
+        # Events that need no open transfer.
         match event:
             case LoadRequested():
                 return self._on_load_requested(event, now)
@@ -226,8 +237,10 @@ class Receiver:
             return self._on_unknown_transfer(event)
         match event:
             case messages.Progress() | messages.Confirm() | messages.Abort():
+                # A restarted worker may have the port of its predecessor, but not its name.  A
+                # Confirm of the wrong process would vouch for blocks that it never held.
                 if event.source not in t.sources or event.reader != self.name:
-                    return []  # of another incarnation of one of the two workers
+                    return []
                 return self._on_message(event, t, now)
             case ReadCompleted():
                 return self._on_read_completed(event, t, now)
@@ -237,12 +250,15 @@ class Receiver:
                 assert_never(event)
 
     def next_deadline(self) -> float | None:
-        """Return the time at which the next ClockTick is due; None if no time matters."""
+        """Returns the time at which the next ClockTick is due; None if no time matters."""
         deadlines = [aborts.retry_at for aborts in self.repeated_aborts]
+        # Pieces and the stall limit have no entry: they are checked with each keep-alive.  In
+        # DRAINING only ReadCompleted matters; a deadline that no tick moves would be a busy loop.
         for t in self.transfers.values():
             if t.open_sources:
                 deadlines.append(t.retry_at)
-                deadlines += [s.last_seen + self.peer_timeout for s in t.open_sources]
+            for source in t.open_sources:
+                deadlines.append(source.last_seen + self.peer_timeout)
         lookup_deadline = self.lookups.next_deadline()
         if lookup_deadline is not None:
             deadlines.append(lookup_deadline)
@@ -251,7 +267,8 @@ class Receiver:
     # Facts from vLLM ------------------------------------------------------------------------------
     def _on_load_requested(self, event: LoadRequested, now: float) -> list[ReceiverAction]:
         assert event.transfer not in self.transfers, f"{event.transfer}: two loads at a time"
-        # The keep-alives of the lookup are continued by those of the transfer.
+        # The keep-alives of the lookup are continued by those of the transfer.  Without an Abort
+        # between: the sources would refuse this receiver from then on.
         self.lookups.end(event.transfer)
         actions = self._release_idle_sources(event)
         t = IncomingTransfer(
@@ -266,10 +283,19 @@ class Receiver:
         self.transfers[event.transfer] = t
         for rank, plans in read_plans(event, self.rank, self.layout).items():
             worker = event.sources[rank]
-            total = sum(read_plan.bytes for read_plan in plans)
-            source = SourceRecord(worker.name, event.plan.readers[rank], plans, total, now)
+            source = SourceRecord(
+                name=worker.name,
+                readers=event.plan.readers[rank],
+                read_plans=plans,
+                # The sum is known before any Progress, so the last byte is recognised without a
+                # message that could be lost.
+                bytes_remaining=sum(read_plan.bytes for read_plan in plans),
+                last_seen=now,
+            )
             t.sources[worker.name] = source
-            actions += [ConnectPeer(worker), self._transfer_request(event.transfer, source)]
+            # The connection first: without one the message would be dropped.
+            actions.append(ConnectPeer(worker))
+            actions.append(self._transfer_request(event.transfer, source))
         # A rank that reads nothing has no sources and is settled at once.
         return actions + self._report_if_settled(event.transfer, t, now)
 
@@ -282,14 +308,21 @@ class Receiver:
         return []  # late or repeated: the transfer was reported before
 
     def _release_idle_sources(self, event: LoadRequested | LoadSkipped) -> list[ReceiverAction]:
-        """Release the source ranks that no rank reads; each is informed by one rank of ours."""
+        """Releases the source ranks that no rank reads; each is informed by one rank of ours."""
         actions: list[ReceiverAction] = []
         for rank in event.plan.idle(self.rank):
             worker = event.sources[rank]
+            # Sent once: if it is lost, the source's lease ends in its place.  No bytes depend on
+            # it.
             request = messages.TransferRequest(
-                event.transfer, worker.name, self.name, self.address, readers=0
+                transfer=event.transfer,
+                source=worker.name,
+                reader=self.name,
+                address=self.address,
+                readers=0,
             )
-            actions += [ConnectPeer(worker), SendMessage(worker.name, request)]
+            actions.append(ConnectPeer(worker))
+            actions.append(SendMessage(worker.name, request))
         return actions
 
     # Facts from transports ------------------------------------------------------------------------
@@ -300,6 +333,8 @@ class Receiver:
         else:
             self.addresses[event.source] = event.address
         actions: list[ReceiverAction] = []
+        # POSTED reads stay: bytes may be on their way to the old address.  If its path has broken,
+        # the transport ends them as CANCELLED, before this event or after it.
         for name, t in self.transfers.items():
             for source in t.open_sources:
                 if source.name != event.source or source.state is not SourceState.MOVING:
@@ -312,10 +347,14 @@ class Receiver:
         return actions
 
     def _on_read_completed(
-        self, event: ReadCompleted, t: IncomingTransfer, now: float
+        self,
+        event: ReadCompleted,
+        t: IncomingTransfer,
+        now: float,
     ) -> list[ReceiverAction]:
         piece = t.pieces[event.number]
-        # DRAINING: its bytes were taken off the window when the transfer failed.
+        # DRAINING: its bytes were taken off the window when the transfer failed.  The status does
+        # not matter, because no byte of a failed load is used.
         if t.failure is not None:
             del t.pieces[event.number]
             return self._report_if_drained(event.transfer, t, now)
@@ -325,7 +364,8 @@ class Receiver:
             case ReadStatus.DAMAGED:
                 return self._on_piece_damaged(event, t, now)
             case ReadStatus.CANCELLED:
-                # A piece without a posted read keeps its credit, too.
+                # A piece without a posted read keeps its credit, too: it is posted again without
+                # another look at the window.
                 piece.state = PieceState.CANCELLED
                 # At the same address it would be cancelled again, until TransportChanged comes.
                 if piece.address == self._address_for(piece.source):
@@ -335,20 +375,29 @@ class Receiver:
                 assert_never(event.status)
 
     def _on_piece_damaged(
-        self, event: ReadCompleted, t: IncomingTransfer, now: float
+        self,
+        event: ReadCompleted,
+        t: IncomingTransfer,
+        now: float,
     ) -> list[ReceiverAction]:
         piece = t.pieces[event.number]
+        # A sign of life, but no progress: `stall_timeout` goes on.
         t.sources[piece.source].last_seen = now
         piece.damaged += 1
         # A damaged piece keeps its credit while it is requested again.
         if piece.damaged < MAX_PIECE_TRIES:
             return self._post_read(event.transfer, event.number, now)
+        # Removed before `_fail`: its read has ended, so no further ReadCompleted would end the
+        # DRAINING.
         del t.pieces[event.number]
         self.bytes_in_flight[piece.source] -= piece.bytes
         return self._fail(event.transfer, Reason.CORRUPT, now)
 
     def _on_piece_written(
-        self, event: ReadCompleted, t: IncomingTransfer, now: float
+        self,
+        event: ReadCompleted,
+        t: IncomingTransfer,
+        now: float,
     ) -> list[ReceiverAction]:
         piece = t.pieces.pop(event.number)
         source = t.sources[piece.source]
@@ -363,6 +412,7 @@ class Receiver:
         # Only the last piece of all makes the number of remaining bytes zero.
         if source.bytes_remaining:
             return self._use_credits(now)
+        # For each source alone: it need not hold its blocks until the slowest source is done.
         source.state = SourceState.SETTLING
         return [self._read_complete(event.transfer, source), *self._use_credits(now)]
 
@@ -374,6 +424,8 @@ class Receiver:
         now: float,
     ) -> list[ReceiverAction]:
         source = t.sources[event.source]
+        # Also for a message without any other effect: an answer shows that the sender's process
+        # runs.
         source.last_seen = now
         match event:
             case messages.Progress():
@@ -381,18 +433,29 @@ class Receiver:
             case messages.Confirm():
                 return self._on_confirm(event, t, source, now)
             case messages.Abort():
+                # It answers a TransferRequest that was overtaken by the ReadComplete.  The Confirm
+                # has vouched for the bytes, and nothing can take that back.
                 if source.state is SourceState.SETTLED:
-                    return []  # answers a TransferRequest that was overtaken by the ReadComplete
-                # A newer sender may have reasons that this version lacks.
-                known = event.reason in Reason._value2member_map_
-                reason = Reason(event.reason) if known else Reason.UNKNOWN_TRANSFER
+                    return []
+                # A newer sender may have reasons that this version lacks.  An exception here would
+                # end the driver's thread, and with it all transfers.
+                reason = Reason.UNKNOWN_TRANSFER
+                if event.reason in Reason._value2member_map_:
+                    reason = Reason(event.reason)
                 return self._fail(event.transfer, reason, now, informed=source.name)
 
     def _on_progress(
-        self, event: messages.Progress, t: IncomingTransfer, source: SourceRecord, now: float
+        self,
+        event: messages.Progress,
+        t: IncomingTransfer,
+        source: SourceRecord,
+        now: float,
     ) -> list[ReceiverAction]:
+        # Not MOVING: all pieces of this source were written, and a late Progress adds none.
         if t.failure is not None or source.state is not SourceState.MOVING:
             return []
+        # Checked before the comparison below: a stuck engine makes no new tokens, so its Progress
+        # is always a repeated one.
         is_stalled = event.seconds_without_step >= self.engine_stall_timeout
         # A sender that has all tokens owes only bytes, for which its engine need not step.
         if is_stalled and event.tokens_final < t.token_end:
@@ -404,6 +467,8 @@ class Receiver:
         source.tokens_final = event.tokens_final
         source.tokens_partial = event.tokens_partial
         source.layers_partial = event.layers_partial
+        # Only here, not with each answer: a sender that lives but computes nothing must run into
+        # `stall_timeout`.
         t.last_progress = now
         for read_plan in source.read_plans:
             for extent, size in read_plan.cut(*progress, t.token_end, self.piece_bytes):
@@ -411,12 +476,19 @@ class Receiver:
                 number = t.pieces_created
                 t.pieces_created += 1
                 t.pieces[number] = PieceRecord(source.name, read_plan, extent, size)
-                self.queues.setdefault(source.name, deque()).append((event.transfer, number))
+                # Queued even if there is a credit: older pieces of this source come first.
+                queue = self.queues.setdefault(source.name, deque())
+                queue.append((event.transfer, number))
         return self._use_credits(now)
 
     def _on_confirm(
-        self, event: messages.Confirm, t: IncomingTransfer, source: SourceRecord, now: float
+        self,
+        event: messages.Confirm,
+        t: IncomingTransfer,
+        source: SourceRecord,
+        now: float,
     ) -> list[ReceiverAction]:
+        # Rule 3.  Before SETTLING it answers no ReadComplete of ours, and bytes are missing.
         if t.failure is not None or source.state is not SourceState.SETTLING:
             return []
         # vLLM may have reused the blocks before our last byte was read: none can be trusted.
@@ -429,6 +501,7 @@ class Receiver:
     # Time -----------------------------------------------------------------------------------------
     def _on_tick(self, now: float) -> list[ReceiverAction]:
         actions: list[ReceiverAction] = []
+        # A copy of the names, because a transfer that fails may leave the dict.
         for name in list(self.transfers):
             actions += self._tick(name, now)
         actions += self._use_credits(now)
@@ -438,12 +511,15 @@ class Receiver:
 
     def _tick(self, name: str, now: float) -> list[ReceiverAction]:
         t = self.transfers[name]
+        # DRAINING: no time ends it.  Only the transports can tell whether bytes still arrive.
         if t.failure is not None:
             return []
         if now >= t.retry_at + self.keepalive_interval:
-            # A whole interval was missed: this process slept.  Ask once more before blaming peers.
+            # A whole interval was missed: this process slept, and so its peers seem silent.  They
+            # get one more keep-alive, sent below, and the rest of `peer_timeout` to answer it.
             for source in t.open_sources:
                 source.last_seen = max(source.last_seen, now - self.keepalive_interval)
+        # One silent source is enough: without its layers or heads the load has no use.
         if any(now >= source.last_seen + self.peer_timeout for source in t.open_sources):
             return self._fail(name, Reason.PEER_TIMEOUT, now)
         # The peers answer, but tokens and bytes do not come: recomputing is quicker.
@@ -451,9 +527,12 @@ class Receiver:
             return self._fail(name, Reason.TRANSFER_STALLED, now)
         if now < t.retry_at:
             return []
+        # From `now` on, not from the old time: after a pause there is no burst of repeats.
         t.retry_at = now + self.keepalive_interval
         actions: list[ReceiverAction] = []
         for source in t.open_sources:
+            # The ReadComplete or its Confirm may be lost.  A repeated one gets the same answer,
+            # even after the source has released its blocks.
             if source.state is SourceState.SETTLING:
                 actions.append(self._read_complete(name, source))
                 continue
@@ -465,7 +544,7 @@ class Receiver:
         return actions
 
     def _repeat_aborts(self, now: float) -> list[ReceiverAction]:
-        """Repeat Aborts to senders that may have been frozen and lost the first ones.
+        """Repeats Aborts to senders that may have been frozen and lost the first ones.
 
         Without them such a sender would hold the blocks for its lease.
         """
@@ -482,7 +561,7 @@ class Receiver:
 
     # Pieces ---------------------------------------------------------------------------------------
     def _use_credits(self, now: float) -> list[ReceiverAction]:
-        """Request as many pieces as there are credits, from all sources in turn.
+        """Requests as many pieces as there are credits, from all sources in turn.
 
         One source has at most half of the credits: if its bytes do not come, the others go on.
         One piece is always allowed, however large.
@@ -501,42 +580,57 @@ class Receiver:
         return actions
 
     def _post_next(self, source: str, now: float) -> list[ReceiverAction]:
-        """Request the source's next piece; empty without a credit or without a queued piece."""
+        """Requests the source's next piece; empty without a credit or without a queued piece."""
         queue = self.queues[source]
         while queue:
             name, number = queue[0]
             t = self.transfers.get(name)
             piece = t.pieces.get(number) if t else None
             if piece is not None and piece.state is PieceState.QUEUED:
+                # The piece stays in front: smaller ones behind it must not starve it.
                 if not self._has_credit(source, piece.bytes):
                     return []
                 queue.popleft()
                 self.bytes_in_flight[source] += piece.bytes
                 return self._post_read(name, number, now)
-            queue.popleft()  # of a transfer that has failed
+            # Of a transfer that has failed: `_fail` leaves its entries here, as searching all
+            # queues would cost more than this check.
+            queue.popleft()
+        # Names of sources hold their incarnation: entries of dead ones would pile up.
         del self.queues[source]
         self.bytes_in_flight += Counter()  # drops sources with nothing in flight
         return []
 
     def _has_credit(self, source: str, size: int) -> bool:
-        # With nothing in flight the first piece passes, even if larger than the window.
         of_source = self.bytes_in_flight[source]
         of_all = self.bytes_in_flight.total()
+        # With nothing in flight the first piece passes, even if larger than the window: a piece
+        # has at least one block, and a large one would wait forever.
         if of_source and of_source + size > self.window_bytes // 2:
             return False
         return not of_all or of_all + size <= self.window_bytes
 
     def _post_read(self, name: str, number: int, now: float) -> list[ReceiverAction]:
-        """Post the read of a piece where its source sends to, then request the piece."""
+        """Posts the read of a piece where its source sends to, then requests the piece."""
         piece = self.transfers[name].pieces[number]
         piece.state = PieceState.POSTED
         piece.address = self._address_for(piece.source)
         extent, blocks, remote_layout = piece.read_plan.target(piece.extent)
-        read = PostRead(name, number, piece.source, piece.address, extent, blocks, remote_layout)
+        read = PostRead(
+            transfer=name,
+            number=number,
+            source=piece.source,
+            address=piece.address,
+            extent=extent,
+            blocks=blocks,
+            remote_layout=remote_layout,
+        )
+        # Rule 5.  A transport drops bytes that find no posted read: a quick sender's piece would
+        # come again only after `peer_timeout`.
         return [read, self._read_request(name, number, now)]
 
     def _request_again(self, name: str, number: int, now: float) -> list[ReceiverAction]:
-        """Request a piece of which the ReadRequest or the bytes were lost, or are late.
+        """Requests a piece of which the ReadRequest or the bytes were lost, or are late.
 
         A duplicate of the bytes finds no posted read and is dropped.
         """
@@ -545,39 +639,61 @@ class Receiver:
             return self._post_read(name, number, now)
         if piece.address == self._address_for(piece.source):
             return [self._read_request(name, number, now)]
-        # Bytes will come to another address than that of the posted read.
+        # Bytes will come to another address than that of the posted read.  It is cancelled first
+        # (rule 4): with a read at both addresses the piece might be written twice at the same
+        # time.  Its ReadCompleted leads to the new read, or reports that the bytes came after all.
         piece.retry_at = now + self.peer_timeout
         return [CancelReads(name, [number])]
 
     def _read_request(self, name: str, number: int, now: float) -> SendMessage:
         piece = self.transfers[name].pieces[number]
+        # Long, because a piece may wait at the sender behind others: each early repeat would make
+        # it send the bytes once more.
         piece.retry_at = now + self.peer_timeout
-        request = messages.ReadRequest(name, piece.source, self.name, number, piece.extent)
+        request = messages.ReadRequest(
+            transfer=name,
+            source=piece.source,
+            reader=self.name,
+            number=number,
+            extent=piece.extent,
+        )
         return SendMessage(piece.source, request)
 
     def _address_for(self, source: str) -> str:
-        """Return where the pieces of this source arrive."""
+        """Returns where the pieces of this source arrive."""
         return self.addresses.get(source, self.address)
 
     # Ends -----------------------------------------------------------------------------------------
     def _fail(
-        self, name: str, reason: Reason, now: float, *, informed: str = ""
+        self,
+        name: str,
+        reason: Reason,
+        now: float,
+        *,
+        informed: str = "",
     ) -> list[ReceiverAction]:
-        """End the whole transfer and abort it at every open source but `informed`."""
+        """Ends the whole transfer and aborts it at every open source but `informed`."""
         t = self.transfers[name]
+        # The first reason counts: later ones often follow from it.
         if t.failure is not None:
             return []
+        # Before `failure` is set, which closes all sources.
         actions: list[ReceiverAction] = []
         for source in t.open_sources:
             if source.name != informed:
                 abort = messages.Abort(name, source.name, self.name, reason.value)
                 actions.append(SendMessage(source.name, abort))
         if reason is Reason.PEER_TIMEOUT and actions:
-            # The connection may be broken, and these Aborts be lost with it.
-            until = now + ABORT_REPEAT_SECONDS
-            repeated = _RepeatedAborts(now + self.keepalive_interval, until, actions[:])
+            # The connection may be broken, and these Aborts be lost with it.  For other reasons
+            # once is enough: no sender is known to be silent, and a lost Abort costs one lease.
+            repeated = _RepeatedAborts(
+                retry_at=now + self.keepalive_interval,
+                until=now + ABORT_REPEAT_SECONDS,
+                aborts=actions[:],
+            )
             self.repeated_aborts.append(repeated)
         t.failure = reason
+        # At once and not with each ReadCompleted: other transfers need not wait for the DRAINING.
         for piece in t.pieces.values():
             self.bytes_in_flight[piece.source] -= piece.bytes_in_flight
         # Pieces without a posted read are dropped; the others keep the transfer in DRAINING.
@@ -588,30 +704,51 @@ class Receiver:
         return actions + self._use_credits(now)
 
     def _report_if_drained(
-        self, name: str, t: IncomingTransfer, now: float
+        self,
+        name: str,
+        t: IncomingTransfer,
+        now: float,
     ) -> list[ReceiverAction]:
+        # Rule 2.  After the report vLLM gives the blocks to other requests.
         if t.pieces:
             return []
         return self._report(name, t.failure, now)
 
     def _report_if_settled(
-        self, name: str, t: IncomingTransfer, now: float
+        self,
+        name: str,
+        t: IncomingTransfer,
+        now: float,
     ) -> list[ReceiverAction]:
+        # Rule 3.  No caller has a failed transfer, which would have no open source either.
         if t.open_sources:
             return []
         return self._report(name, None, now)
 
     def _report(self, name: str, reason: Reason | None, now: float) -> list[ReceiverAction]:
+        # Rule 1.  Late messages and completions find no transfer any more.
         t = self.transfers.pop(name)
-        seconds = now - t.started_at
-        return [LoadResult(name, reason, t.bytes_landed, t.bytes_overlapped, seconds)]
+        result = LoadResult(
+            transfer=name,
+            reason=reason,
+            bytes_landed=t.bytes_landed,
+            bytes_overlapped=t.bytes_overlapped,
+            seconds=now - t.started_at,
+        )
+        return [result]
 
     # Messages -------------------------------------------------------------------------------------
     def _transfer_request(self, name: str, source: SourceRecord) -> SendMessage:
-        address = self._address_for(source.name)
-        prompt = self.transfers[name].prompt
         request = messages.TransferRequest(
-            name, source.name, self.name, address, source.readers, prompt
+            transfer=name,
+            source=source.name,
+            reader=self.name,
+            # Each keep-alive has the present address, so a lost one delays a change of transport
+            # by one interval only.
+            address=self._address_for(source.name),
+            readers=source.readers,
+            # In each one: the sender may have forgotten this receiver, and compares it anew.
+            prompt=self.transfers[name].prompt,
         )
         return SendMessage(source.name, request)
 
@@ -619,15 +756,18 @@ class Receiver:
         return SendMessage(source.name, messages.ReadComplete(name, source.name, self.name))
 
     def validate(self) -> None:
-        """Raise AssertionError if the state contradicts itself.  Tests call it after each event."""
+        """Raises AssertionError if the state contradicts itself.  Tests call it at each event."""
+        # A lookup beside its load would send keep-alives with an outdated address.
         assert not self.lookups.open.keys() & self.transfers.keys()
         in_flight: Counter[str] = Counter()
         for name, t in self.transfers.items():
             context = (name, t)
             if t.failure is not None:
+                # Else no event would be left that reports the transfer.
                 assert t.pieces, context
                 assert all(p.state is PieceState.POSTED for p in t.pieces.values()), context
                 continue
+            # Else it would be settled, and reported before.
             assert t.open_sources, context
             for source in t.sources.values():
                 is_moving = source.state is SourceState.MOVING
@@ -636,4 +776,5 @@ class Receiver:
                 assert is_moving or not has_pieces, context
             for piece in t.pieces.values():
                 in_flight[piece.source] += piece.bytes_in_flight
+        # A credit that is lost narrows the window forever; one that is given back twice widens it.
         assert in_flight == self.bytes_in_flight, (in_flight, self.bytes_in_flight)

@@ -53,8 +53,13 @@ class StepEvents:
     def take(self) -> StepEvents:
         """Returns the events so far, and collects anew."""
         taken = StepEvents(
-            self.for_sender, self.for_receiver, self.serving_requests, self.loading_requests
+            for_sender=self.for_sender,
+            for_receiver=self.for_receiver,
+            serving_requests=self.serving_requests,
+            loading_requests=self.loading_requests,
         )
+        # New containers, because the taken ones travel with the step.  This object stays: all legs
+        # hold it.
         self.for_sender = []
         self.for_receiver = []
         self.serving_requests = {}
@@ -111,6 +116,8 @@ class RequestLeg(ABC):
 
     def on_load_finished(self) -> None:
         """Makes a loading leg an ordinary request, after a success or a failure."""
+        # After a success too, since the call does not name the outcome.  vLLM then calls
+        # `tokens_to_load` only if the request was preempted: one turn later is no harm.
         self.yields_turn = True
         self._end_load()
 
@@ -138,21 +145,22 @@ class RequestLeg(ABC):
     ) -> None:
         """Has the workers read these tokens of the prompt into `blocks`."""
         assert self.facts.plan is not None, "a leg without a plan never loads"
+        # Only blocks of these tokens: those before them are in the prefix cache, where other
+        # requests use them.
         group_blocks = [
             blocks_of_tokens(ids, block_size, tokens)
             for block_size, ids in zip(self.cache.block_sizes, blocks, strict=True)
         ]
-        self.step.for_receiver.append(
-            events.LoadRequested(
-                transfer,
-                self.facts.sources,
-                self.facts.plan,
-                group_blocks,
-                tokens.stop,
-                stall_timeout,
-                self.facts.digest,
-            )
+        load = events.LoadRequested(
+            transfer=transfer,
+            sources=self.facts.sources,
+            plan=self.facts.plan,
+            blocks=group_blocks,
+            token_end=tokens.stop,
+            stall_timeout=stall_timeout,
+            prompt=self.facts.digest,
         )
+        self.step.for_receiver.append(load)
 
     @abstractmethod
     def validate(self) -> None:
@@ -166,6 +174,8 @@ def blocks_of_tokens(ids: Sequence[int], block_size: int, tokens: range) -> even
     """
     first = tokens.start // block_size
     stop = -(-tokens.stop // block_size)
+    # P refuses tokens that its own window has passed, and all requests share the null block.  The
+    # last block stays in any case: a load has at least one.
     while first < stop - 1 and ids[first] == NULL_BLOCK:
         first += 1
     return events.GroupBlocks(first * block_size, list(ids[first:stop]))

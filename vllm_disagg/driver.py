@@ -351,7 +351,7 @@ class Driver:
             text = f"{action.reader} asks for pieces at {action.address!r}: no such transport here"
             self._drop(BadMessage(text))
             # Without this event the sender would hold the blocks for the piece.
-            self._handle_sender(events.SendCompleted(action.transfer, action.reader))
+            self._handle_sender(action.completed())
         else:
             transport.send(action)
 

@@ -168,7 +168,7 @@ def test_reads_of_a_broken_transport_are_posted_at_the_next_one(
     first, second = order if is_change_first else order[::-1]
     actions = [*side.handle(first, 0.2), *side.handle(second, 0.2)]
     assert said(actions) == ["TransferRequest", "PostRead", "ReadRequest"]
-    assert posts(actions) == [(0, "")] and requests(actions) == [0]
+    assert posts(actions) == [(1, "")] and requests(actions) == [1]
     assert not side.addresses, "our own address is no route"
     side.validate()
     assert side.handle(TransportChanged("q", "fast:1"), 0.4) == []
@@ -185,15 +185,15 @@ def test_reads_stay_posted_where_they_are_when_a_better_transport_connects(side:
 def test_a_read_that_is_refused_at_an_unchanged_address_is_not_posted_in_a_loop(
     side: Receiver,
 ) -> None:
-    """Until `retry_at` or the change of transport, whichever comes first."""
+    """Once with each keep-alive: a path may come up again at the address that it had."""
     side.handle(offer(8), 0.1)
-    assert side.handle(completed(0, "cancelled"), 0.2) == []
-    for now in (0.6, 1.2, 1.8):
-        assert said(side.handle(ClockTick(), now)) == ["TransferRequest"]
+    for number, now in enumerate((0.6, 1.2, 1.8)):
+        assert side.handle(completed(number, "cancelled"), now) == []
+        actions = side.handle(ClockTick(), now)
+        assert said(actions) == ["TransferRequest", "PostRead", "ReadRequest"]
+        assert posts(actions) == [(number + 1, "")]
         side.handle(settled("p"), now)
-    actions = side.handle(ClockTick(), 2.4)
-    assert said(actions) == ["TransferRequest", "PostRead", "ReadRequest"]
-    side.validate()
+        side.validate()
 
 
 def test_a_lost_piece_is_requested_again_and_its_read_stays_posted(side: Receiver) -> None:
@@ -212,7 +212,7 @@ def test_a_lost_piece_moves_to_the_present_address(side: Receiver) -> None:
     side.handle(ClockTick(), 2.0)
     _, cancel = side.handle(ClockTick(), 2.5)
     assert cancel == CancelReads("t", [0])
-    assert posts(side.handle(completed(0, "cancelled"), 2.6)) == [(0, "fast:1")]
+    assert posts(side.handle(completed(0, "cancelled"), 2.6)) == [(1, "fast:1")]
     side.validate()
 
 
@@ -220,24 +220,38 @@ def test_a_cancelled_load_is_reported_when_its_last_read_has_ended(side: Receive
     side.piece_bytes = 20
     assert posts(side.handle(offer(8), 0.1)) == [(0, ""), (1, "")]
     _, cancel = side.handle(LoadCancelled("t"), 0.2)
-    assert cancel == CancelReads("t", [0, 1]) and not side.bytes_in_flight.total()
+    assert cancel == CancelReads("t", [0, 1]) and not side.credit_in_use.total()
     assert side.handle(completed(1, "cancelled"), 0.2) == []
     (report,) = side.handle(completed(0), 0.3)
     assert isinstance(report, LoadResult) and report.reason is Reason.CANCELLED
-    assert not side.bytes_in_flight.total()
+    assert not side.credit_in_use.total()
 
 
 def test_a_piece_that_is_damaged_three_times_fails_the_load(side: Receiver) -> None:
     side.piece_bytes = 20
     side.handle(offer(8), 0.1)
-    for _ in range(2):
-        again = side.handle(completed(0, "damaged"), 0.2)
-        assert posts(again) == [(0, "")] and requests(again) == [0]
+    # Under another number each time: the sender may still count the last one as being sent.
+    for number, following in ((0, 2), (2, 3)):
+        again = side.handle(completed(number, "damaged"), 0.2)
+        assert posts(again) == [(following, "")] and requests(again) == [following]
         side.validate()
-    _, cancel = side.handle(completed(0, "damaged"), 0.3)
+    _, cancel = side.handle(completed(3, "damaged"), 0.3)
     assert cancel == CancelReads("t", [1])
     (report,) = side.handle(completed(1, "cancelled"), 0.3)
     assert isinstance(report, LoadResult) and report.reason is Reason.CORRUPT
+
+
+def test_small_pieces_stay_below_the_limit_of_the_sender() -> None:
+    """Beyond it the sender drops requests, and they come again after `peer_timeout`."""
+    many = uniform(layers=100, block_size=4, block_bytes=[10])
+    side = Receiver("d", "", 0, many, piece_bytes=10, window_bytes=1 << 20)
+    blocks = [GroupBlocks(0, [0, 1])]
+    workers = [WorkerInfo("p", "", "", holds=many)]
+    load = LoadRequested("t", workers, plan([many], [many]), blocks, 8, stall_timeout=30.0)
+    side.handle(load, 0.0)
+    asked = requests(side.handle(offer(8), 0.1))
+    assert len(asked) == messages.MAX_PIECES_PER_RECEIVER // 2
+    assert requests(side.handle(completed(0), 0.2)) == [len(asked)]
 
 
 # Several sources ----------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from vllm_disagg.protocol.sender import Sender
 
 FULL = LayerLayout("kv", 4, [32], [opaque(32, 2)], 2, 0, 2)
 WINDOW = msgspec.structs.replace(FULL, group=1, window=6)
+SENT = SendCompleted("t", "d", 0, "zmq:x")
 STATES = LayerLayout("state", STATE, [100], [opaque(100)], group=2)
 
 
@@ -44,7 +45,9 @@ def side() -> Sender:
 
 def fetch(side: Sender, *numbers: int) -> list[int] | None:
     """Return the blocks that are sent; None for a refusal."""
-    (action,) = side.handle(messages.ReadRequest("t", "p", "d", 0, extents.Extent(*numbers)), 0.1)
+    number = len(side.transfers["t"].receivers["d"].sending)
+    request = messages.ReadRequest("t", "p", "d", number, extents.Extent(*numbers))
+    (action,) = side.handle(request, 0.1)
     side.validate()
     return action.blocks if isinstance(action, SendPiece) else None
 
@@ -91,7 +94,7 @@ def test_layers_computed_again_are_served_to_nobody_and_held_while_they_are_sent
         and isinstance(done.message, messages.Confirm)
         and not done.message.valid
     )
-    assert side.handle(SendCompleted("t", "d"), 0.3) == [ReleaseBlocks("t", delivered=False)]
+    assert side.handle(SENT, 0.3) == [ReleaseBlocks("t", delivered=False)]
 
 
 def test_who_asks_after_layers_were_computed_again_is_refused() -> None:
@@ -244,12 +247,26 @@ def test_a_reader_that_speaks_after_its_link_broke_is_served_on(side: Sender) ->
     assert fetch(side, 0, 1, 4, 12) == [2, 3]
 
 
+def test_a_repeated_request_for_a_piece_under_way_sends_it_once(side: Sender) -> None:
+    """Unless it goes to another address: what was sent to the earlier one is lost."""
+    request = messages.ReadRequest("t", "p", "d", 0, extents.Extent(0, 1, 4, 12))
+    (first,) = side.handle(request, 0.1)
+    assert isinstance(first, SendPiece) and side.handle(request, 2.1) == []
+    side.handle(messages.TransferRequest("t", "p", "d", "fast:1"), 2.2)
+    (moved,) = side.handle(request, 2.3)
+    assert isinstance(moved, SendPiece) and moved.address == "fast:1"
+    assert side.handle(first.completed(), 2.4) == []
+    side.handle(messages.TransferRequest("t", "p", "d", "zmq:x"), 2.5)
+    assert isinstance(side.handle(request, 2.6)[0], SendPiece)
+    side.validate()
+
+
 def test_a_broken_link_releases_nothing_that_is_being_sent(side: Sender) -> None:
     side.handle(PrefillFinished("t"), 1.0)
     assert fetch(side, 0, 1, 4, 12)
     side.handle(ConnectionLost("d"), 2.0)
     assert not side.handle(ClockTick(), 2.0 + side.grace)
-    assert side.handle(SendCompleted("t", "d"), 3.5) == [ReleaseBlocks("t", delivered=False)]
+    assert side.handle(SENT, 3.5) == [ReleaseBlocks("t", delivered=False)]
 
 
 def test_what_was_taken_back_is_not_confirmed(side: Sender) -> None:

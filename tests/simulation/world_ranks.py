@@ -277,7 +277,7 @@ class Serving(Half):
         self.world.network.append(
             (action.address, "piece", (action.transfer, action.number, checksum, bytes_now))
         )
-        self.handle(events.SendCompleted(action.transfer, action.reader))
+        self.handle(action.completed())
 
 
 @dataclass

@@ -76,9 +76,11 @@ class BlocksRevoked(msgspec.Struct, frozen=True, tag=True):
 class SendCompleted(msgspec.Struct, frozen=True, tag=True):
     """Reports the end of a SendPiece: the transport no longer reads the blocks for it."""
 
-    # No number and no status: the sender only counts.  A piece that was lost is requested again.
+    # No status: a piece that was lost is requested again.
     transfer: str
     reader: str
+    number: int
+    address: str
 
 
 class ConnectionLost(msgspec.Struct, frozen=True, tag=True):
@@ -185,6 +187,10 @@ class SendPiece(msgspec.Struct, frozen=True, tag=True):
     number: int
     extent: Extent
     blocks: list[int]  # ids of the blocks that hold the extent's tokens, in order
+
+    def completed(self) -> SendCompleted:
+        """Returns the event that ends this action."""
+        return SendCompleted(self.transfer, self.reader, self.number, self.address)
 
 
 class ReleaseBlocks(msgspec.Struct, frozen=True, tag=True):

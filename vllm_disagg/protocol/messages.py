@@ -39,6 +39,10 @@ MAX_FRAME_BYTES = 64 * 1024
 # Of the data of one TransportNote.  The difference has room for the names beside the data.
 MAX_NOTE_BYTES = 60 * 1024
 
+# Pieces of one transfer that one receiver may have outstanding.  A sender need not trust receivers:
+# it drops a request beyond the limit, which comes again after `peer_timeout`.
+MAX_PIECES_PER_RECEIVER = 64
+
 # Limits are checked while decoding: behind that no code meets a negative number or a huge name.
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31)]

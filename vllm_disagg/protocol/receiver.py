@@ -107,6 +107,7 @@ class PieceRecord:
     read_plan: ReadPlan
     extent: Extent  # in the source's numbering
     bytes: int
+    credit: int  # bytes of the window that it takes up
     state: PieceState = PieceState.QUEUED
     # At which its read was posted last.  If the source sends elsewhere by now, the read waits in
     # vain.
@@ -115,12 +116,12 @@ class PieceRecord:
     damaged: int = 0  # times that it has arrived damaged
 
     @property
-    def bytes_in_flight(self) -> int:
-        """Bytes that were requested and have not been written."""
+    def credit_in_use(self) -> int:
+        """Bytes of the window that it takes up at present."""
         # A CANCELLED piece counts too: it is posted again without waiting for a new credit.
         if self.state is PieceState.QUEUED:
             return 0
-        return self.bytes
+        return self.credit
 
 
 @dataclass
@@ -215,7 +216,7 @@ class Receiver:
         # By source: (transfer, number) of pieces that wait for a credit.
         self.queues: dict[str, deque[tuple[str, int]]] = {}
         # By source: requested and not yet written.
-        self.bytes_in_flight: Counter[str] = Counter()
+        self.credit_in_use: Counter[str] = Counter()
         self.repeated_aborts: deque[_RepeatedAborts] = deque()
 
     def handle(self, event: ReceiverEvent, now: float) -> list[ReceiverAction]:
@@ -341,9 +342,10 @@ class Receiver:
                     continue
                 # The keep-alive has the new address: the sender must have it before requests.
                 actions.append(self._transfer_request(name, source))
-                for number, piece in t.pieces.items():
+                # A copy: posting again renumbers.
+                for number, piece in list(t.pieces.items()):
                     if piece.source == source.name and piece.state is PieceState.CANCELLED:
-                        actions += self._post_read(name, number, now)
+                        actions += self._post_again(name, number, now)
         return actions
 
     def _on_read_completed(
@@ -369,8 +371,10 @@ class Receiver:
                 piece.state = PieceState.CANCELLED
                 # At the same address it would be cancelled again, until TransportChanged comes.
                 if piece.address == self._address_for(piece.source):
+                    # Or until the path is up again at this address, of which nothing tells.
+                    piece.retry_at = now
                     return []
-                return self._post_read(event.transfer, event.number, now)
+                return self._post_again(event.transfer, event.number, now)
             case _:
                 assert_never(event.status)
 
@@ -386,11 +390,11 @@ class Receiver:
         piece.damaged += 1
         # A damaged piece keeps its credit while it is requested again.
         if piece.damaged < MAX_PIECE_TRIES:
-            return self._post_read(event.transfer, event.number, now)
+            return self._post_again(event.transfer, event.number, now)
         # Removed before `_fail`: its read has ended, so no further ReadCompleted would end the
         # DRAINING.
         del t.pieces[event.number]
-        self.bytes_in_flight[piece.source] -= piece.bytes
+        self.credit_in_use[piece.source] -= piece.credit
         return self._fail(event.transfer, Reason.CORRUPT, now)
 
     def _on_piece_written(
@@ -403,7 +407,7 @@ class Receiver:
         source = t.sources[piece.source]
         # Bytes are a sign of life, as messages are.
         source.last_seen = now
-        self.bytes_in_flight[piece.source] -= piece.bytes
+        self.credit_in_use[piece.source] -= piece.credit
         t.last_progress = now
         source.bytes_remaining -= piece.bytes
         t.bytes_landed += piece.bytes
@@ -475,7 +479,10 @@ class Receiver:
                 # Numbers are not reused: a late piece is never taken for another one.
                 number = t.pieces_created
                 t.pieces_created += 1
-                t.pieces[number] = PieceRecord(source.name, read_plan, extent, size)
+                # A small piece costs more than its bytes.  Half the window then has 32 pieces, far
+                # below the sender's limit. That counts a piece until its transport reports the end.
+                credit = max(size, self.window_bytes // messages.MAX_PIECES_PER_RECEIVER)
+                t.pieces[number] = PieceRecord(source.name, read_plan, extent, size, credit)
                 # Queued even if there is a credit: older pieces of this source come first.
                 queue = self.queues.setdefault(source.name, deque())
                 queue.append((event.transfer, number))
@@ -537,7 +544,8 @@ class Receiver:
                 actions.append(self._read_complete(name, source))
                 continue
             actions.append(self._transfer_request(name, source))
-            for number, piece in t.pieces.items():
+            # A copy: posting again renumbers.
+            for number, piece in list(t.pieces.items()):
                 is_requested = piece.state is not PieceState.QUEUED
                 if is_requested and piece.source == source.name and piece.retry_at <= now:
                     actions += self._request_again(name, number, now)
@@ -588,22 +596,22 @@ class Receiver:
             piece = t.pieces.get(number) if t else None
             if piece is not None and piece.state is PieceState.QUEUED:
                 # The piece stays in front: smaller ones behind it must not starve it.
-                if not self._has_credit(source, piece.bytes):
+                if not self._has_credit(source, piece.credit):
                     return []
                 queue.popleft()
-                self.bytes_in_flight[source] += piece.bytes
+                self.credit_in_use[source] += piece.credit
                 return self._post_read(name, number, now)
             # Of a transfer that has failed: `_fail` leaves its entries here, as searching all
             # queues would cost more than this check.
             queue.popleft()
         # Names of sources hold their incarnation: entries of dead ones would pile up.
         del self.queues[source]
-        self.bytes_in_flight += Counter()  # drops sources with nothing in flight
+        self.credit_in_use += Counter()  # drops sources with nothing in flight
         return []
 
     def _has_credit(self, source: str, size: int) -> bool:
-        of_source = self.bytes_in_flight[source]
-        of_all = self.bytes_in_flight.total()
+        of_source = self.credit_in_use[source]
+        of_all = self.credit_in_use.total()
         # With nothing in flight the first piece passes, even if larger than the window: a piece
         # has at least one block, and a large one would wait forever.
         if of_source and of_source + size > self.window_bytes // 2:
@@ -629,6 +637,17 @@ class Receiver:
         # come again only after `peer_timeout`.
         return [read, self._read_request(name, number, now)]
 
+    def _post_again(self, name: str, number: int, now: float) -> list[ReceiverAction]:
+        """Posts the read of a piece anew, under a new number.
+
+        The sender ignores a number that it still sends, and it may learn later than this receiver
+        that a send has ended.
+        """
+        t = self.transfers[name]
+        t.pieces[t.pieces_created] = t.pieces.pop(number)
+        t.pieces_created += 1
+        return self._post_read(name, t.pieces_created - 1, now)
+
     def _request_again(self, name: str, number: int, now: float) -> list[ReceiverAction]:
         """Requests a piece of which the ReadRequest or the bytes were lost, or are late.
 
@@ -636,7 +655,7 @@ class Receiver:
         """
         piece = self.transfers[name].pieces[number]
         if piece.state is PieceState.CANCELLED:
-            return self._post_read(name, number, now)
+            return self._post_again(name, number, now)
         if piece.address == self._address_for(piece.source):
             return [self._read_request(name, number, now)]
         # Bytes will come to another address than that of the posted read.  It is cancelled first
@@ -695,7 +714,7 @@ class Receiver:
         t.failure = reason
         # At once and not with each ReadCompleted: other transfers need not wait for the DRAINING.
         for piece in t.pieces.values():
-            self.bytes_in_flight[piece.source] -= piece.bytes_in_flight
+            self.credit_in_use[piece.source] -= piece.credit_in_use
         # Pieces without a posted read are dropped; the others keep the transfer in DRAINING.
         t.pieces = {n: p for n, p in t.pieces.items() if p.state is PieceState.POSTED}
         if t.pieces:
@@ -759,7 +778,7 @@ class Receiver:
         """Raises AssertionError if the state contradicts itself.  Tests call it at each event."""
         # A lookup beside its load would send keep-alives with an outdated address.
         assert not self.lookups.open.keys() & self.transfers.keys()
-        in_flight: Counter[str] = Counter()
+        in_use: Counter[str] = Counter()
         for name, t in self.transfers.items():
             context = (name, t)
             if t.failure is not None:
@@ -775,6 +794,6 @@ class Receiver:
                 assert is_moving == bool(source.bytes_remaining), context
                 assert is_moving or not has_pieces, context
             for piece in t.pieces.values():
-                in_flight[piece.source] += piece.bytes_in_flight
+                in_use[piece.source] += piece.credit_in_use
         # A credit that is lost narrows the window forever; one that is given back twice widens it.
-        assert in_flight == self.bytes_in_flight, (in_flight, self.bytes_in_flight)
+        assert in_use == self.credit_in_use, (in_use, self.credit_in_use)

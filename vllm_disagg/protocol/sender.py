@@ -66,9 +66,6 @@ from .events import (
 # Transfers known at a time; also the number of endings remembered.  A request for an unknown
 # transfer makes an entry, so without a bound one faulty receiver could fill the memory.
 MAX_TRANSFERS = 4096
-# Pieces that one receiver may have outstanding.  Its window bounds them too, but the sender need
-# not trust it.  A request beyond the limit is dropped and comes again after `peer_timeout`.
-MAX_PIECES_PER_RECEIVER = 64
 STEP_GAP_SECONDS = 1.0  # shorter gaps between two engine steps are not reported
 
 Actions = list[SenderAction]
@@ -91,7 +88,8 @@ class ReceiverRecord:
     # pass the comparison.
     prompt: str
     last_seen: float
-    pieces_sending: int = 0  # SendPiece actions that have not ended
+    # Number and address of each SendPiece that has not ended.
+    sending: set[tuple[int, str]] = field(default_factory=set)
     is_complete: bool = False  # has sent ReadComplete
     is_gone: bool = False  # aborted, refused, or silent for the lease
 
@@ -127,7 +125,7 @@ class OutgoingTransfer:
     def is_sending(self) -> bool:
         """Whether a transport still reads blocks of this transfer."""
         # A receiver that has gone counts too: its transport may not have noticed yet.
-        return any(receiver.pieces_sending for receiver in self.receivers.values())
+        return any(receiver.sending for receiver in self.receivers.values())
 
     def is_final(self, extent: Extent) -> bool:
         """Whether all bytes of the extent are computed and do not change any more."""
@@ -311,10 +309,11 @@ class Sender:
         t = self.transfers.get(event.transfer)
         receiver = t.receivers.get(event.reader) if t else None
         # The blocks of this transfer were revoked meanwhile.  A new entry of the same name may
-        # exist by now, but it did not start this send: its count must not go below zero.
-        if t is None or receiver is None or not receiver.pieces_sending:
+        # exist by now, but it did not start this send.
+        send = (event.number, event.address)
+        if t is None or receiver is None or send not in receiver.sending:
             return []
-        receiver.pieces_sending -= 1
+        receiver.sending.remove(send)
         return self._release_if_over(event.transfer, t)
 
     def _on_connection_lost(self, name: str, now: float) -> Actions:
@@ -398,15 +397,21 @@ class Sender:
         receiver.last_seen = now
         # Complete: a delayed copy of a request, which must not hold the blocks any longer.  Too
         # many: the receiver asks again if it still needs the piece.
-        if receiver.is_complete or receiver.pieces_sending >= MAX_PIECES_PER_RECEIVER:
+        if receiver.is_complete or len(receiver.sending) >= messages.MAX_PIECES_PER_RECEIVER:
             return []
-        receiver.pieces_sending += 1
+        # A repeated request for a piece under way: on a slow path the copies would wait in front of
+        # pieces that the receiver lacks, and each copy would cause more.  To another address it is
+        # no copy: what goes to the earlier one is lost.
+        send = (event.number, receiver.address)
+        if send in receiver.sending:
+            return []
+        receiver.sending.add(send)
         # Blocks of the group of the extent's layers: groups have blocks of their own.  Their lists
         # begin at token 0, in sliding windows too.
         extent = event.extent
         kind = self.layout.kind(extent.layer)
         blocks = blocks_of(extent, t.blocks[kind.group], 0, kind.block_size)
-        send = SendPiece(
+        action = SendPiece(
             transfer=event.transfer,
             reader=event.reader,
             address=receiver.address,
@@ -414,7 +419,7 @@ class Sender:
             extent=extent,
             blocks=blocks,
         )
-        return [send]
+        return [action]
 
     def _on_read_complete(self, event: messages.ReadComplete) -> Actions:
         t = self.transfers.get(event.transfer)
@@ -605,7 +610,7 @@ class Sender:
             assert t.tokens_final <= t.tokens_partial <= min(capacities), context
             assert t.layers_partial < len(self.layout.layers), context
             for receiver in t.receivers.values():
-                assert 0 <= receiver.pieces_sending <= MAX_PIECES_PER_RECEIVER, context
+                assert len(receiver.sending) <= messages.MAX_PIECES_PER_RECEIVER, context
             # Else no event would be left that releases the blocks before the lease runs out.
             assert not (t.state is SendState.HELD and t.is_over()), context
 

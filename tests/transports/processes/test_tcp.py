@@ -529,7 +529,8 @@ def test_a_piece_that_takes_too_long_ends_at_both_ends(start: Callable[..., Driv
     reader.queue.append(events.SendPiece("t", "d", "tcp:1", 0, Extent(0, 1, 0, 16), [0]))
     reader.last_progress, reader.piece_deadline = now + 5, now - 1
     assert (
-        list(sender.poll_events(())) == [events.SendCompleted("t", "d")] and not sender._receivers
+        list(sender.poll_events(())) == [events.SendCompleted("t", "d", 0, "tcp:1")]
+        and not sender._receivers
     )
     source.is_in_piece, source.last_progress, source.piece_deadline = True, now + 5, now - 1
     d._transports["tcp"]._check_deadlines(source, now)  # type: ignore[attr-defined]

@@ -23,7 +23,6 @@ from ...errors import BadMessage
 from ...protocol.events import (
     PostRead,
     ReadStatus,
-    SendCompleted,
     SendPiece,
     TransportChanged,
 )
@@ -99,7 +98,7 @@ class CollectiveTransport:
             request = channel.SendRequested(piece, int(epoch))
             self._handle_as_sender(piece.reader, request)
         else:
-            self._events.append(SendCompleted(piece.transfer, piece.reader))
+            self._events.append(piece.completed())
 
     def post_read(self, read: PostRead) -> None:
         """Accept a read, unless the channel of its address is closed."""
@@ -239,7 +238,7 @@ class CollectiveTransport:
                 case channel.CloseLink():
                     self._close_link(SENDS, receiver, action)
                 case channel.SendFinished():
-                    self._events.append(SendCompleted(action.piece.transfer, receiver))
+                    self._events.append(action.piece.completed())
                 case _:
                     assert_never(action)
 

@@ -56,7 +56,7 @@ class NixlSender:
         too late are rejected by Confirm.
         """
         # First, whatever follows: each piece ends once, also one that cannot be sent.
-        completed = SendCompleted(piece.transfer, piece.reader)
+        completed = piece.completed()
         self._completed.append(completed)
         ready = self._ready
         # A receiver has this address only from the agent's AgentInfo, so an honest one never meets

@@ -349,8 +349,7 @@ class TcpSender:
 
     def _complete(self, piece: SendPiece) -> None:
         """Reports that the blocks of a piece are not read for it any more."""
-        completed = SendCompleted(piece.transfer, piece.reader)
-        self._events.append(completed)
+        self._events.append(piece.completed())
 
     def _close_overdue(self, now: float) -> None:
         """Closes connections that make no progress or sent no token in time."""

@@ -31,7 +31,6 @@ from ...protocol import messages
 from ...protocol.events import (
     PostRead,
     ReadStatus,
-    SendCompleted,
     SendPiece,
 )
 from ...protocol.peers import WorkerInfo
@@ -162,7 +161,7 @@ class ZmqTransport:
             else:
                 # The piece is lost, as on any network: the receiver requests it again. Its blocks
                 # must not wait for a receiver that never connects.
-                yield SendCompleted(waiting.piece.transfer, waiting.piece.reader)
+                yield waiting.piece.completed()
         sending = self._sending
         self._sending = []
         # Reported together after the loop, when all lists hold what is left.
@@ -173,7 +172,7 @@ class ZmqTransport:
             else:
                 self._sending.append((piece, tracker))
         for piece in completed:
-            yield SendCompleted(piece.transfer, piece.reader)
+            yield piece.completed()
         yield from self._posted.take_cancelled()
 
     # Receiving half -------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Annotated, TypeVar
 
 import msgspec
+from msgspec.msgpack import Decoder, Encoder
 
 from ...errors import BadMessage
 from ...protocol.messages import Count, Name
@@ -74,9 +75,9 @@ AtSenderEnd = PairRequest | LinkParameters | ChannelBroken
 AtReceiverEnd = LinkParameters | ChannelReady | ChannelPiece | ChannelBroken
 
 T = TypeVar("T")
-_encode = msgspec.msgpack.Encoder().encode
-_receiver_note: msgspec.msgpack.Decoder[AtSenderEnd] = msgspec.msgpack.Decoder(AtSenderEnd)
-_sender_note: msgspec.msgpack.Decoder[AtReceiverEnd] = msgspec.msgpack.Decoder(AtReceiverEnd)
+_encode = Encoder().encode
+_receiver_note: Decoder[AtSenderEnd] = Decoder(AtSenderEnd)
+_sender_note: Decoder[AtReceiverEnd] = Decoder(AtReceiverEnd)
 
 
 def encode(note: AtSenderEnd | AtReceiverEnd) -> bytes:
@@ -94,7 +95,7 @@ def decode_sender_note(data: bytes) -> AtReceiverEnd:
     return _decode(_sender_note, data)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
+def _decode(decoder: Decoder[T], data: bytes) -> T:
     # The last two are msgspec's for deep nesting and for names that are not UTF-8. Any other
     # exception would end the driver's thread, and with it all transfers of this worker.
     try:

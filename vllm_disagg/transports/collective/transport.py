@@ -49,7 +49,7 @@ ChannelEnd = SenderEnd | ReceiverEnd
 # Role of this worker for a link: a part of its key, and the verb of its log lines.
 SENDS = "sends to"
 READS = "reads from"
-Delivery = tuple[str, channel.DeliverSlot]  # the sender, and the slot that has its piece
+QueuedDelivery = tuple[str, channel.DeliverSlot]  # the sender, and the slot that has its piece
 
 
 class CollectiveTransport:
@@ -71,7 +71,7 @@ class CollectiveTransport:
         self._receivers: dict[str, SenderEnd] = {}
         self._senders: dict[str, ReceiverEnd] = {}
         self._posted = PostedReads()
-        self._delivered: deque[Delivery] = deque()
+        self._delivered: deque[QueuedDelivery] = deque()
         self._events: deque[TransportEvent] = deque()
         # Calls handed over by other threads, to be made in the driver's thread.
         self._calls: deque[Callable[[], None]] = deque()

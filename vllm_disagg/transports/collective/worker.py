@@ -195,8 +195,8 @@ class _Pending:
 class CollectiveWorker:
     """Owner of all links of one transport.
 
-    Methods of the upper half are called by the driver's thread and return at once; callbacks run
-    in the worker's thread. If `make_link` raises anything, the link has failed.
+    Methods of the upper half are called by the driver's thread and return at once.
+    Callbacks run in the worker's thread. If `make_link` raises anything, the link has failed.
     """
 
     def __init__(self, staging: Staging, make_link: MakeLink) -> None:
@@ -351,7 +351,7 @@ class CollectiveWorker:
             report(LinkFailed(epoch, reason))
             return
         try:
-            # Before the link: without memory for its slots the other end need not connect.
+            # Before the link: without memory for its slots no communicator is made.
             slots = self._staging.slots(SLOTS_PER_CHANNEL, slot)
             link = self._make_link(rank, report, epoch)
         except Exception as error:  # libraries raise exceptions of their own kinds

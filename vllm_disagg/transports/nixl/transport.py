@@ -101,8 +101,8 @@ class PathState(Enum):
 class NixlSource:
     """A sender, seen from this receiver.
 
-    `parts` collects the AgentInfo, `runs` the runs of each piece by the index of their note; both
-    hold only what is incomplete. `help_asked_at` is when the last ProbeLook was sent.
+    `parts` collects the AgentInfo, `runs` the runs of each piece by the index of their note. Both
+    hold only incomplete data. `help_asked_at` is when the last ProbeLook was sent.
     """
 
     name: str

@@ -154,7 +154,7 @@ class Reads:
 class Closings:
     """Agents being closed, and the posted reads that end when each is gone.
 
-    An agent that does not go keeps the blocks of its reads for ever, and their requests wait;
+    An agent that does not go keeps the blocks of its reads for ever, and their requests wait.
     `_stuck` counts those reads.
     """
 

@@ -474,7 +474,7 @@ def test_reads_move_to_zmq_when_their_sender_is_evicted_meanwhile(
     start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The driver may evict a sender between two pieces of one poll."""
-    d, p = start(memory(4096, None), piece=8192), peer()
+    d, p = start(memory(4096, None), piece_bytes=8192), peer()
     pair(d, p)
     transport, took = d._transports["tcp"], d._take
     before = d.counters.received["zmq"]

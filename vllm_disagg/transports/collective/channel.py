@@ -9,7 +9,7 @@ is ordered and authenticated:
     receiver                        sender
     PairRequest(epoch) -----------> both make a communicator; LinkParameters carry its address
               <-------------------- ChannelReady: the sender's end is up
-    ChangeRoute: the receiver's end is up too; from here on it asks for pieces by this epoch
+    ChangeRoute: the receiver's end is up too; from here on it requests pieces by this epoch
                                     TransmitSlot on a ReadRequest: gather into a slot of the ring
               <-------------------- ChannelPiece(seq): gathered; the slot's send is queued, by seq
     ReceiveSlot, by seq; when the receive has ended, DeliverSlot; later SlotFreed
@@ -46,10 +46,12 @@ from .notes import AtReceiverEnd, AtSenderEnd, ChannelPiece
 
 # At each end of a communicator: one is filled, one in flight, one emptied, one spare.
 SLOTS_PER_CHANNEL = 4
-PAIRING_SECONDS = 10.0  # that making a communicator may take
+# That making a communicator may take. No note is repeated: a lost one ends the epoch by this limit.
+PAIRING_SECONDS = 10.0
 # A communicator without a piece for so long is closed: it holds memory, and its peer may be gone.
 IDLE_SECONDS = 300.0
-# Pause of the receiver before it pairs again after a failure: at first, at most.
+# Pause of the receiver before it pairs again after a failure: at first, at most. Meanwhile its
+# pieces come by ZMQ, so a long pause costs speed only, and each attempt costs memory for slots.
 BACKOFF_SECONDS = (1.0, 60.0)
 
 
@@ -84,6 +86,8 @@ class SlotGathered(msgspec.Struct, frozen=True):
     `size` is -1 if the piece does not fit into a slot, or if reading failed.
     """
 
+    # Comes for a closed epoch too: only then the piece's blocks may be given back (rule 3).
+
     epoch: int
     seq: int
     size: int
@@ -107,12 +111,16 @@ class SlotFreed(msgspec.Struct, frozen=True):
 class LinkFailed(msgspec.Struct, frozen=True):
     """The link has failed, or the transport closes it."""
 
+    # One event for both: in either case the other end must close its link too.
+
     epoch: int
     why: str
 
 
 class ChannelTick(msgspec.Struct, frozen=True):
     """Time has passed."""
+
+    # The only event that ends an epoch for its deadline. A frozen peer causes no other event.
 
 
 LinkEvent = LinkUp | LinkBlob | SlotGathered | SlotCompleted | LinkFailed
@@ -150,6 +158,8 @@ class TransmitSlot(msgspec.Struct, frozen=True):
     Always ends in SlotGathered; then in SlotCompleted, unless the epoch breaks.
     """
 
+    # One action for both steps: the order of these actions is the order of sends (rule 1).
+
     epoch: int
     seq: int
     slot: int
@@ -167,6 +177,9 @@ class ReceiveSlot(msgspec.Struct, frozen=True):
 
 class DeliverSlot(msgspec.Struct, frozen=True):
     """Uses the piece in this slot; the slot holds it until SlotFreed."""
+
+    # With the epoch, because the slots belong to one link: an action executed late, after the link
+    # was closed, must not find another link's slot.
 
     epoch: int
     slot: int
@@ -191,6 +204,9 @@ class ChangeRoute(msgspec.Struct, frozen=True):
 
     None takes them by ZMQ. Pieces that were asked for by the last epoch will not come.
     """
+
+    # The epoch is a part of the receiver's address. So a sender recognises a request for an earlier
+    # epoch, and does not send it by this one.
 
     epoch: int | None
 
@@ -229,7 +245,9 @@ class ChannelEnd:
         self.state = ChannelState.OPENING
         self.epoch = epoch
         self.last_progress = now
+        # Both ends count from 0 in each epoch: no earlier operation exists on a new communicator.
         self.seq = 0
+        # All, although a slot of the last epoch may still be in use: each link has its own slots.
         self.free = list(range(SLOTS_PER_CHANNEL))
 
     def deadline(self, is_busy: bool) -> float | None:
@@ -238,6 +256,7 @@ class ChannelEnd:
             return None
         if self.state is ChannelState.OPENING:
             return self.last_progress + PAIRING_SECONDS
+        # Without bytes in flight nothing waits for the peer, so a channel may be idle for long.
         return self.last_progress + (self.patience if is_busy else IDLE_SECONDS)
 
     def timeout_reason(self, is_busy: bool) -> str:
@@ -246,4 +265,5 @@ class ChannelEnd:
             return f"no communicator after {PAIRING_SECONDS:g} s"
         if is_busy:
             return f"no progress for {self.patience:g} s"
+        # The transport logs a reason that begins with "unused" as normal, not as a warning.
         return f"unused for {IDLE_SECONDS:g} s"

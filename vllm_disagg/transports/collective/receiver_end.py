@@ -54,6 +54,7 @@ class ReceiverEnd(ChannelEnd):
     `posted` maps a seq to the piece being received and its slot.
     """
 
+    # The default of `piece_bytes`; the transport passes the size that it needs.
     slot: int = 4 << 20
     retry_at: float = 0.0
     backoff: float = BACKOFF_SECONDS[0]
@@ -69,6 +70,7 @@ class ReceiverEnd(ChannelEnd):
                 return self._connect(now)
             case ChannelTick():
                 return self._check_deadline(now)
+        # A late note or a callback of a closed link: its slots and seqs are not those of now.
         if event.epoch != self.epoch or self.state is ChannelState.CLOSED:
             return []
         match event:
@@ -87,11 +89,13 @@ class ReceiverEnd(ChannelEnd):
             case SlotCompleted():
                 return self._on_completed(event, now)
             case SlotFreed():
+                # Not before: a receive into the slot would change bytes that are being scattered.
                 self.free.append(event.slot)
                 return self._post_receives(now)
             case LinkFailed():
                 return self._break(event.why, now)
             case ChannelBroken():
+                # The sender has closed its end already, so it needs no note back.
                 return self._break(event.why, now, notify=False)
             case SlotGathered():
                 raise AssertionError("a receiver gathers nothing")
@@ -100,11 +104,14 @@ class ReceiverEnd(ChannelEnd):
 
     def next_deadline(self) -> float | None:
         """Returns when a ChannelTick is due at the latest."""
+        # Busy with a posted receive only: a delivered slot waits for this worker, not for the peer.
         return self.deadline(bool(self.posted))
 
     @property
     def is_idle(self) -> bool:
         """Whether no pairing goes on, no piece waits, and all slots are free."""
+        # A pairing counts as busy: channels that evict each other meanwhile would never come up. A
+        # slot in delivery does too: closing the channel could drop its piece.
         return (
             self.state is not ChannelState.OPENING
             and len(self.free) == SLOTS_PER_CHANNEL
@@ -118,15 +125,18 @@ class ReceiverEnd(ChannelEnd):
         return self._break(self.timeout_reason(bool(self.posted)), now)
 
     def _connect(self, now: float) -> list[ReceiverEndAction]:
+        # Called before each transfer, so it must not hurry a peer that has just failed.
         if self.state is not ChannelState.CLOSED or now < self.retry_at:
             return []
         # A new number, so that late events of the last epoch have no effect.
         self.begin(self.epoch + 1, now)
         self.is_link_up = False
         self.is_sender_ready = False
+        # Both ends make their links at the same time, since each needs the other one to connect.
         return [OpenLink(self.epoch, self.slot), SendNote(PairRequest(self.epoch, self.slot))]
 
     def _use_if_up(self, now: float) -> list[ReceiverEndAction]:
+        # The two come in any order: the link of either end may connect first.
         is_complete = self.is_link_up and self.is_sender_ready
         if not is_complete or self.state is not ChannelState.OPENING:
             return []
@@ -136,11 +146,14 @@ class ReceiverEnd(ChannelEnd):
         return [ChangeRoute(self.epoch)]
 
     def _on_piece(self, event: ChannelPiece, now: float) -> list[ReceiverEndAction]:
+        # An honest sender announces only what was requested, and nothing is requested before UP.
         if self.state is not ChannelState.UP:
             return self._break("a piece was announced before the channel was up", now)
         # A note was lost: from here on, receives would take the bytes of other pieces.
         if event.seq != self.seq:
             return self._break(f"piece {event.seq} was announced where {self.seq} was due", now)
+        # NCCL gets an address and this size, and would write beyond the slot. A size of 0 carries
+        # nothing that could be scattered.
         if not 0 < event.size <= self.slot:
             return self._break(f"a piece of {event.size} bytes exceeds slots of {self.slot}", now)
         self.seq += 1
@@ -149,6 +162,7 @@ class ReceiverEnd(ChannelEnd):
 
     def _post_receives(self, now: float) -> list[ReceiverEndAction]:
         actions: list[ReceiverEndAction] = []
+        # In the order of seq, also when pieces had to wait for a slot: the order of sends (rule 1).
         while self.queued and self.free:
             piece = self.queued.popleft()
             slot = self.free.pop()
@@ -160,6 +174,7 @@ class ReceiverEnd(ChannelEnd):
         return actions
 
     def _on_completed(self, event: SlotCompleted, now: float) -> list[ReceiverEndAction]:
+        # The slot is not free yet: the piece in it is delivered first (rule 2).
         piece, slot = self.posted.pop(event.seq)
         self.last_progress = now
         # Only a piece that came proves that the channel works; pairing alone does not.
@@ -172,11 +187,14 @@ class ReceiverEnd(ChannelEnd):
         With `notify`, sends ChannelBroken.
         """
         actions: list[ReceiverEndAction] = [CloseLink(self.epoch, why)]
+        # Without the note the sender would keep its link, and its slots, until a deadline.
         if notify:
             actions.append(SendNote(ChannelBroken(self.epoch, why[:MAX_REASON_CHARACTERS])))
+        # While OPENING nothing was requested by this epoch: pieces come by ZMQ as before.
         if self.state is ChannelState.UP:
             actions.append(ChangeRoute(None))
         self.state = ChannelState.CLOSED
+        # Their reads end as CANCELLED in the transport, and their pieces are requested again.
         self.queued.clear()
         self.posted.clear()
         self.retry_at = now + self.backoff
@@ -186,6 +204,7 @@ class ReceiverEnd(ChannelEnd):
     def validate(self) -> None:
         """Raises AssertionError if the state contradicts itself. Tests call it after each event."""
         assert self.state is ChannelState.UP or not (self.queued or self.posted), self
+        # No slot twice. Fewer than all: those in delivery are in neither list.
         used = [slot for _, slot in self.posted.values()]
         assert len({*self.free, *used}) == len(self.free) + len(used) <= SLOTS_PER_CHANNEL, self
         assert not (self.queued and self.free), self

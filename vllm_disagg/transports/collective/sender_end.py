@@ -49,7 +49,7 @@ class SenderEnd(ChannelEnd):
 
     `waiting` holds pieces that wait for a slot. `gathering` maps (epoch, seq) to the piece being
     read, over all epochs. `slots` maps a seq to the slot that is gathered or in flight.
-    `announced` holds the seqs of ChannelPiece notes whose send has not completed.
+    `announced` holds the seqs of sends that were announced and have not completed.
     """
 
     waiting: deque[SendPiece] = field(default_factory=deque)
@@ -68,6 +68,8 @@ class SenderEnd(ChannelEnd):
                 return self._on_gathered(event, now)
             case ChannelTick():
                 return self._check_deadline(now)
+        # The events above are needed whatever their epoch: a gather that has ended and a refused
+        # request must end in SendFinished (rule 3). All others of another epoch have no effect.
         if event.epoch != self.epoch or self.state is ChannelState.CLOSED:
             return []
         match event:
@@ -78,23 +80,27 @@ class SenderEnd(ChannelEnd):
             case LinkUp():
                 self.state = ChannelState.UP
                 self.last_progress = now
+                # The receiver requests nothing by this epoch before it has this note.
                 return [SendNote(ChannelReady(self.epoch))]
             case SlotCompleted():
                 return self._on_completed(event, now)
             case LinkFailed():
                 return self._break(event.why)
             case ChannelBroken():
+                # The receiver has closed its end already, so it needs no note back.
                 return self._break(event.why, notify=False)
             case _:
                 assert_never(event)
 
     def next_deadline(self) -> float | None:
         """Returns when a ChannelTick is due at the latest."""
+        # Busy once a piece is announced: gathering depends on this worker alone, not on the peer.
         return self.deadline(bool(self.announced))
 
     @property
     def is_idle(self) -> bool:
         """Whether no piece waits or is in flight."""
+        # `gathering` is left out: it may hold pieces of epochs that have ended.
         return not self.waiting and not self.slots
 
     def _check_deadline(self, now: float) -> list[SenderEndAction]:
@@ -106,7 +112,8 @@ class SenderEnd(ChannelEnd):
     def _pair(self, event: PairRequest, now: float) -> list[SenderEndAction]:
         if event.epoch <= self.epoch:
             return []  # a late note of an earlier epoch
-        # The receiver closed its end of the last epoch already, so it needs no ChannelBroken.
+        # A receiver pairs again only after it has closed its end of the last epoch. Its note of
+        # that may have been lost; no ChannelBroken is due in return.
         ended = self._break("the receiver pairs again", notify=False)
         self.begin(event.epoch, now)
         return [*ended, OpenLink(event.epoch, event.slot)]
@@ -115,7 +122,8 @@ class SenderEnd(ChannelEnd):
         if event.epoch != self.epoch or self.state is not ChannelState.UP:
             # The receiver learns, or has learnt, that this epoch is over, and asks again.
             return [SendFinished(event.piece)]
-        # An idle channel makes no progress; its time counts from this request on.
+        # An idle channel makes no progress; its time counts from this request on. Otherwise a Tick
+        # could close it as unused just when it is used again.
         if self.is_idle:
             self.last_progress = max(self.last_progress, now)
         self.waiting.append(event.piece)
@@ -123,17 +131,20 @@ class SenderEnd(ChannelEnd):
 
     def _fill_slots(self) -> list[SenderEndAction]:
         actions: list[SenderEndAction] = []
+        # A slow receiver fills its ring, and further pieces wait here. So it delays itself only.
         while self.waiting and self.free:
             piece = self.waiting.popleft()
             slot = self.free.pop()
             self.gathering[self.epoch, self.seq] = piece
             self.slots[self.seq] = slot
+            # The worker executes these in order, so `seq` is the place among the sends (rule 1).
             actions.append(TransmitSlot(self.epoch, self.seq, slot, piece))
             self.seq += 1
         return actions
 
     def _on_gathered(self, event: SlotGathered, now: float) -> list[SenderEndAction]:
         piece = self.gathering.pop((event.epoch, event.seq))
+        # The epoch broke meanwhile, so the piece is not sent. Its blocks were read until now.
         if event.epoch != self.epoch or self.state is not ChannelState.UP:
             return [SendFinished(piece)]
         # The order of sends is broken if one is left out, so the whole epoch must end.
@@ -146,12 +157,21 @@ class SenderEnd(ChannelEnd):
         # The send may have completed before the gather was looked at; then its slot is free.
         if event.seq in self.slots:
             self.announced.add(event.seq)
+        # The receiver takes notes in the order of `seq` only, so the worker must report gathers in
+        # that order.
         note = ChannelPiece(
-            self.epoch, event.seq, piece.transfer, piece.number, event.size, event.checksum
+            self.epoch,
+            event.seq,
+            piece.transfer,
+            piece.number,
+            event.size,
+            event.checksum,
         )
+        # Finished before the bytes have arrived: the send reads the slot, no longer the blocks.
         return [SendNote(note), SendFinished(piece)]
 
     def _on_completed(self, event: SlotCompleted, now: float) -> list[SenderEndAction]:
+        # Discarded, not removed: a send may complete before its gather was looked at.
         self.announced.discard(event.seq)
         self.free.append(self.slots.pop(event.seq))
         self.last_progress = now
@@ -165,13 +185,15 @@ class SenderEnd(ChannelEnd):
         if self.state is ChannelState.CLOSED:
             return []
         actions: list[SenderEndAction] = [CloseLink(self.epoch, why)]
+        # Their blocks were not touched yet, so they may be given back at once (rule 3).
         for piece in self.waiting:
             actions.append(SendFinished(piece))
-        # `gathering` stays: those blocks are still being read.
+        # `gathering` stays: those blocks are still being read. SlotGathered ends it for each.
         self.state = ChannelState.CLOSED
         self.waiting.clear()
         self.slots.clear()
         self.announced.clear()
+        # Without the note the receiver would go on with this epoch until a deadline.
         if notify:
             actions.append(SendNote(ChannelBroken(self.epoch, why[:MAX_REASON_CHARACTERS])))
         return actions
@@ -180,6 +202,7 @@ class SenderEnd(ChannelEnd):
         """Raises AssertionError if the state contradicts itself. Tests call it after each event."""
         assert self.state is ChannelState.UP or self.is_idle, self
         if self.state is ChannelState.UP:
+            # Each slot exactly once: a second user would overwrite bytes in flight (rule 2).
             slots = sorted([*self.free, *self.slots.values()])
             assert slots == list(range(SLOTS_PER_CHANNEL)), self
             assert not (self.waiting and self.free), self

@@ -30,19 +30,25 @@ from ...protocol.peers import WorkerInfo
 from ..base import DriverPort, TransportEvent
 from ..posted_reads import PostedReads
 from . import channel, notes
+from .channel import ChannelState
 from .receiver_end import ReceiverEnd
 from .sender_end import SenderEnd
 from .worker import MAX_COMMUNICATORS, CollectiveWorker, MakeLink, Staging
 
 log = logging.getLogger("vllm_disagg.collective")
 
-# Communicators in each direction; the one unused for longest is evicted for another.
+# Communicators in each direction; the one unused for longest is evicted for another. Both
+# directions take half of what the worker may have. The rest is for links that are being aborted.
 MAX_LINKS_PER_DIRECTION = MAX_COMMUNICATORS // 4
+# Channel ends of receivers, also closed ones. A receiver that restarts has another name, so without
+# a limit their number would grow for ever.
 MAX_KNOWN_RECEIVERS = 1024
 
 ChannelEnd = SenderEnd | ReceiverEnd
+# Role of this worker for a link: a part of its key, and the verb of its log lines.
 SENDS = "sends to"
 READS = "reads from"
+QueuedDelivery = tuple[str, channel.DeliverSlot]  # the sender, and the slot that has its piece
 
 
 class CollectiveTransport:
@@ -52,13 +58,19 @@ class CollectiveTransport:
     communicator. `_receivers` holds the last to pair at its end.
     """
 
-    def __init__(self, name: str, port: DriverPort, staging: Staging, make_link: MakeLink) -> None:
+    def __init__(
+        self,
+        name: str,
+        port: DriverPort,
+        staging: Staging,
+        make_link: MakeLink,
+    ) -> None:
         self._name = name
         self._port = port
         self._receivers: dict[str, SenderEnd] = {}
         self._senders: dict[str, ReceiverEnd] = {}
         self._posted = PostedReads()
-        self._delivered: deque[tuple[str, channel.DeliverSlot]] = deque()  # by sender
+        self._delivered: deque[QueuedDelivery] = deque()
         self._events: deque[TransportEvent] = deque()
         # Calls handed over by other threads, to be made in the driver's thread.
         self._calls: deque[Callable[[], None]] = deque()
@@ -71,170 +83,226 @@ class CollectiveTransport:
 
     # Called by the driver -------------------------------------------------------------------------
     def connect(self, worker: WorkerInfo) -> None:
-        """Pair with a sender, unless that is done, under way or too early."""
+        """Pairs with a sender, unless that is done, under way or too early."""
         end = self._senders.get(worker.name)
         if end is None:
-            # The same bound by which the receiver cuts pieces.
+            # The same bound by which the receiver cuts pieces: a piece is one block, or
+            # several of at most `piece_bytes`. Each must fit into a slot.
             block_sizes = [sum(kind.block_bytes) for kind in worker.holds.kinds]
-            largest = max(self._port.config.piece_bytes, *block_sizes)
-            end = ReceiverEnd(self._port.config.peer_timeout, slot=largest)
+            config = self._port.config
+            largest = max(config.piece_bytes, *block_sizes)
+            end = ReceiverEnd(config.peer_timeout, slot=largest)
             self._senders[worker.name] = end
-        if end.state is not channel.ChannelState.CLOSED or time.monotonic() < end.retry_at:
+        # Before `_make_room`: a call that does not pair must not evict another channel either.
+        if end.state is not ChannelState.CLOSED:
+            return
+        if time.monotonic() < end.retry_at:
             return
         if self._make_room(READS, self._senders, worker.name):
             self._handle_as_receiver(worker.name, channel.ConnectChannel())
 
     def disconnect(self, sender: str) -> None:
-        """Close the channel from a sender and forget it."""
+        """Closes the channel from a sender and forgets it."""
         end = self._senders.get(sender)
         if end is not None:
-            self._handle_as_receiver(sender, channel.LinkFailed(end.epoch, "evicted"))
+            # As if the link had failed: this also flushes the posted reads and frees the link.
+            failure = channel.LinkFailed(end.epoch, "evicted")
+            self._handle_as_receiver(sender, failure)
             del self._senders[sender]
 
     def send(self, piece: SendPiece) -> None:
-        """Queue a piece in the channel that its address names; ends in one SendCompleted."""
+        """Queues a piece in the channel that its address names; ends in one SendCompleted."""
+        # The address comes from another process, so its last part may be any text.
         epoch = piece.address.rpartition(":")[2]
         if piece.reader in self._receivers and epoch.isdecimal():
             request = channel.SendRequested(piece, int(epoch))
             self._handle_as_sender(piece.reader, request)
         else:
+            # Unknown here, or forgotten. Without this event the sender would hold the blocks.
             self._events.append(piece.completed())
 
     def post_read(self, read: PostRead) -> None:
-        """Accept a read, unless the channel of its address is closed."""
-        self._posted.post(read, self._address_in_use(read.source))
+        """Accepts a read, unless the channel of its address is closed."""
+        address = self._address_in_use(read.source)
+        self._posted.post(read, address)
 
     def cancel_reads(self, transfer: str, numbers: Sequence[int]) -> None:
-        """End those of these reads that are posted here and whose slot is not being scattered."""
+        """Ends those of these reads that are posted here, unless their slot is being scattered."""
         self._posted.cancel(transfer, numbers)
 
     def transfers_being_written(self) -> set[str]:
-        """Return the transfers into whose blocks a slot may be being scattered."""
+        """Returns the transfers into whose blocks a slot may be being scattered."""
         return self._posted.transfers_being_written()
 
     def _address_in_use(self, sender: str) -> str:
-        """Return where the pieces of this sender arrive; empty if its channel is not up."""
+        """Returns where the pieces of this sender arrive; empty if its channel is not up."""
         end = self._senders.get(sender)
-        if end is None or end.state is not channel.ChannelState.UP:
+        if end is None or end.state is not ChannelState.UP:
             return ""
         return self._address(end.epoch)
 
     def _address(self, epoch: int) -> str:
+        # With the epoch: a request that crosses a new pairing is not served by the new channel. Its
+        # read was cancelled with the old one.
         return f"{self._name}:{epoch}"
 
     def _scatter(self, read: PostRead, sender: str, delivery: channel.DeliverSlot) -> None:
-        """Scatter a slot into the blocks of a read; ends in its ReadCompleted."""
+        """Scatters a slot into the blocks of a read; ends in its ReadCompleted."""
         # The slot is looked up now: the link may be closed before the job runs, and the slot then
         # still belongs to this piece.
-        source = self._worker.slot((READS, sender, delivery.epoch), delivery.slot)
+        key = (READS, sender, delivery.epoch)
+        source = self._worker.slot(key, delivery.slot)
         size = delivery.piece.size
+        checksum = delivery.piece.checksum
 
+        # In the driver's thread: counters, posted reads and channels belong to it.
         def written(ok: bool) -> None:
             if ok:
                 self._port.counters.count_received(self._name, size)
             status = ReadStatus.WRITTEN if ok else ReadStatus.DAMAGED
-            self._events.append(self._posted.end(read, status))
+            # Also if the epoch has ended or the read was cancelled: only now nothing writes into
+            # its blocks any more (rule 2 of posted reads).
+            completed = self._posted.end(read, status)
+            self._events.append(completed)
             # Of an epoch that has ended, SlotFreed has no effect.
             freed = channel.SlotFreed(delivery.epoch, delivery.slot)
             self._handle_as_receiver(sender, freed)
 
+        # In the worker's thread.
         def report(ok: bool) -> None:
             self._call_in_driver(lambda: written(ok))
 
-        self._worker.scatter(read, source, size, delivery.piece.checksum, report)
+        self._worker.scatter(
+            read,
+            source,
+            size,
+            checksum,
+            report,
+        )
 
     def poll_events(self, ready: Collection[object]) -> Iterator[TransportEvent]:
-        """Make the calls of other threads, pass time to the channels, and yield events."""
+        """Makes the calls of other threads, passes time to the channels, and yields events."""
+        # ZMQ's poller reports a plain socket by its descriptor.
         if self._woken in ready or self._woken.fileno() in ready:
+            # Before the calls: a call that comes between the two then wakes the driver once more.
             with contextlib.suppress(BlockingIOError):
                 self._woken.recv(4096)
-        # Calls that come meanwhile wait for the next turn.
+        # Calls that come meanwhile wait for the next turn, so that a busy link cannot keep the
+        # driver in this loop.
         for _ in range(len(self._calls)):
             call = self._calls.popleft()
             call()
+        # After the calls: progress that was reported in time must count before a deadline does.
         now = time.monotonic()
         for peer in _overdue(self._receivers, now):
             self._handle_as_sender(peer, channel.ChannelTick())
         for peer in _overdue(self._senders, now):
             self._handle_as_receiver(peer, channel.ChannelTick())
         while self._delivered:
-            self._use_delivery(*self._delivered.popleft())
+            sender, delivery = self._delivered.popleft()
+            self._use_delivery(sender, delivery)
         while self._events:
             yield self._events.popleft()
         yield from self._posted.take_cancelled()
 
     def next_deadline(self) -> float | None:
-        """Return the earliest deadline of a channel; 0 while events wait."""
+        """Returns the earliest deadline of a channel; 0 while events wait."""
+        # Between two turns these come from `send`, `post_read` and notes, or from other threads.
         if self._delivered or self._events or self._calls or self._posted.has_cancelled:
             return 0.0
-        ends: list[ChannelEnd] = [*self._receivers.values(), *self._senders.values()]
-        deadlines = [end.next_deadline() for end in ends]
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+        ends: list[ChannelEnd] = []
+        ends.extend(self._receivers.values())
+        ends.extend(self._senders.values())
+        deadlines: list[float] = []
+        for end in ends:
+            deadline = end.next_deadline()
+            if deadline is not None:
+                deadlines.append(deadline)
+        return min(deadlines, default=None)
 
     def on_receiver_note(self, receiver: str, data: bytes) -> None:
-        """Handle a note of a receiver; a PairRequest is refused where no room can be made."""
+        """Handles a note of a receiver; a PairRequest is refused where no room can be made."""
         try:
             note = notes.decode_receiver_note(data)
         except BadMessage as error:
             self._count_bad(receiver, error)
             return
         if isinstance(note, notes.PairRequest) and not self._admit(receiver):
+            # An answer, so that the receiver need not wait for PAIRING_SECONDS. It tries again
+            # later.
             reason = f"{MAX_LINKS_PER_DIRECTION} communicators are busy"
-            refusal = notes.encode(notes.ChannelBroken(note.epoch, reason))
-            self._port.send_to_receiver(receiver, refusal)
+            refusal = notes.ChannelBroken(note.epoch, reason)
+            encoded = notes.encode(refusal)
+            self._port.send_to_receiver(receiver, encoded)
             return
         if receiver in self._receivers:
             self._handle_as_sender(receiver, note)
 
     def on_sender_note(self, sender: str, data: bytes) -> None:
-        """Handle a note of a sender; notes of unknown senders are ignored."""
+        """Handles a note of a sender; notes of unknown senders are ignored."""
         try:
             note = notes.decode_sender_note(data)
         except BadMessage as error:
             self._count_bad(sender, error)
             return
+        # Only a request of this worker makes an end: a peer could otherwise fill the memory.
         if sender in self._senders:
             self._handle_as_receiver(sender, note)
 
     def close(self) -> None:
-        """Abort all links. Raises TimeoutError if the worker's thread does not end."""
+        """Aborts all links. Raises TimeoutError if the worker's thread does not end."""
         try:
             self._worker.close()
         finally:
+            # After the worker, which still reports. A thread that does not end gets an OSError,
+            # which `_call_in_driver` expects.
             self._wake_up.close()
             self._woken.close()
 
     # Channels -------------------------------------------------------------------------------------
     def _use_delivery(self, sender: str, delivery: channel.DeliverSlot) -> None:
-        """Write a delivered slot into blocks, unless its epoch has ended since."""
+        """Writes a delivered slot into blocks, unless its epoch has ended since."""
+        # Checked again here: other actions of the same turn may have closed the channel, and with
+        # it the link that has the slot.
         end = self._senders.get(sender)
-        if end is None or end.state is not channel.ChannelState.UP or end.epoch != delivery.epoch:
-            return  # the receiver asks for the piece again
-        read = self._posted.begin(delivery.piece.transfer, delivery.piece.number)
+        if end is None or end.state is not ChannelState.UP or end.epoch != delivery.epoch:
+            return  # its read was flushed, and the receiver requests the piece again
+        piece = delivery.piece
+        read = self._posted.begin(piece.transfer, piece.number)
         if read is not None:
             self._scatter(read, sender, delivery)
             return
-        # The piece is late, repeated or cancelled.
+        # The piece is late, repeated or cancelled. Its slot is needed for others all the same.
         freed = channel.SlotFreed(delivery.epoch, delivery.slot)
         self._handle_as_receiver(sender, freed)
 
     def _handle_as_sender(self, receiver: str, event: channel.SenderEndEvent) -> None:
-        """Pass an event to the channel of a receiver, and execute the actions."""
+        """Passes an event to the channel of a receiver, and executes the actions."""
         end = self._receivers.get(receiver)
         if end is None:
             return  # forgotten meanwhile
-        for action in end.handle(event, time.monotonic()):
+        now = time.monotonic()
+        for action in end.handle(event, now):
             match action:
                 case channel.SendNote():
-                    self._port.send_to_receiver(receiver, notes.encode(action.note))
+                    encoded = notes.encode(action.note)
+                    self._port.send_to_receiver(receiver, encoded)
                 case channel.OpenLink():
                     self._open(SENDS, receiver, action, 0)
                 case channel.PassBlob():
-                    self._worker.on_blob((SENDS, receiver, action.epoch), action.blob)
+                    key = (SENDS, receiver, action.epoch)
+                    self._worker.on_blob(key, action.blob)
                 case channel.TransmitSlot():
                     key = (SENDS, receiver, action.epoch)
+                    # Passed here, too: of a closed link the worker has no other way to report.
                     report = self._reporter(SENDS, receiver)
-                    self._worker.transmit(key, action.seq, action.slot, action.piece, report)
+                    self._worker.transmit(
+                        key,
+                        action.seq,
+                        action.slot,
+                        action.piece,
+                        report,
+                    )
                 case channel.CloseLink():
                     self._close_link(SENDS, receiver, action)
                 case channel.SendFinished():
@@ -243,24 +311,34 @@ class CollectiveTransport:
                     assert_never(action)
 
     def _handle_as_receiver(self, sender: str, event: channel.ReceiverEndEvent) -> None:
-        """Pass an event to the channel of a sender, and execute the actions."""
+        """Passes an event to the channel of a sender, and executes the actions."""
         end = self._senders.get(sender)
         if end is None:
             return  # forgotten meanwhile
-        for action in end.handle(event, time.monotonic()):
+        now = time.monotonic()
+        for action in end.handle(event, now):
             match action:
                 case channel.SendNote():
-                    self._port.send_to_sender(sender, notes.encode(action.note))
+                    encoded = notes.encode(action.note)
+                    self._port.send_to_sender(sender, encoded)
                 case channel.OpenLink():
                     self._open(READS, sender, action, 1)
                 case channel.PassBlob():
-                    self._worker.on_blob((READS, sender, action.epoch), action.blob)
+                    key = (READS, sender, action.epoch)
+                    self._worker.on_blob(key, action.blob)
                 case channel.ReceiveSlot():
                     key = (READS, sender, action.epoch)
-                    self._worker.receive(key, action.seq, action.slot, action.size)
+                    self._worker.receive(
+                        key,
+                        action.seq,
+                        action.slot,
+                        action.size,
+                    )
                 case channel.CloseLink():
                     self._close_link(READS, sender, action)
                 case channel.DeliverSlot():
+                    # Not at once: SlotFreed would call the machine while its actions are executed,
+                    # and mix up the order of receives.
                     self._delivered.append((sender, action))
                 case channel.ChangeRoute():
                     self._change_route(sender, action.epoch)
@@ -270,15 +348,26 @@ class CollectiveTransport:
     def _change_route(self, sender: str, epoch: int | None) -> None:
         if epoch is None:
             fallback = self._port.fallback_address
+            # `poll_events` yields this before the flushed reads, so that those are posted anew at
+            # the fallback.
             self._events.append(TransportChanged(sender, fallback))
             self._posted.flush(sender)
             return
-        log.info("%s: connected; pieces of %s come by %s", self._name, sender, self._name)
-        self._events.append(TransportChanged(sender, self._address(epoch)))
+        connected = "%s: connected; pieces of %s come by %s"
+        log.info(connected, self._name, sender, self._name)
+        changed = TransportChanged(sender, self._address(epoch))
+        self._events.append(changed)
 
-    def _open(self, role: str, peer: str, action: channel.OpenLink, rank: int) -> None:
+    def _open(
+        self,
+        role: str,
+        peer: str,
+        action: channel.OpenLink,
+        rank: int,
+    ) -> None:
         key = (role, peer, action.epoch)
-        self._worker.open(key, action.slot, rank, self._reporter(role, peer))
+        report = self._reporter(role, peer)
+        self._worker.open(key, action.slot, rank, report)
 
     def _close_link(self, role: str, peer: str, action: channel.CloseLink) -> None:
         # Idle channels are closed as a rule (`timeout_reason`); other reasons concern an operator.
@@ -286,11 +375,12 @@ class CollectiveTransport:
         level = logging.INFO if is_normal else logging.WARNING
         message = "%s: closed the communicator that %s %s: %s"
         log.log(level, message, self._name, role, peer, action.why)
-        self._worker.close_link((role, peer, action.epoch))
+        key = (role, peer, action.epoch)
+        self._worker.close_link(key)
 
     def _admit(self, receiver: str) -> bool:
-        """Return whether this receiver may pair; remember it as the latest."""
-        # Taken out and put back, so that the latest stands at the end of the dict.
+        """Returns whether this receiver may pair; remembers it as the latest."""
+        # Taken out and put back, so that the dict is in order of the last pairing.
         end = self._receivers.pop(receiver, None)
         if end is None:
             end = SenderEnd(self._port.config.peer_timeout)
@@ -298,22 +388,30 @@ class CollectiveTransport:
         self._forget_receivers()
         return self._make_room(SENDS, self._receivers, receiver)
 
-    def _make_room(self, role: str, ends: Mapping[str, ChannelEnd], newcomer: str) -> bool:
-        """Return whether one more communicator may be made.
+    def _make_room(
+        self,
+        role: str,
+        ends: Mapping[str, ChannelEnd],
+        newcomer: str,
+    ) -> bool:
+        """Returns whether one more communicator may be made.
 
         If too many are open, closes the idle one that was unused for longest.
         """
+        # Without the newcomer: its own last communicator is replaced by the new one.
         is_open = [
             peer
             for peer, end in ends.items()
-            if end.state is not channel.ChannelState.CLOSED and peer != newcomer
+            if end.state is not ChannelState.CLOSED and peer != newcomer
         ]
         if len(is_open) < MAX_LINKS_PER_DIRECTION:
             return True
+        # Never a busy one: its pieces would start again elsewhere, and its peer would soon pair
+        # again and evict another.
         idle = [
             (ends[peer].last_progress, peer)
             for peer in is_open
-            if ends[peer].state is channel.ChannelState.UP and ends[peer].is_idle
+            if ends[peer].state is ChannelState.UP and ends[peer].is_idle
         ]
         if not idle:
             return False
@@ -327,12 +425,13 @@ class CollectiveTransport:
         return True
 
     def _forget_receivers(self) -> None:
-        """Forget the oldest closed channels beyond MAX_KNOWN_RECEIVERS; never the latest one."""
+        """Forgets the oldest closed channels beyond MAX_KNOWN_RECEIVERS; never the latest one."""
+        # Nor one that still gathers: its SlotGathered must find the piece, to give the blocks back.
         known = list(self._receivers.items())
         closed = [
             receiver
             for receiver, end in known[:-1]
-            if end.state is channel.ChannelState.CLOSED and not end.gathering
+            if end.state is ChannelState.CLOSED and not end.gathering
         ]
         excess = max(0, len(known) - MAX_KNOWN_RECEIVERS)
         for receiver in closed[:excess]:
@@ -340,11 +439,18 @@ class CollectiveTransport:
 
     # Called by other threads ----------------------------------------------------------------------
     def _reporter(self, role: str, peer: str) -> Callable[[channel.LinkEvent], None]:
-        """Return a callback that hands a link's events over to the driver's thread."""
+        """Returns a callback that hands a link's events over to the driver's thread."""
+        # By name: the channel's end may be forgotten before the event comes.
         handle = self._handle_as_sender if role is SENDS else self._handle_as_receiver
-        return lambda event: self._call_in_driver(lambda: handle(peer, event))
+
+        def report(event: channel.LinkEvent) -> None:
+            self._call_in_driver(lambda: handle(peer, event))
+
+        return report
 
     def _call_in_driver(self, call: Callable[[], None]) -> None:
+        # Appended before the wake-up: in the other order the driver could wake, find nothing, and
+        # sleep. Appending to a deque needs no lock.
         self._calls.append(call)
         # OSError: the socket is full, so the driver is being woken already; or it is closed.
         with contextlib.suppress(OSError):
@@ -352,11 +458,12 @@ class CollectiveTransport:
 
     def _count_bad(self, peer: str, error: BadMessage) -> None:
         self._port.counters.bad_messages += 1
-        log.warning("%s: dropped an invalid note of %s: %s", self._name, peer, error)
+        dropped = "%s: dropped an invalid note of %s: %s"
+        log.warning(dropped, self._name, peer, error)
 
 
 def _overdue(ends: Mapping[str, ChannelEnd], now: float) -> list[str]:
-    """Return the peers to which a ChannelTick is due."""
+    """Returns the peers to which a ChannelTick is due."""
     overdue = []
     for peer, end in ends.items():
         deadline = end.next_deadline()

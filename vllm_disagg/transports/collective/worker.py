@@ -76,6 +76,7 @@ class CollectiveLink(Protocol):
 Poll = Callable[[], Any]  # returns None until the operation has ended, then its result
 # (rank, callback, epoch) -> link; rank 0 sends. May raise any exception: the link has then failed.
 MakeLink = Callable[[int, Report, int], CollectiveLink]
+WorkerJob = Callable[[], None]  # made by the driver's thread, called by the worker's
 LinkSlot = tuple[Slot, CollectiveLink]  # a slot, and the link that it belongs to
 
 
@@ -88,7 +89,12 @@ class Staging(Protocol):
     def slots(self, count: int, size: int) -> Sequence[Slot]:
         """Returns `count` new slots of `size` bytes."""
 
-    def gather(self, piece: SendPiece, slot: Slot, link: CollectiveLink) -> tuple[int, Poll]:
+    def gather(
+        self,
+        piece: SendPiece,
+        slot: Slot,
+        link: CollectiveLink,
+    ) -> tuple[int, Poll]:
         """Copies a piece's blocks into the slot; returns (bytes, poll for the checksum).
 
         A send that is posted on this link afterwards sends what was gathered. Raises ValueError if
@@ -96,7 +102,12 @@ class Staging(Protocol):
         """
 
     def scatter(
-        self, read: PostRead, slot: Slot, size: int, expected: int, link: CollectiveLink
+        self,
+        read: PostRead,
+        slot: Slot,
+        size: int,
+        expected: int,
+        link: CollectiveLink,
     ) -> Poll:
         """Copies the slot into the piece's blocks if size and checksum are right.
 
@@ -112,9 +123,15 @@ class HostStaging:
 
     def slots(self, count: int, size: int) -> Sequence[Slot]:
         """Returns new arrays of bytes."""
+        # Not zeroed: a slot is sent or scattered only as far as it was filled before.
         return [np.empty(size, np.uint8) for _ in range(count)]
 
-    def gather(self, piece: SendPiece, slot: Slot, link: CollectiveLink) -> tuple[int, Poll]:
+    def gather(
+        self,
+        piece: SendPiece,
+        slot: Slot,
+        link: CollectiveLink,
+    ) -> tuple[int, Poll]:
         """Copies a piece's frames into the slot, one behind the other."""
         frames = self._memory.read(piece.extent, piece.blocks)
         size = sum(len(frame) for frame in frames)
@@ -124,20 +141,34 @@ class HostStaging:
             raise ValueError(f"a piece of {size} bytes does not fit into a slot of {slot.size}")
         offset = 0
         for frame in frames:
-            slot[offset : offset + len(frame)] = np.frombuffer(frame, np.uint8)
-            offset += len(frame)
+            end = offset + len(frame)
+            slot[offset:end] = np.frombuffer(frame, np.uint8)
+            offset = end
         # Of the copy that is sent: vLLM may overwrite the blocks meanwhile. Where it did so before,
         # the checksum is right all the same, and Confirm rejects the bytes.
-        digest = checksum(piece.transfer, [memoryview(slot[:size])])
+        sent = memoryview(slot[:size])
+        digest = checksum(piece.transfer, [sent])
         return size, lambda: digest
 
     def scatter(
-        self, read: PostRead, slot: Slot, size: int, expected: int, link: CollectiveLink
+        self,
+        read: PostRead,
+        slot: Slot,
+        size: int,
+        expected: int,
+        link: CollectiveLink,
     ) -> Poll:
         """Checks the slot's checksum, then writes the slot into the blocks."""
         frame = memoryview(slot[:size])
+        # False becomes DAMAGED: the receiver then requests the piece again.
         ok = checksum(read.transfer, [frame]) == expected
-        ok = ok and self._memory.write(read.extent, read.blocks, [frame], read.remote_layout)
+        if ok:
+            ok = self._memory.write(
+                read.extent,
+                read.blocks,
+                [frame],
+                read.remote_layout,
+            )
         return lambda: ok
 
 
@@ -157,27 +188,30 @@ class _Pending:
 
     poll: Poll
     done: Callable[[Any], None]
+    # None of a gather, which has no checksum then; False of a scatter.
     if_failed: Any
 
 
 class CollectiveWorker:
     """Owner of all links of one transport.
 
-    Methods of the upper half are called by the driver's thread and return at once; callbacks run
-    in the worker's thread. If `make_link` raises anything, the link has failed.
+    Methods of the upper half are called by the driver's thread and return at once.
+    Callbacks run in the worker's thread. If `make_link` raises anything, the link has failed.
     """
 
     def __init__(self, staging: Staging, make_link: MakeLink) -> None:
         self._staging = staging
         self._make_link = make_link
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[WorkerJob | None] = queue.SimpleQueue()
         self._links: dict[Key, _OpenLink] = {}
         # Aborted links that have not ended. They count as communicators, and keep their slots.
         self._closing: list[_OpenLink] = []
         self._pending: list[_Pending] = []
         # A daemon: a call into the library that hangs must not keep the process from ending.
         self._thread = threading.Thread(
-            target=self._run, name="vllm-disagg-collective", daemon=True
+            target=self._run,
+            name="vllm-disagg-collective",
+            daemon=True,
         )
         self._thread.start()
 
@@ -188,9 +222,20 @@ class CollectiveWorker:
 
     def on_blob(self, key: Key, blob: bytes) -> None:
         """Gives a link data of the other end's link."""
-        self._jobs.put(lambda: self._use(key, lambda opened: opened.link.on_blob(blob)))
 
-    def transmit(self, key: Key, seq: int, slot: int, piece: SendPiece, report: Report) -> None:
+        def pass_on(opened: _OpenLink) -> None:
+            opened.link.on_blob(blob)
+
+        self._jobs.put(lambda: self._use(key, pass_on))
+
+    def transmit(
+        self,
+        key: Key,
+        seq: int,
+        slot: int,
+        piece: SendPiece,
+        report: Report,
+    ) -> None:
         """Gathers a piece into a slot and posts its send.
 
         Always reports SlotGathered; reports SlotCompleted unless the link fails or closes.
@@ -245,7 +290,8 @@ class CollectiveWorker:
         while is_open:
             try:
                 # Without a timeout when nothing is under way: then a job is the only wake-up.
-                job = self._jobs.get(timeout=POLL_SECONDS if is_busy else None)
+                timeout = POLL_SECONDS if is_busy else None
+                job = self._jobs.get(timeout=timeout)
                 is_open = job is not None
                 if job is not None:
                     job()
@@ -283,25 +329,34 @@ class CollectiveWorker:
             return opened.link.poll()
         except Exception as error:
             log.warning("collective worker: a communicator failed: %r", error)
-            opened.report(LinkFailed(opened.epoch, str(error)))
+            # Again at each poll, until the driver has closed the link. Only the first one has an
+            # effect: the others are of a closed epoch.
+            failure = LinkFailed(opened.epoch, str(error))
+            opened.report(failure)
             return False
 
     def _forget_gone(self) -> None:
-        self._closing = [opened for opened in self._closing if not opened.link.is_gone]
+        remaining = [opened for opened in self._closing if not opened.link.is_gone]
+        self._closing = remaining
 
     def _open(self, key: Key, slot: int, rank: int, report: Report) -> None:
         epoch = key[2]
+        # First, so that a link that has just gone leaves its place to this one.
         self._forget_gone()
         # Closing ones count: their memory is not free yet, and a peer that fails again and again
         # could pile them up.
-        if len(self._links) + len(self._closing) >= MAX_COMMUNICATORS:
-            report(LinkFailed(epoch, f"{MAX_COMMUNICATORS} communicators are open"))
+        count = len(self._links) + len(self._closing)
+        if count >= MAX_COMMUNICATORS:
+            reason = f"{MAX_COMMUNICATORS} communicators are open"
+            report(LinkFailed(epoch, reason))
             return
         try:
+            # Before the link: without memory for its slots no communicator is made.
             slots = self._staging.slots(SLOTS_PER_CHANNEL, slot)
             link = self._make_link(rank, report, epoch)
         except Exception as error:  # libraries raise exceptions of their own kinds
-            log.warning("collective worker: no communicator with %s: %r", key[1], error)
+            message = "collective worker: no communicator with %s: %r"
+            log.warning(message, key[1], error)
             report(LinkFailed(epoch, f"no communicator: {error}"))
             return
         self._links[key] = _OpenLink(link, slots, report, epoch)
@@ -315,10 +370,20 @@ class CollectiveWorker:
         try:
             do(opened)
         except Exception as error:
-            log.warning("collective worker: the communicator with %s failed: %r", key[1], error)
-            opened.report(LinkFailed(key[2], str(error)))
+            message = "collective worker: the communicator with %s failed: %r"
+            log.warning(message, key[1], error)
+            # The link stays: its channel decides, and closes both ends.
+            failure = LinkFailed(key[2], str(error))
+            opened.report(failure)
 
-    def _transmit(self, key: Key, seq: int, slot: int, piece: SendPiece, report: Report) -> None:
+    def _transmit(
+        self,
+        key: Key,
+        seq: int,
+        slot: int,
+        piece: SendPiece,
+        report: Report,
+    ) -> None:
         epoch = key[2]
         not_gathered = SlotGathered(epoch, seq, -1, 0)
         opened = self._links.get(key)
@@ -328,9 +393,11 @@ class CollectiveWorker:
             report(not_gathered)
             return
         try:
-            size, poll = self._staging.gather(piece, opened.slots[slot], opened.link)
+            memory = opened.slots[slot]
+            size, poll = self._staging.gather(piece, memory, opened.link)
         except Exception as error:
-            log.warning("collective worker: a piece for %s was not sent: %r", key[1], error)
+            message = "collective worker: a piece for %s was not sent: %r"
+            log.warning(message, key[1], error)
             report(not_gathered)
             return
 
@@ -342,7 +409,7 @@ class CollectiveWorker:
 
         # The send may be posted at once: the link orders it behind the gather.
         self._finish(_Pending(poll, gathered, None))
-        self._use(key, lambda opened: opened.link.send(seq, opened.slots[slot], size))
+        self._use(key, lambda opened: opened.link.send(seq, memory, size))
 
     def _scatter(
         self,
@@ -358,6 +425,7 @@ class CollectiveWorker:
         except Exception as error:
             message = "collective worker: a piece of transfer %s was not written: %r"
             log.warning(message, read.transfer, error)
+            # Always: the posted read ends only with this report, and the load waits for its end.
             report(False)
             return
         self._finish(_Pending(poll, report, False))
@@ -378,6 +446,7 @@ class CollectiveWorker:
 
     def _close_link(self, key: Key) -> None:
         opened = self._links.pop(key, None)
+        # A link that could not be made: its channel closes it all the same.
         if opened is None:
             return
         # The slots stay referenced until the abort has ended, because the library may write there.

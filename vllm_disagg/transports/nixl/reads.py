@@ -22,7 +22,8 @@ from .notes import TEST_REGION_BYTES, Run
 log = logging.getLogger("vllm_disagg.nixl")
 
 CLOSE_SECONDS = 10.0  # that the end of a worker waits for agents with open reads
-MIN_BYTES_PER_SECOND = 20e6  # a slower read counts as dead
+# A slower read counts as dead. A false alarm is expensive, since it closes the whole agent.
+MIN_BYTES_PER_SECOND = 20e6
 PAUSE_SECONDS = 1.0  # between two looks at reads; longer means that this process was paused
 POLL_SECONDS = 0.001  # between two looks at an open read
 
@@ -31,6 +32,8 @@ Buffer = npt.NDArray[np.uint8]
 
 class ReadFailed(NixlError):
     """No read of this agent can be relied on to have ended."""
+
+    # Unlike NixlRefused, which costs one path: after this error the whole agent must be closed.
 
 
 @dataclass
@@ -57,7 +60,7 @@ class Reads:
         self.agent = agent
         self.open: list[OpenRead] = []
         self._peer_timeout = peer_timeout
-        self._looked_at = 0.0
+        self._looked_at = 0.0  # time of the last `ended`
         self._buffers: list[Buffer] = []  # registered and free
 
     def begin(
@@ -68,7 +71,7 @@ class Reads:
         posted: PostRead | None,
         buffer: Buffer | None,
     ) -> OpenRead:
-        """Start a read; `runs` are (local, remote), of common lengths.
+        """Starts a read; `runs` are (local, remote), of common lengths.
 
         Raises NixlRefused if nothing was read, and ReadFailed if the whole agent must be closed.
         """
@@ -80,19 +83,22 @@ class Reads:
         opened = OpenRead(source, size, started_at, deadline, posted, buffer)
         try:
             opened.read = self.agent.read(peer, *runs)
+        # Nothing was posted: this read is over, and the agent stays in use.
         except NixlRefused:
             raise
         except NixlError as error:
-            # Parts of the read may be under way.
+            # Parts of the read may be under way, so it counts as open until the agent is gone. It
+            # has no handle here: `Agent.close` releases the one that it has kept.
             opened.read = Read(None)
             self.open.append(opened)
             raise ReadFailed(f"reading from {source} failed ({error})") from None
+        # None: it has ended within the call, as reads through shared memory do.
         if opened.read is not None:
             self.open.append(opened)
         return opened
 
     def ended(self, now: float) -> Iterator[OpenRead]:
-        """Yield reads that have ended since the last call. Raises ReadFailed."""
+        """Yields reads that have ended since the last call. Raises ReadFailed."""
         # Time in which this process was paused does not count against the reads.
         paused = 0.0
         if self.open and now - self._looked_at > PAUSE_SECONDS:
@@ -105,6 +111,8 @@ class Reads:
             except NixlError as error:
                 raise ReadFailed(f"reading from {opened.source} failed ({error})") from None
             if is_done:
+                # Before the yield: if a later read fails, all that are open end with the agent, and
+                # this one must not end twice.
                 self.open.remove(opened)
                 opened.read = None
                 yield opened
@@ -112,20 +120,25 @@ class Reads:
                 raise ReadFailed(f"a read from {opened.source} does not end")
 
     def next_deadline(self, now: float) -> float | None:
-        """Return when to look at the open reads: at once while one is younger than 1 ms."""
+        """Returns when to look at the open reads: at once while one is younger than 1 ms."""
         if not self.open:
             return None
+        # Nothing signals the end of a read. A piece of 4 MiB takes less than 1 ms on a fast path,
+        # so a pause would cost more than the read. A longer read must not keep the thread busy.
         latest = max(opened.started_at for opened in self.open)
         return now if now - latest < POLL_SECONDS else now + POLL_SECONDS
 
     def take_buffer(self, size: int) -> Buffer | None:
-        """Return registered memory of at least `size` bytes, or None if registering fails.
+        """Returns registered memory of at least `size` bytes, or None if registering fails.
 
         `give_back` must follow.
         """
+        # Used again: memory stays registered as long as the agent exists, so new buffers would add
+        # up.
         for index, buffer in enumerate(self._buffers):
             if buffer.size >= size:
                 return self._buffers.pop(index)
+        # At least as large as the test region: a buffer of a small read then serves most others.
         try:
             return self.agent.buffer(max(size, TEST_REGION_BYTES))
         except NixlError as error:
@@ -133,7 +146,7 @@ class Reads:
             return None
 
     def give_back(self, buffer: Buffer | None) -> None:
-        """Make a buffer free for other reads."""
+        """Makes a buffer free for other reads."""
         if buffer is not None:
             self._buffers.append(buffer)
 
@@ -141,7 +154,7 @@ class Reads:
 class Closings:
     """Agents being closed, and the posted reads that end when each is gone.
 
-    An agent that does not go keeps the blocks of its reads for ever, and their requests wait;
+    An agent that does not go keeps the blocks of its reads for ever, and their requests wait.
     `_stuck` counts those reads.
     """
 
@@ -151,21 +164,24 @@ class Closings:
         self._stuck = 0
 
     def give_up(self, reads: Reads) -> None:
-        """Close this agent at the next `ended_reads`.
+        """Closes this agent at the next `ended_reads`.
 
         Not at once: the exception that is the reason may still refer to the agent.
         """
+        # Without test reads: they write into buffers of the agent, and no block waits for them.
         posted = [opened.posted for opened in reads.open if opened.posted is not None]
         self._given_up.append((reads.agent, posted))
 
     def ended_reads(self) -> Iterator[PostRead]:
-        """Start closings; yield each read of an agent that is gone."""
+        """Starts closings, and yields each read of an agent that is gone."""
         self._start()
         for closing in list(self._closing):
             job, posted = closing
             if not job.is_over:
                 continue
             self._closing.remove(closing)
+            # Not gone, so its reads never end: vLLM would give blocks that they may still write
+            # into to another request.
             if job.error:
                 self._stuck += len(posted)
                 message = "nixl: closing an agent failed, %d reads may still write: %s"
@@ -174,20 +190,24 @@ class Closings:
             yield from posted
 
     def finish(self) -> None:
-        """Wait until all agents with open reads are gone, for CLOSE_SECONDS at most.
+        """Waits until all agents with open reads are gone, for CLOSE_SECONDS at most.
 
         Raises NixlError if one did not go, now or earlier.
         """
+        # Agents that were given up since the last turn have no closing yet.
         self._start()
+        # One limit for all: they close at the same time, each in its own thread.
         end = time.monotonic() + CLOSE_SECONDS
         for job, posted in self._closing:
+            # An agent without reads into blocks can do no harm, so the process need not wait for
+            # it.
             if posted and not job.ends(end - time.monotonic()):
                 self._stuck += len(posted)
         if self._stuck:
             raise NixlError(f"{self._stuck} reads may still write")
 
     def next_deadline(self, now: float) -> list[float]:
-        """Return when to look at each closing."""
+        """Returns when to look at each closing."""
         deadlines = [job.next_deadline(now) for job, _ in self._closing]
         if self._given_up:
             deadlines.append(now)

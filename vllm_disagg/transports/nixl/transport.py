@@ -45,12 +45,26 @@ from enum import Enum, auto
 from ...config import Config
 from ...errors import BadMessage
 from ...kv.memory import HostMemory
-from ...protocol.events import PostRead, ReadCompleted, ReadStatus, SendPiece, TransportChanged
+from ...protocol.events import (
+    PostRead,
+    ReadCompleted,
+    ReadStatus,
+    SendPiece,
+    TransportChanged,
+)
 from ...protocol.peers import WorkerInfo
 from ..base import DriverPort, TransportEvent
 from ..posted_reads import PostedReads
 from . import notes
-from .agent import Agent, Job, NixlError, NixlRefused, rdma_devices, unavailable_reason, zmq_speed
+from .agent import (
+    Agent,
+    Job,
+    NixlError,
+    NixlRefused,
+    rdma_devices,
+    unavailable_reason,
+    zmq_speed,
+)
 from .notes import Run
 from .path import UNAIDED_READ_SECONDS, OneSidedProbe, ProbeAction, ProbeStep
 from .reads import Buffer, Closings, OpenRead, ReadFailed, Reads
@@ -59,13 +73,17 @@ from .sender import PROGRESS_SECONDS, NixlSender
 log = logging.getLogger("vllm_disagg.nixl")
 
 HELLO_SECONDS = 0.5  # between two NixlHello of one attempt
-PAIRING_SECONDS = 30.0  # until an attempt is given up
+# Until an attempt is given up. Long, because the peer's agent takes several seconds beside busy
+# engines, and meanwhile pieces come by another transport.
+PAIRING_SECONDS = 30.0
 RETRY_SECONDS = 5.0  # until the next attempt after the first failure; doubles
 MAX_RETRY_SECONDS = 300.0
 MAX_SOURCES = 64  # senders; the one unused for longest is evicted
 MAX_READ_BYTES = 256 << 20  # more than any piece has
 BYTES_PER_GIGABYTE = 1e9
+# Of a probe that has ended. `_decide` may then look at its result.
 DECIDED_STEPS = (ProbeStep.PROVED, ProbeStep.EMULATED)
+# Those that replace this project's own settings of UCX. An operator needs them to explain a path.
 UCX_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES")
 
 
@@ -83,12 +101,14 @@ class PathState(Enum):
 class NixlSource:
     """A sender, seen from this receiver.
 
-    `parts` collects the AgentInfo, `runs` the runs of each piece by the index of their note; both
-    hold only what is incomplete. `help_asked_at` is when the last ProbeLook was sent.
+    `parts` collects the AgentInfo, `runs` the runs of each piece by the index of their note. Both
+    hold only incomplete data. `help_asked_at` is when the last ProbeLook was sent.
     """
 
     name: str
     state: PathState = PathState.WAITING
+    # It goes out with hellos and questions, and comes back in their answers: those to an earlier
+    # attempt have no effect.
     attempt: int = 0
     retry_at: float = 0.0  # next NixlHello while ASKING, next attempt while DOWN
     attempt_deadline: float = 0.0
@@ -102,7 +122,7 @@ class NixlSource:
 
 @dataclass
 class NixlReady:
-    """This worker's agent for reading, and ZMQ's speed to compare with."""
+    """Agent of this worker for reading, and ZMQ's speed to compare with."""
 
     reads: Reads
     zmq_bytes_per_second: float
@@ -125,6 +145,7 @@ class NixlTransport:
     """
 
     def __init__(self, port: DriverPort) -> None:
+        # Agents register memory as DRAM (agent.py).
         if not isinstance(port.memory, HostMemory):
             raise TypeError("NIXL is used for KV in host memory only")
         self._port = port
@@ -143,71 +164,98 @@ class NixlTransport:
 
     # Sending half ---------------------------------------------------------------------------------
     def send(self, piece: SendPiece) -> None:
-        """Send the runs of a piece to its receiver."""
+        """Sends the runs of a piece to its receiver."""
         self._sender.send(piece)
 
     def on_receiver_note(self, receiver: str, data: bytes) -> None:
-        """Handle a note of a receiver."""
+        """Handles a note of a receiver."""
         self._sender.on_receiver_note(receiver, data)
 
     # Receiving half: paths ------------------------------------------------------------------------
     def connect(self, worker: WorkerInfo) -> None:
-        """Begin an attempt, unless one is under way or the pause is not over."""
+        """Begins an attempt, unless one is under way or the pause is not over."""
         now = time.monotonic()
-        source = self._sources.pop(worker.name, None) or NixlSource(worker.name)
+        # Taken out and put back, so that the dict is in order of use.
+        source = self._sources.pop(worker.name, None)
+        if source is None:
+            source = NixlSource(worker.name)
         self._sources[worker.name] = source
         if len(self._sources) > MAX_SOURCES:
-            self.disconnect(next(iter(self._sources)))
+            oldest = next(iter(self._sources))
+            self.disconnect(oldest)
         may_retry = source.state is PathState.DOWN and now >= source.retry_at
         if source.state is PathState.WAITING or may_retry:
             self._begin(source, now)
 
     def _begin(self, source: NixlSource, now: float) -> None:
+        # After the agent was closed, or could not be made. No request waits for the new one.
         if self._making is None and self._ready is None:
             self._making = Job(self._make_agent)
         source.attempt += 1
+        # Nothing of an earlier attempt is used again: this worker may have another agent by now.
         source.parts = {}
         source.agent_info = None
         source.probe = None
-        source.state = PathState.ASKING if self._ready is not None else PathState.WAITING
+        source.state = PathState.WAITING
+        if self._ready is not None:
+            source.state = PathState.ASKING
+        # The first hello goes out in the next turn.
         source.retry_at = now
         source.attempt_deadline = now + PAIRING_SECONDS
 
     def _make_agent(self) -> NixlReady:
-        """Measure ZMQ and make the agent for reading. Takes seconds."""
+        """Measures ZMQ and makes the agent for reading. Takes seconds."""
+        # Here, because it blocks: the driver's thread must not wait for it.
         speed = zmq_speed()
+        # All blocks, once: a read may write into any of them.
         regions = notes.joined_regions(self._memory.regions())
+        # Another name for each agent: an earlier one may still be closing.
         name = f"{self._port.name}#reads-{os.urandom(4).hex()}"
-        agent = Agent(name, self._port.config, regions)
-        return NixlReady(Reads(agent, self._port.config.peer_timeout), speed)
+        config = self._port.config
+        agent = Agent(name, config, regions)
+        reads = Reads(agent, config.peer_timeout)
+        return NixlReady(reads, speed)
 
     def disconnect(self, sender: str) -> None:
-        """Forget a sender; its begun reads end as they would have, the others as CANCELLED."""
+        """Forgets a sender; its begun reads end as they would have, the others as CANCELLED."""
         source = self._sources.pop(sender, None)
         if source is None:
             return
+        # Only a path that was up has been announced, so only then an event is due.
         if source.state is PathState.UP:
-            self._events.append(TransportChanged(sender, self._port.fallback_address))
+            fallback = self._port.fallback_address
+            self._events.append(TransportChanged(sender, fallback))
         self._forget(source)
 
     def _forget(self, source: NixlSource) -> None:
-        """Stop using the agent of this sender, and end its posted reads."""
+        """Stops using the agent of this sender, and ends its posted reads."""
+        # Removed later, by `_poll_reads`: a read from it may be open, and NIXL must keep the peer
+        # of an open read.
         was_added = source.state in (PathState.TRYING, PathState.UP)
         if source.agent_info is not None and was_added:
             self._removable.add(source.agent_info.agent)
         source.runs.clear()
+        # Those that have begun are not flushed: they may write until they end.
         self._posted.flush(source.name)
 
-    def _lose(self, source: NixlSource, reason: str, *, pause: float = 0.0) -> None:
-        """Take this path down until the next attempt.
+    def _lose(
+        self,
+        source: NixlSource,
+        reason: str,
+        *,
+        pause: float = 0.0,
+    ) -> None:
+        """Takes this path down until the next attempt.
 
         `pause`: seconds until then; 0: RETRY_SECONDS, doubled with each failure.
         """
         was_up = source.state is PathState.UP
+        # Before the state changes: `_forget` must see whether the peer was added to the agent.
         self._forget(source)
         source.failures += 1
         if not pause:
-            pause = min(MAX_RETRY_SECONDS, RETRY_SECONDS * 2 ** (source.failures - 1))
+            doubled = RETRY_SECONDS * 2 ** (source.failures - 1)
+            pause = min(MAX_RETRY_SECONDS, doubled)
         source.state = PathState.DOWN
         source.retry_at = time.monotonic() + pause
         if was_up:
@@ -216,7 +264,8 @@ class NixlTransport:
         log.warning("nixl: %s not reached by NIXL, retry in %.0f s: %s", source.name, pause, reason)
 
     def on_sender_note(self, sender: str, data: bytes) -> None:
-        """Handle a note of a sender; an invalid one takes the path down."""
+        """Handles a note of a sender; an invalid one takes the path down."""
+        # None for a sender that was evicted, or from which this worker has never read.
         source = self._sources.get(sender)
         if source is None:
             return
@@ -225,37 +274,44 @@ class NixlTransport:
         except BadMessage as error:
             self._port.counters.bad_messages += 1
             log.warning("nixl: dropped an invalid note of %s: %s", sender, error)
+            # Once: a sender that goes on with such notes must not prolong the pause with each.
             if source.state is not PathState.DOWN:
                 self._lose(source, f"invalid note ({error})")
 
     def _on_note(self, source: NixlSource, note: notes.SenderNote) -> None:
         match note:
             case notes.NixlUnavailable():
+                # Hellos are repeated, and so are answers: only the first one has an effect.
                 if source.state is PathState.ASKING and note.attempt == source.attempt:
                     self._lose(source, f"NIXL is not available at the peer ({note.reason})")
             case notes.AgentInfoPart():
                 self._on_agent_info_part(source, note)
             case notes.ProbeProgressReply():
+                # Each attempt has a probe of its own, which counts its turns from 0.
                 if source.probe is not None and note.attempt == source.attempt:
                     source.probe.on_count(note.turn, note.count, time.monotonic())
             case notes.PieceRuns():
                 self._on_piece_runs(source, note)
 
     def _on_agent_info_part(self, source: NixlSource, part: notes.AgentInfoPart) -> None:
-        """Collect the parts; with the last one, add the peer and start the probe."""
+        """Collects the parts; with the last one, adds the peer and starts the probe."""
         is_current = part.attempt == source.attempt
+        # Each repeated hello is answered in full, so parts come again after the last one was used.
         if source.state is not PathState.ASKING or not is_current or self._ready is None:
             return
+        # By index: parts may come twice. After a lost one, the next answer completes the rest.
         source.parts[part.index] = part.data
         if len(source.parts) < part.count:
             return
-        data = b"".join(data for _, data in sorted(source.parts.items()))
+        ordered = [source.parts[index] for index in sorted(source.parts)]
+        data = b"".join(ordered)
         source.parts = {}
         info = notes.decode_agent_info(data, source.name)
         # This peer is about to be removed from the agent; the next NixlHello finds it gone.
         if info.agent in self._removable:
             return
         agent = self._ready.reads.agent
+        # Fails where UCX finds no transport that both ends have.
         try:
             peer = agent.add(info.metadata)
         except NixlError as error:
@@ -270,9 +326,11 @@ class NixlTransport:
         source.probe = OneSidedProbe(time.monotonic())
 
     def _advance_probe(self, source: NixlSource, now: float) -> None:
-        """Execute the next actions of a probe."""
+        """Executes the next actions of a probe."""
         probe = source.probe
         assert probe is not None
+        # Until it waits: through shared memory all reads of a probe may end within their calls. A
+        # read that fails takes the path down.
         while source.state is PathState.TRYING:
             action = probe.next(now)
             if action is None:
@@ -286,7 +344,7 @@ class NixlTransport:
             now = time.monotonic()
 
     def _read_test(self, source: NixlSource, large: bool) -> None:
-        """Read the whole test region of a sender, or only the nonce at its begin."""
+        """Reads the whole test region of a sender, or only the nonce at its begin."""
         assert self._ready is not None and source.agent_info is not None
         address, size = source.agent_info.test
         if not large:
@@ -299,32 +357,39 @@ class NixlTransport:
         buffer[:size] = 0
         runs = ([(buffer.ctypes.data, size)], [(address, size)])
         opened = self._read(source, runs, None, buffer)
+        # Ended within the call. An open one ends in `_poll_reads`.
         if opened is not None and opened.read is None:
             self._on_test_read(source, opened, time.monotonic())
 
     def _on_test_read(self, source: NixlSource, opened: OpenRead, now: float) -> None:
-        """Check the nonce at both ends of the bytes of a test read."""
+        """Checks the nonce at both ends of the bytes of a test read."""
         assert self._ready is not None and opened.buffer is not None
+        # Before the bytes are looked at: until this method returns, no other read takes the buffer.
         self._ready.reads.give_back(opened.buffer)
+        # The path may have been lost while the read was open.
         is_trying = source.state is PathState.TRYING
         if not is_trying or source.agent_info is None or source.probe is None:
             return
         nonce = source.agent_info.nonce
-        first = bytes(opened.buffer[: notes.NONCE_BYTES])
-        last = bytes(opened.buffer[opened.size - notes.NONCE_BYTES : opened.size])
+        # UCX authenticates no peer, so only the nonce, which came over the control channel, proves
+        # whose memory this is. Of a small read both are the same bytes.
+        read_bytes = opened.buffer[: opened.size]
+        first = bytes(read_bytes[: notes.NONCE_BYTES])
+        last = bytes(read_bytes[-notes.NONCE_BYTES :])
         if first != nonce or last != nonce:
             self._lose(source, "the test read did not return the memory of that worker")
             return
         source.probe.read_ended(now, now - opened.started_at)
 
     def _decide(self, source: NixlSource, probe: OneSidedProbe) -> None:
-        """Use the path or take it down, after a probe has ended."""
+        """Uses the path or takes it down, after a probe has ended."""
         assert self._ready is not None and source.agent_info is not None
         if probe.step is ProbeStep.EMULATED:
             reason = (
                 "reads end only with the peer's help, so UCX emulates them; "
                 "a reader that dies would end the peer's process"
             )
+            # The longest pause: the transports that UCX finds seldom change.
             self._lose(source, f"{reason}; {_devices()}", pause=MAX_RETRY_SECONDS)
             return
         zmq_speed = self._ready.zmq_bytes_per_second
@@ -334,6 +399,7 @@ class NixlTransport:
             f"NIXL reads {speed / BYTES_PER_GIGABYTE:.1f} GB/s, "
             f"ZMQ moves {zmq_speed / BYTES_PER_GIGABYTE:.1f} GB/s here"
         )
+        # With `nixl` the operator has decided, and gets a warning instead.
         if speed < zmq_speed and self._port.config.transport == "auto":
             self._lose(source, f"{figures}; {_devices()}", pause=MAX_RETRY_SECONDS)
             return
@@ -345,15 +411,17 @@ class NixlTransport:
             log.info(f"{connected}: %s", source.name, figures)
         source.state = PathState.UP
         source.failures = 0
-        self._events.append(TransportChanged(source.name, _address(source.agent_info)))
+        changed = TransportChanged(source.name, _address(source.agent_info))
+        self._events.append(changed)
 
     # Receiving half: pieces -----------------------------------------------------------------------
     def _on_piece_runs(self, source: NixlSource, note: notes.PieceRuns) -> None:
-        """Collect the runs of a piece. Raises BadMessage if they are not in registered memory."""
+        """Collects the runs of a piece. Raises BadMessage if they are not in registered memory."""
         info = source.agent_info
         # The path went down meanwhile: the receiver has asked for the piece again.
         if source.state is not PathState.UP or info is None:
             return
+        # There is no checksum that would notice bytes from elsewhere.
         if note.agent != info.agent or not notes.is_inside(note.runs, info.regions):
             raise BadMessage(f"piece {note.number} of {note.transfer} is outside registered memory")
         piece = (note.transfer, note.number)
@@ -361,33 +429,41 @@ class NixlTransport:
         runs_by_index[note.index] = note.runs
         if len(runs_by_index) == note.count:
             del source.runs[piece]
-            runs = [run for _, part in sorted(runs_by_index.items()) for run in part]
-            self._located.append(_LocatedPiece(source, note.transfer, note.number, runs))
+            # In wire order, in which the receiver's own runs are cut to the same lengths.
+            runs: list[Run] = []
+            for index in sorted(runs_by_index):
+                runs.extend(runs_by_index[index])
+            # Read in `poll_events`: a read may end at once, and only `poll_events` yields that.
+            located = _LocatedPiece(source, note.transfer, note.number, runs)
+            self._located.append(located)
         # Notes may be lost, so incomplete pieces are bounded.
         while len(source.runs) > MAX_SOURCES:
-            del source.runs[next(iter(source.runs))]
+            oldest = next(iter(source.runs))
+            del source.runs[oldest]
 
     def post_read(self, read: PostRead) -> None:
-        """Accept a read, unless the path of its address is down."""
+        """Accepts a read, unless the path of its address is down."""
         self._posted.post(read, self._address_in_use(read.source))
 
     def _address_in_use(self, sender: str) -> str:
-        """Return where the pieces of this sender arrive; empty if its path is not up."""
+        """Returns where the pieces of this sender arrive; empty if its path is not up."""
         source = self._sources.get(sender)
         if source is None or source.state is not PathState.UP or source.agent_info is None:
             return ""
         return _address(source.agent_info)
 
     def cancel_reads(self, transfer: str, numbers: Sequence[int]) -> None:
-        """End those of these reads that are posted here and have not begun."""
+        """Ends those of these reads that are posted here and have not begun."""
+        # A begun one goes on: UCX cannot cancel a read (agent.py).
         self._posted.cancel(transfer, numbers)
 
     def transfers_being_written(self) -> set[str]:
-        """Return the transfers into whose blocks a read may be writing."""
+        """Returns the transfers into whose blocks a read may be writing."""
+        # Those of agents that are being closed, too: their reads have not ended.
         return self._posted.transfers_being_written()
 
     def _begin_read(self, piece: _LocatedPiece) -> Iterator[ReadCompleted]:
-        """Begin to read a piece that is posted; yield its completion if it ends at once."""
+        """Begins to read a piece that is posted; yields its completion if it ends at once."""
         # The path went down meanwhile, which has ended its posted reads.
         if piece.source.state is not PathState.UP:
             return
@@ -399,9 +475,12 @@ class NixlTransport:
             yield self._posted.end(posted, status)
 
     def _read_piece(
-        self, source: NixlSource, remote_runs: list[Run], posted: PostRead
+        self,
+        source: NixlSource,
+        remote_runs: list[Run],
+        posted: PostRead,
     ) -> ReadStatus | None:
-        """Start to read a piece; return how the read has ended, or None while it is open.
+        """Starts to read a piece; returns how the read has ended, or None while it is open.
 
         Reads straight into the blocks where both layouts agree, else into a registered buffer.
         """
@@ -410,8 +489,11 @@ class NixlTransport:
         local_runs = notes.merged(self._memory.runs(posted.extent, posted.blocks))
         local_bytes = sum(size for _, size in local_runs)
         same_layout = posted.remote_layout is None
+        # `cut` needs equal totals. The other limit is for a buffer, whose size the peer would
+        # choose.
         if size > MAX_READ_BYTES or (same_layout and local_bytes != size):
-            self._lose(source, f"a piece of {size} bytes for blocks of {local_bytes} bytes")
+            mismatch = f"a piece of {size} bytes for blocks of {local_bytes} bytes"
+            self._lose(source, mismatch)
             return ReadStatus.DAMAGED
         buffer = None
         if not same_layout:
@@ -419,10 +501,14 @@ class NixlTransport:
             if buffer is None:
                 return ReadStatus.DAMAGED
             local_runs = [(buffer.ctypes.data, size)]
-        opened = self._read(source, notes.cut(local_runs, remote_runs), posted, buffer)
+        runs = notes.cut(local_runs, remote_runs)
+        opened = self._read(source, runs, posted, buffer)
+        # Refused: nothing was written, and the path is down. The receiver requests the piece anew.
         if opened is None:
             return ReadStatus.CANCELLED
-        return self._finish(opened, posted) if opened.read is None else None
+        if opened.read is None:
+            return self._finish(opened, posted)
+        return None
 
     def _read(
         self,
@@ -431,13 +517,15 @@ class NixlTransport:
         posted: PostRead | None,
         buffer: Buffer | None,
     ) -> OpenRead | None:
-        """Start a read, or return None when nothing was read; `runs` are (local, remote)."""
+        """Starts a read, or returns None if nothing was read; `runs` are (local, remote)."""
         assert self._ready is not None and source.agent_info is not None
         reads = self._ready.reads
+        peer = source.agent_info.agent
         try:
-            return reads.begin(source.name, source.agent_info.agent, runs, posted, buffer)
+            return reads.begin(source.name, peer, runs, posted, buffer)
         except NixlRefused as error:
             self._lose(source, f"NIXL refused a read ({error})")
+            # Free for others at once: nothing was posted that could still write into it.
             reads.give_back(buffer)
             return None
         except ReadFailed as error:
@@ -447,11 +535,17 @@ class NixlTransport:
         return reads.open[-1]  # which ends when the agent is gone
 
     def _finish(self, opened: OpenRead, posted: PostRead) -> ReadStatus:
-        """Handle the end of a piece's read: its bytes are in the blocks, or in a buffer."""
+        """Handles the end of a piece's read: its bytes are in the blocks, or in a buffer."""
+        # No checksum: it would cost the sender the pass over the bytes that one-sided reads save.
         ok = True
         if opened.buffer is not None:
             frame = memoryview(opened.buffer[: opened.size])  # type: ignore[arg-type]
-            ok = self._memory.write(posted.extent, posted.blocks, [frame], posted.remote_layout)
+            ok = self._memory.write(
+                posted.extent,
+                posted.blocks,
+                [frame],
+                posted.remote_layout,
+            )
             if self._ready is not None:
                 self._ready.reads.give_back(opened.buffer)
         if not ok:
@@ -461,23 +555,27 @@ class NixlTransport:
 
     # Both halves ----------------------------------------------------------------------------------
     def poll_events(self, ready: Collection[object]) -> Iterator[TransportEvent]:
-        """Advance closings, paths and reads; yield the events of that."""
+        """Advances closings, paths and reads, and yields the events of that."""
         now = time.monotonic()
+        # First: where the last reads of a failed agent have ended, their requests need not wait.
         for posted in self._closings.ended_reads():
             yield self._posted.end(posted, ReadStatus.CANCELLED)
         yield from self._sender.poll_events()
         self._use_made_agent(now)
         for source in list(self._sources.values()):
             self._advance(source, now)
+        # After the paths: a probe that has just failed may have closed the agent.
         while self._located:
-            yield from self._begin_read(self._located.popleft())
+            piece = self._located.popleft()
+            yield from self._begin_read(piece)
         yield from self._poll_reads(now)
+        # Before the cancelled reads: the receiver posts these anew, at the address that holds then.
         while self._events:
             yield self._events.popleft()
         yield from self._posted.take_cancelled()
 
     def _use_made_agent(self, now: float) -> None:
-        """Begin the attempts that waited for the agent, once it is made or has failed."""
+        """Begins the attempts that waited for the agent, once it is made or has failed."""
         if self._making is None or not self._making.is_over:
             return
         # On failure `_ready` stays None, and the next `_begin` makes another agent.
@@ -493,7 +591,7 @@ class NixlTransport:
                 self._begin(source, now)
 
     def _advance(self, source: NixlSource, now: float) -> None:
-        """Go on with a path that is not up: its probe, its hello, or its deadline."""
+        """Goes on with a path that is not up: its probe, its hello, or its deadline."""
         if source.state is PathState.TRYING and source.probe is not None:
             self._advance_probe(source, now)
             # `_advance_probe` may have taken the path down.
@@ -501,18 +599,20 @@ class NixlTransport:
                 return
             if source.probe.step in DECIDED_STEPS:
                 self._decide(source, source.probe)
+            # A count that has changed starts the probe anew each time, so only this limit ends it.
             elif now >= source.attempt_deadline:
                 message = "the probe never had time without another receiver's request for help"
                 self._lose(source, message)
         elif source.state is PathState.ASKING and now >= source.attempt_deadline:
             self._lose(source, f"the peer did not answer within {PAIRING_SECONDS:g} s")
         elif source.state is PathState.ASKING and now >= source.retry_at:
+            # Repeated, because notes may be lost and the peer's agent may not be made yet.
             hello = notes.encode(notes.NixlHello(source.attempt))
             self._port.send_to_sender(source.name, hello)
             source.retry_at = now + HELLO_SECONDS
 
     def _poll_reads(self, now: float) -> Iterator[TransportEvent]:
-        """Yield ends of reads, ask for help with slow ones, and remove unused peers."""
+        """Yields ends of reads, requests help with slow ones, and removes unused peers."""
         if self._ready is None:
             return
         reads = self._ready.reads
@@ -528,6 +628,8 @@ class NixlTransport:
             return
         for opened in reads.open:
             self._ask_for_help(opened, now)
+        # By sender, not by agent: an open read of a later agent of the same sender delays the
+        # removal, which does no harm.
         reading = {opened.source for opened in reads.open}
         for agent in list(self._removable):
             if agent.partition("#")[0] not in reading:
@@ -536,20 +638,23 @@ class NixlTransport:
 
     def _on_read_ended(self, reads: Reads, opened: OpenRead) -> Iterator[TransportEvent]:
         if opened.posted is not None:
-            yield self._posted.end(opened.posted, self._finish(opened, opened.posted))
+            status = self._finish(opened, opened.posted)
+            yield self._posted.end(opened.posted, status)
             return
         source = self._sources.get(opened.source)
+        # None: the sender was evicted while the probe ran, and its result is not needed.
         if source is not None:
             self._on_test_read(source, opened, time.monotonic())
         else:
             reads.give_back(opened.buffer)
 
     def _ask_for_help(self, opened: OpenRead, now: float) -> None:
-        """Ask the sender to let UCX work, if this read makes no progress.
+        """Requests that the sender lets UCX work, if this read makes no progress.
 
         Either the connection comes up just now, or UCX emulates reads.
         """
         source = self._sources.get(opened.source)
+        # Often enough that UCX at the sender works without a gap, although notes may be lost.
         if source is None or now - source.help_asked_at <= PROGRESS_SECONDS / 4:
             return
         seconds = now - opened.started_at
@@ -560,24 +665,29 @@ class NixlTransport:
         if not needs_help:
             return
         source.help_asked_at = now
+        # A helped read proves nothing about the path, so the probe must record the help.
         if probe is not None:
             probe.help_asked()
-        self._port.send_to_sender(source.name, notes.encode(notes.ProbeLook()))
+        look = notes.encode(notes.ProbeLook())
+        self._port.send_to_sender(source.name, look)
 
     def _close_agent(self, reason: str) -> None:
-        """Close the agent for reading; its reads end when it is gone."""
+        """Closes the agent for reading; its reads end when it is gone."""
         assert self._ready is not None
         reads = self._ready.reads
+        # From here on nothing begins another read with this agent.
         self._ready = None
-        log.warning("nixl: %s; closing the agent, with %d reads open", reason, len(reads.open))
+        closing = "nixl: %s; closing the agent, with %d reads open"
+        log.warning(closing, reason, len(reads.open))
         for source in self._sources.values():
             if source.state in (PathState.ASKING, PathState.TRYING, PathState.UP):
                 self._lose(source, "the agent for reading is closed")
+        # All peers go with the agent. The next one does not have them, so it need not remove them.
         self._removable.clear()
         self._closings.give_up(reads)
 
     def next_deadline(self) -> float | None:
-        """Return when to call `poll_events` even if nothing wakes the driver."""
+        """Returns when to call `poll_events` even if nothing wakes the driver."""
         now = time.monotonic()
         if self._located or self._events or self._posted.has_cancelled:
             return now
@@ -594,13 +704,16 @@ class NixlTransport:
         sending = self._sender.next_deadline(now)
         if sending is not None:
             deadlines.append(sending)
-        reading = self._ready.reads.next_deadline(now) if self._ready is not None else None
-        if reading is not None:
-            deadlines.append(reading)
-        return min((deadline for deadline in deadlines if deadline < math.inf), default=None)
+        if self._ready is not None:
+            reading = self._ready.reads.next_deadline(now)
+            if reading is not None:
+                deadlines.append(reading)
+        # That of a probe is infinite while its read is open; `reading` is due then.
+        finite = [deadline for deadline in deadlines if deadline < math.inf]
+        return min(finite, default=None)
 
     def close(self) -> None:
-        """Close both agents.
+        """Closes both agents.
 
         Raises NixlError if a read may still write into blocks after CLOSE_SECONDS.
         """
@@ -612,7 +725,7 @@ class NixlTransport:
 
 
 def transport_factory(config: Config) -> Callable[[DriverPort], NixlTransport]:
-    """Return the maker of NIXL transports. Raises RuntimeError with the reason where none is."""
+    """Returns the maker of NIXL transports. Raises RuntimeError with the reason if it has none."""
     reason = unavailable_reason(config)
     if reason:
         raise RuntimeError(reason)
@@ -620,16 +733,19 @@ def transport_factory(config: Config) -> Callable[[DriverPort], NixlTransport]:
 
 
 def _address(info: notes.AgentInfo) -> str:
-    """Return the address of the path to this agent."""
+    """Returns the address of the path to this agent."""
+    # With the agent's name, which is new for each agent: reads for an earlier one are refused.
     return f"nixl:{info.agent}"
 
 
 def _devices() -> str:
-    """Return, for log lines, this machine's RDMA devices and the user's settings of UCX."""
+    """Returns, for log lines, this machine's RDMA devices and the user's settings of UCX."""
     devices = rdma_devices()
     if devices:
         found = f"RDMA devices here: {', '.join(devices)}"
     else:
         found = "there is no RDMA device here, so UCX can only take TCP to another machine"
     settings = [f"{name}={os.environ[name]}" for name in UCX_VARIABLES if name in os.environ]
-    return " ".join([found, "with", *settings]) if settings else found
+    if not settings:
+        return found
+    return " ".join([found, "with", *settings])

@@ -172,20 +172,19 @@ class Driver:
                 exc_info=error,
             )
             # At once, all that is safe. vLLM gives the blocks of a failed load to other requests,
-            # so loads whose blocks may still be written wait until all transports are closed. If
-            # one does not close, they are never reported: their blocks stay out of use.
+            # so loads whose blocks may still be written wait until their transport is closed. If
+            # it does not close, they are never reported: their blocks stay out of use.
             self._outcomes.fail(self._transports.transfers_being_written())
-            if self._close():
-                self._outcomes.fail(frozenset())
+            self._outcomes.fail(self._close())
         else:
             self._close()
 
-    def _close(self) -> bool:
-        """Closes all sockets; returns whether nothing can write into blocks any more."""
+    def _close(self) -> set[str]:
+        """Closes all sockets; returns the transfers whose blocks may still be written."""
         # The control channel last: it destroys all sockets of ZMQ, also those of the transport.
-        is_closed = self._transports.close()
+        being_written = self._transports.close()
         self._control.close()
-        return is_closed
+        return being_written
 
     def _turn(self) -> None:
         # Facts from vLLM come first (rule 1 of ARCHITECTURE.md), and time comes last: what has

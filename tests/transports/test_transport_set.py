@@ -15,7 +15,7 @@ from vllm_disagg.kv.fp8 import Fp8
 from vllm_disagg.kv.memory import HostMemory
 from vllm_disagg.protocol import messages
 from vllm_disagg.protocol.peers import WorkerInfo
-from vllm_disagg.transports.base import Counters, DriverPort
+from vllm_disagg.transports.base import Counters, DriverPort, retry_pause
 from vllm_disagg.transports.set import TransportSet
 from vllm_disagg.transports.zmq import control
 
@@ -42,6 +42,9 @@ class RecordingTransport:
 
     def on_sender_note(self, sender: str, data: bytes) -> None:
         self.calls.append(("from sender", sender, data))
+
+    def transfers_being_written(self) -> set[str]:
+        return {"t"}
 
     def close(self) -> None:
         self.calls.append(("close",))
@@ -153,10 +156,15 @@ def test_notes_reach_their_transport_at_this_worker(make: Make) -> None:
     ]
 
 
+def test_a_pause_doubles_up_to_its_maximum_however_long_a_path_fails() -> None:
+    assert [retry_pause(failures, 1.0, 60.0) for failures in (1, 2, 6, 7)] == [1.0, 2.0, 32.0, 60.0]
+    assert retry_pause(100_000, 1.0, 60.0) == 60.0
+
+
 def test_one_transport_that_does_not_close_does_not_keep_the_others_open(make: Make) -> None:
     transports = make("fast", "slow")
     transports["fast"].is_closable = False  # type: ignore[attr-defined]
-    assert not transports.close()
+    assert transports.close() == {"t"}
     assert calls(transports, "fast") == calls(transports, "slow") == [("close",)]
     transports["fast"].is_closable = True  # type: ignore[attr-defined]
-    assert transports.close()
+    assert transports.close() == set()

@@ -486,7 +486,7 @@ def test_bytes_damaged_on_their_way_are_asked_for_again(
     settings: dict[str, object],
     times: int,
 ) -> None:
-    """One bit of the first piece, after P has made its checksum; the third time it is given up."""
+    """One bit of the only piece, after P has made its checksum; the third time it is given up."""
     ours, theirs = memory(4000, None), memory(4000, 1)
     p, d = start(theirs, **settings), start(ours, **settings)
     router = p._transports["zmq"]._router  # type: ignore[attr-defined]
@@ -494,7 +494,7 @@ def test_bytes_damaged_on_their_way_are_asked_for_again(
 
     def damaging(frames: list[object], *args: object, **more: object) -> object:
         address, header, first, *rest = frames
-        if not left[0] or messages.decode_header(bytes(header)).number:  # type: ignore[arg-type]
+        if not left[0]:
             return send(frames, *args, **more)
         left[0] -= 1  # before D can know
         try:

@@ -37,6 +37,7 @@ from ..protocol.peers import WorkerInfo
 
 # The same in all containers of a machine, unlike its host name. Whether their files are shared is
 # checked when one worker dials the other.
+MAX_DOUBLINGS = 32  # of a pause between attempts
 BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
 
 # Closed, so that the type checker finds an event that the driver does not hand on.
@@ -157,6 +158,16 @@ class Transport(Protocol):
         """
         # Raises instead of waiting: the driver then leaves these blocks out of use for good, which
         # costs memory, whereas a late write would change tokens of another request.
+
+
+def retry_pause(failures: int, first_seconds: float, longest_seconds: float) -> float:
+    """Returns the seconds until the next attempt after so many failures in a row, at least one.
+
+    The pause doubles with each failure.
+    """
+    # Bounded before the power: 2.0 ** 1024 raises, and a path may fail for days.
+    doublings = min(failures - 1, MAX_DOUBLINGS)
+    return min(longest_seconds, first_seconds * 2.0**doublings)
 
 
 def machine_id() -> str:

@@ -152,15 +152,15 @@ class TransportSet(Mapping[str, Transport]):
             transfers |= transport.transfers_being_written()
         return transfers
 
-    def close(self) -> bool:
-        """Closes all transports; returns whether none of them can write into blocks any more."""
-        is_closed = True
+    def close(self) -> set[str]:
+        """Closes all transports; returns the transfers whose blocks may still be written."""
+        being_written: set[str] = set()
         for name, transport in self._transports.items():
             try:
                 transport.close()
             # Any exception: it may be the transport that has made the driver fail, in any state.
             # Each of the others may be writing into blocks too, so all of them are closed.
             except Exception as error:
-                is_closed = False
+                being_written |= transport.transfers_being_written()
                 log.error("%s: close failed; it may still write into blocks", name, exc_info=error)
-        return is_closed
+        return being_written

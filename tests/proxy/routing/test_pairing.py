@@ -142,6 +142,13 @@ def test_the_backoff_doubles_with_each_failure() -> None:
     assert p.can_prefill(40.0)
 
 
+def test_an_instance_may_fail_for_days() -> None:
+    p = instance("prefill")
+    for at in range(0, 6000, 2):
+        p.on_leg_failed("5xx", float(at + 1), float(at))
+    assert p.consecutive_failures == 3000 and p.is_usable(6000.0 + 30.0)
+
+
 def test_failures_of_requests_in_flight_together_count_once() -> None:
     p = instance("prefill")
     for _ in range(20):

@@ -283,6 +283,13 @@ def test_the_channel_unused_for_longest_is_evicted(
         up = [source for source, end in transport._senders.items() if end.state.name == "UP"]  # type: ignore[attr-defined]
         assert up == [p.worker.name]
         time.sleep(1.1)  # the back-off of the one that was closed
+    d.close()
+    monkeypatch.setattr(transport._port, "send_to_sender", lambda *_: None)  # type: ignore[attr-defined]
+    epoch = transport._senders[first.worker.name].epoch  # type: ignore[attr-defined]
+    transport.disconnect(first.worker.name)
+    transport.connect(first.worker)
+    # Late events of the forgotten channel must have no effect on its successor.
+    assert transport._senders[first.worker.name].epoch > epoch > 0  # type: ignore[attr-defined]
 
 
 def test_gloo_missing_at_the_peer_is_logged(

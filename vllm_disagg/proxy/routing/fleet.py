@@ -32,6 +32,7 @@ Connector = Literal["disagg", "nixl", "plain"]  # this project's, NixlConnector,
 
 MAX_FAILED_PROBES = 2  # consecutive failed health checks until an instance counts as down
 NOT_PROBED = "not probed yet"
+MAX_DOUBLINGS = 16  # of the backoff
 MAX_BACKOFF_SECONDS = 30.0
 
 
@@ -189,7 +190,8 @@ class Instance:
 
     def _open_breaker(self, now: float) -> None:
         if self.consecutive_failures > 1:
-            backoff = 2.0 ** (self.consecutive_failures - 2)
+            # Bounded before the power: 2.0 ** 1024 raises, and an instance may fail for days.
+            backoff = 2.0 ** min(self.consecutive_failures - 2, MAX_DOUBLINGS)
             self.open_until = now + min(backoff, MAX_BACKOFF_SECONDS)
 
     @property

@@ -69,6 +69,7 @@ class CollectiveTransport:
         self._port = port
         self._receivers: dict[str, SenderEnd] = {}
         self._senders: dict[str, ReceiverEnd] = {}
+        self._last_epoch = 0  # of all channels that were forgotten
         self._posted = PostedReads()
         self._delivered: deque[QueuedDelivery] = deque()
         self._events: deque[TransportEvent] = deque()
@@ -92,6 +93,9 @@ class CollectiveTransport:
             config = self._port.config
             largest = max(config.piece_bytes, *block_sizes)
             end = ReceiverEnd(config.peer_timeout, slot=largest)
+            # Above that of every forgotten channel: their late events have no effect then (rule 4),
+            # and a sender that remembers an earlier epoch takes the next one.
+            end.epoch = self._last_epoch
             self._senders[worker.name] = end
         # Before `_make_room`: a call that does not pair must not evict another channel either.
         if end.state is not ChannelState.CLOSED:
@@ -108,6 +112,7 @@ class CollectiveTransport:
             # As if the link had failed: this also flushes the posted reads and frees the link.
             failure = channel.LinkFailed(end.epoch, "evicted")
             self._handle_as_receiver(sender, failure)
+            self._last_epoch = max(self._last_epoch, end.epoch)
             del self._senders[sender]
 
     def send(self, piece: SendPiece) -> None:

@@ -53,7 +53,7 @@ from ...protocol.events import (
     TransportChanged,
 )
 from ...protocol.peers import WorkerInfo
-from ..base import DriverPort, TransportEvent
+from ..base import DriverPort, TransportEvent, retry_pause
 from ..posted_reads import PostedReads
 from . import notes
 from .agent import (
@@ -254,8 +254,7 @@ class NixlTransport:
         self._forget(source)
         source.failures += 1
         if not pause:
-            doubled = RETRY_SECONDS * 2 ** (source.failures - 1)
-            pause = min(MAX_RETRY_SECONDS, doubled)
+            pause = retry_pause(source.failures, RETRY_SECONDS, MAX_RETRY_SECONDS)
         source.state = PathState.DOWN
         source.retry_at = time.monotonic() + pause
         if was_up:

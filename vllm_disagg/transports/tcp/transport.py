@@ -64,7 +64,7 @@ from ...protocol.events import (
     TransportChanged,
 )
 from ...protocol.peers import WorkerInfo
-from ..base import DriverPort, TransportEvent, machine_id
+from ..base import DriverPort, TransportEvent, machine_id, retry_pause
 from ..posted_reads import PostedReads
 from . import notes
 from .sender import TcpSender
@@ -269,7 +269,7 @@ class TcpTransport:
         # Counts from the last piece, not from the last connection: a path that connects and breaks
         # again and again must not move the pieces to and fro each second.
         source.failures += 1
-        pause = min(MAX_RETRY_SECONDS, RETRY_SECONDS * 2 ** (source.failures - 1))
+        pause = retry_pause(source.failures, RETRY_SECONDS, MAX_RETRY_SECONDS)
         source.state = TcpState.DOWN
         source.retry_at = time.monotonic() + pause
         source.read = None

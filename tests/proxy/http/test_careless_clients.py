@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -357,6 +358,89 @@ async def test_early_bytes_of_a_session_are_counted_until_it_has_them() -> None:
     assert server.budget.held_bytes == 0
     client.close()
     await server.stop(0.1)
+
+
+class HalfRead:
+    """Sends answers of which a client without a reader leaves a part in the write buffer."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.answers = 0
+
+    async def __call__(self, asked: HttpRequest, client: Connection) -> None:
+        sock = client._transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        if asked.path == "/endless":
+            client.start(200, [])
+            client.write(b"x" * 60_000)
+            self.answers += 1
+            await asyncio.Event().wait()
+        await self.go.wait()
+        client.answer(200, [], b"x" * 60_000)
+        self.answers += 1
+
+
+@asynccontextmanager
+async def half_reading(
+    sent: bytes, stall_seconds: float
+) -> AsyncIterator[tuple[Server, HalfRead, asyncio.StreamWriter]]:
+    """Serves a client that sends these bytes and reads nothing."""
+    hand = HalfRead()
+    server = Server(hand, Limits(stall_seconds=stall_seconds))
+    port = await server.start("127.0.0.1", 0)
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.connect(("127.0.0.1", port))
+    reader, writer = await asyncio.open_connection(sock=sock)
+    client = Client(reader, writer)
+    client.pause_reading()
+    writer.write(sent)
+    try:
+        yield server, hand, writer
+    finally:
+        client.close()
+        await server.stop(0.1)
+
+
+async def test_a_client_that_reads_no_last_answer_is_cut_and_holds_nothing() -> None:
+    last = request(fields=b"host: x\r\nconnection: close\r\n")
+    async with half_reading(last, 0.4) as (server, hand, writer):
+        await until(lambda: server.budget.held_bytes == len(BODY))
+        writer.write(request())
+        await until(lambda: server.budget.held_bytes == len(BODY) + len(request()))
+        (connection,) = server.connections
+        hand.go.set()
+        await until(lambda: hand.answers == 1 and not connection._handler_task)
+        assert server.budget.held_bytes == 0, "pipelined requests keep no share"
+        assert server.connections and connection._transport.get_write_buffer_size() > 0
+        assert not connection.paused, "or the timer of a pause would end it"
+        await until(lambda: not server.connections, 5.0)
+        assert hand.answers == 1 and server.budget.held_bytes == 0
+
+
+async def test_a_client_that_has_left_and_reads_nothing_is_cut() -> None:
+    sent = request(b"POST /endless HTTP/1.1")
+    async with half_reading(sent, 0.2) as (server, hand, writer):
+        await until(lambda: hand.answers)
+        (connection,) = server.connections
+        assert not connection.paused and connection._transport.get_write_buffer_size() > 0
+        writer.write_eof()
+        await until(lambda: not server.connections, 5.0)
+
+
+async def test_a_last_answer_that_is_read_slowly_is_whole() -> None:
+    last = request(fields=b"host: x\r\nconnection: close\r\n")
+    async with half_reading(last, 0.6) as (_, hand, writer):
+        hand.go.set()
+        sock = writer.get_extra_info("socket")
+        loop = asyncio.get_running_loop()
+        text = b""
+        with socket.fromfd(sock.fileno(), sock.family, sock.type) as plain:
+            plain.setblocking(False)
+            while data := await loop.sock_recv(plain, 3000):
+                text += data
+                await asyncio.sleep(0.05)
+        assert text.endswith(b"x" * 60_000)
 
 
 async def test_who_reads_no_answers_gets_no_more_requests_served() -> None:

@@ -106,6 +106,33 @@ def test_bytes_behind_a_handshake_are_early_bytes() -> None:
     assert reader.take_early() == b"frames"
 
 
+def test_bytes_behind_a_pipelined_handshake_keep_their_place_and_are_counted() -> None:
+    budget = ByteBudget(1 << 20)
+    reader = RequestReader(Limits(), budget, lambda _: 1 << 20)
+    reader.keep_early(WEBSOCKET + b"first, second", HttpRequest())
+    reader.feed(reader.take_early(len(WEBSOCKET + b"first, ")))
+    assert budget.held_bytes == len(b"first, second")
+    assert reader.take_early() == b"first, second"
+    assert budget.held_bytes == 0
+
+
+def test_bytes_behind_a_connect_are_dropped() -> None:
+    reader = make_reader()
+    reader.feed(b"CONNECT h:1 HTTP/1.1\r\nhost: x\r\n\r\nabc")
+    assert reader.take_early() == b""
+
+
+@pytest.mark.parametrize("data", [b"", b"\r\n", b"G", b"POST /next HTTP/1.1\r\n", b"\0"])
+def test_a_refusal_has_nothing_of_the_request_before(data: bytes) -> None:
+    reader = make_reader()
+    reader.feed(b"HEAD /last HTTP/1.1\r\nhost: x\r\n\r\n")
+    reader.ready.clear()
+    reader.feed(data)
+    reader.refuse(408, "the request did not arrive in time")
+    (refused,) = reader.ready
+    assert (refused.method, refused.path) == ("", "")
+
+
 # -- limits of one request -------------------------------------------------------------------------
 
 
@@ -230,12 +257,16 @@ def test_early_bytes_are_taken_in_order() -> None:
     ("data", "due"),
     [
         (post(b"abc", EXPECT)[:-3], True),
-        (post(b"abc", EXPECT) + GET, True),
-        (post(b"abc", EXPECT) + post(b"abc", EXPECT), True),
+        (post(b"abc", EXPECT), False),
+        (post(b"abc", EXPECT) + GET, False),
+        (post(b"abc", EXPECT) + post(b"abc")[:-3], False),
+        (post(b"abc", EXPECT) + post(b"abc", EXPECT)[:-3], True),
+        (post(b"abc", EXPECT)[:-3] + b"ab", True),
         (post(b"abc", EXPECT + H2C)[:-3], True),
         (post(b"abc"), False),
         (post(b"", EXPECT), False),
-        (GET + post(b"abc", EXPECT)[:-3], False),
+        (GET + post(b"abc", EXPECT)[:-3], True),
+        (HEAD + H2C + b"\r\n" + post(b"abc", EXPECT + H2C)[:-3], True),
         (post(b"abc", EXPECT).replace(b"HTTP/1.1", b"HTTP/1.0")[:-3], False),
         (post(b"x" * 101, EXPECT), False),
     ],
@@ -244,3 +275,10 @@ def test_who_gets_continue(data: bytes, due: bool) -> None:
     reader = make_reader(body_limit=100)
     reader.feed(data)
     assert reader.continue_due == due
+
+
+def test_no_continue_after_a_refusal() -> None:
+    reader = make_reader()
+    reader.feed(post(b"abc", EXPECT)[:-3])
+    reader.refuse_more()
+    assert not reader.continue_due

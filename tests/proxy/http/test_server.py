@@ -3,10 +3,12 @@
 import asyncio
 import socket
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
-from proxy_world import Call, answer, until, world
+from proxy_world import Call, Client, answer, until, world
 from vllm_disagg.proxy.http.limits import Limits
 from vllm_disagg.proxy.http.request import HttpRequest
 from vllm_disagg.proxy.http.server import Connection, Server
@@ -170,6 +172,57 @@ async def test_expect_continue() -> None:
         assert (await client.receive()).status == 200
         assert "expect" not in w.d.calls[0].headers
         client.close()
+
+
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+EXPECTING = HEAD + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(BODY)
+
+
+async def test_expect_continue_behind_another_request() -> None:
+    """The first answer comes first, in one segment or while its handler runs."""
+    async with world() as w:
+        client = await w.connect()
+        first = HEAD + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
+        for pieces in ((first + EXPECTING,), (first, EXPECTING)):
+            for data in pieces:
+                client.writer.write(data)
+                await client.writer.drain()
+            assert (await client.receive()).status == 200
+            interim = client.reader.readexactly(len(CONTINUE))
+            assert await asyncio.wait_for(interim, 5.0) == CONTINUE
+            client.writer.write(BODY)
+            assert (await client.receive()).status == 200
+        client.close()
+
+
+async def test_who_sends_its_body_gets_no_continue() -> None:
+    async with serving_slowly() as (port, go, running):
+        client = Client(*await asyncio.open_connection("127.0.0.1", port))
+        client.writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" + EXPECTING)
+        await until(lambda: running)
+        client.writer.write(BODY + b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        await asyncio.sleep(0.05)
+        go.set()
+        text = await client.reader.read()
+        assert text.count(b"HTTP/1.1 200") == 3 and b" 100 " not in text
+
+
+@asynccontextmanager
+async def serving_slowly() -> AsyncIterator[tuple[int, asyncio.Event, list[HttpRequest]]]:
+    """Runs a server that answers when the event is set; yields its port and the requests."""
+    go = asyncio.Event()
+    running: list[HttpRequest] = []
+
+    async def handle(request: HttpRequest, client: Connection) -> None:
+        running.append(request)
+        await go.wait()
+        client.answer(200, [], b"")
+
+    server = Server(handle, Limits())
+    try:
+        yield await server.start("127.0.0.1", 0), go, running
+    finally:
+        await server.stop(0.1)
 
 
 async def test_chunked_request_body() -> None:

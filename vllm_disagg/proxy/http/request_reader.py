@@ -68,7 +68,8 @@ class RequestReader:
         # Complete requests, oldest first; after an error the last one has a `refusal`.
         self.ready: deque[HttpRequest] = deque()
         self.early_bytes = bytearray()
-        self.continue_due = False  # the client awaits "100 Continue", and may get it now
+        # The client awaits "100 Continue", and may get it after the answers to earlier requests.
+        self.continue_due = False
         self._share = BudgetShare(budget)
         self._limits = limits
         self._body_limit = body_limit
@@ -84,7 +85,7 @@ class RequestReader:
         """Parses bytes and checks the limits; complete requests and refusals go to `ready`."""
         self._line_bytes = self._line_bytes + data if self._line_bytes else data
         if self.state is IDLE:
-            self._enter(READING_HEAD)
+            self._begin_request()
         if self.state is READING_HEAD:
             self._part_bytes += len(data)
         self._framing_bytes += len(data)
@@ -119,6 +120,7 @@ class RequestReader:
         """Drops the request that is being read; the complete ones are still answered."""
         self._enter(REFUSED)
         self._drop_body()
+        self.continue_due = False
 
     def linger(self) -> None:
         """Notes that the last answer of a refused connection was sent."""
@@ -129,13 +131,20 @@ class RequestReader:
         self._share.release(len(request.body))
 
     def close(self) -> None:
-        """Drops all requests and gives back all counted bytes."""
+        """Drops all requests and gives back all counted bytes; further bytes are dropped."""
+        # A transport with TLS may deliver bytes after it was closed.
+        if self.state is IDLE or self.state.is_reading:
+            self.refuse_more()
         self._share.release_all()
         self.ready.clear()
         self.early_bytes.clear()
 
     def _enter(self, state: ConnectionState) -> None:
         self.state = successor(self.state, state)
+
+    def _begin_request(self) -> None:
+        self._incoming = _IncomingRequest()
+        self._enter(READING_HEAD)
 
     def _drop_body(self) -> None:
         self._share.release(len(self._incoming.body))
@@ -183,10 +192,16 @@ class RequestReader:
             request = self.ready[-1]
             if self.state is REFUSED:
                 return
-            if request.upgrade or request.method == "CONNECT":
+            if request.upgrade:
                 request.keep_alive = False
-                self._enter(SWITCHING if request.upgrade else REFUSED)
-                self.early_bytes += data
+                self._enter(SWITCHING)
+                # Early bytes that still wait came after these.
+                self.early_bytes[:0] = data
+                self._share.hold(len(data))
+                return
+            if request.method == "CONNECT":
+                request.keep_alive = False
+                self._enter(REFUSED)
                 return
             # A server ignores an offer of a protocol that it does not implement (RFC 9110, 7.8).
             # Java's client makes one.
@@ -198,10 +213,9 @@ class RequestReader:
             self._parser.feed_data(head(start, without_upgrade(request.headers)))
 
     def on_message_begin(self) -> None:
-        """Begins a request (parser callback)."""
-        if self.state is not REFUSED:
-            self._incoming = _IncomingRequest()
-            self._enter(READING_HEAD)
+        """Begins a request that follows another one in the same bytes (parser callback)."""
+        if self.state is IDLE:
+            self._begin_request()
 
     def on_url(self, url: bytes) -> None:
         """Collects the request's target, which may come in parts (parser callback)."""
@@ -293,14 +307,13 @@ class RequestReader:
         return f"the request's body is larger than {self._incoming.max_body_bytes} bytes"
 
     def _needs_continue(self, request: HttpRequest) -> bool:
-        """Returns whether the client awaits "100 Continue" and may get it now.
+        """Returns whether the client awaits "100 Continue".
 
-        HTTP/1.0 has none. It must not overtake an earlier answer, nor be sent twice for a head that
-        is parsed once more.
+        HTTP/1.0 has none. It must not be sent twice for a head that is parsed once more.
         """
         expects = find(request.headers, b"expect").lower() == b"100-continue"
         parsed_again = self._parser.should_upgrade()
-        return expects and request.chunked_ok and not self.ready and not parsed_again
+        return expects and request.chunked_ok and not parsed_again
 
     def on_body(self, body: bytes) -> None:
         """Collects a part of the body, within the limits (parser callback)."""
@@ -323,5 +336,6 @@ class RequestReader:
                 incoming.request.body = bytes(incoming.body)
                 incoming.body = bytearray()
             self.ready.append(incoming.request)
+            self.continue_due = False
             self._enter(IDLE)
             self._part_bytes = 0

@@ -52,6 +52,7 @@ class Connection(asyncio.Protocol):
         self._awaits_reader = False  # the next request waits until the client has read the answer
         self._drained: asyncio.Future[None] | None = None
         self._stall_timer: StallTimer | None = None
+        self._closing_timer: StallTimer | None = None
 
         # For the handler.
         self.response = ResponseEncoder(HttpRequest())  # to the present request
@@ -88,7 +89,7 @@ class Connection(asyncio.Protocol):
         self._start_deadline()
         max_connections = self._server.limits.connections
         if self._server.stopping:  # accepted just before the listener closed
-            self._transport.close()
+            self._close()
         elif max_connections and len(self._server.connections) > max_connections:
             self._refuse(503, "too many connections")
 
@@ -99,9 +100,15 @@ class Connection(asyncio.Protocol):
         self.on_pause = None
         if self._deadline_timer:
             self._deadline_timer.cancel()
+        if self._closing_timer:
+            self._closing_timer.stop()
         if self._handler_task:
             self._handler_task.cancel()
         self._set_write_pause(paused=False)
+
+    def eof_received(self) -> None:
+        """Closes the connection, as a client that sends nothing more has left."""
+        self._close()
 
     def data_received(self, data: bytes) -> None:
         """Passes bytes to the session, the early bytes or the parser; drops them after an error."""
@@ -143,6 +150,23 @@ class Connection(asyncio.Protocol):
             self._awaits_reader = False
             self._resume_requests()
 
+    def _close(self) -> None:
+        """Closes the connection once the client has read the bytes that are written.
+
+        The counted bytes are given back at once.
+        """
+        if self._closing_timer:
+            return
+        self._reader.close()
+        self._transport.close()
+        # A transport that closes waits without a limit for a client that reads nothing. It has a
+        # timer even if its buffer is empty: below TLS is another buffer, whose size is not known.
+        self._closing_timer = StallTimer(
+            self._transport.get_write_buffer_size,
+            self._server.limits.stall_seconds,
+            self._abort_stalled_client,
+        )
+
     def _abort_stalled_client(self) -> None:
         """Closes the connection of a client that reads nothing; its handler and legs end too."""
         log.warning(
@@ -168,13 +192,19 @@ class Connection(asyncio.Protocol):
         reader = self._reader
         state_before = reader.state
         reader.feed(data)
-        if reader.continue_due:
-            reader.continue_due = False
-            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if reader.ready:
             self._start_next_request()
         elif reader.state is not state_before:
-            self._start_deadline()
+            self._await_bytes()
+
+    def _await_bytes(self) -> None:
+        """Waits for the client's next bytes; every earlier request has been answered."""
+        reader = self._reader
+        # A client whose body has begun to come no longer waits for "100 Continue".
+        if reader.continue_due and not reader.early_bytes:
+            reader.continue_due = False
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._start_deadline()
 
     def _keep_early_bytes(self, data: bytes) -> None:
         """Keeps bytes of later requests, and refuses the connection when they are too many.
@@ -271,7 +301,7 @@ class Connection(asyncio.Protocol):
             case AfterAnswer.LINGER:
                 self._linger()
             case AfterAnswer.CLOSE:
-                self._transport.close()
+                self._close()
             case AfterAnswer.AWAIT_READER:
                 self._awaits_reader = True
                 self.pause_reading(paused=True)
@@ -284,7 +314,7 @@ class Connection(asyncio.Protocol):
         if self._reader.ready:
             self._start_next_request()
             return
-        self._start_deadline()
+        self._await_bytes()
         # In portions: a request within them may start a handler, and the rest waits again.
         while self._reader.early_bytes and not self._handler_task:
             if self._reader.state.drops_bytes:
@@ -301,14 +331,14 @@ class Connection(asyncio.Protocol):
         if self._reader.state.is_reading and not self._awaits_reader:
             self._refuse(503, "the proxy is being stopped")
         elif self._reader.state is not LINGERING:
-            self._transport.close()
+            self._close()
 
     def abort(self) -> None:
         """Closes the connection at once; a WebSocket session gets a Close frame first."""
         response = self.response
         if response.close_frame and not response.ended:
             self._transport.write(response.close_frame(503, "the proxy is being stopped"))
-            self._transport.close()
+            self._close()
         else:
             self._transport.abort()
 

@@ -87,7 +87,7 @@ coverage: setup
 # With engines a warning is no error: a descriptor left open is not worth a run of half an hour.
 test: check
 	$(BIN)/python -m pytest tests/transports/processes
-	$(BIN)/python -m pytest -W default tests/engine -m "not chaos and not wide"
+	$(BIN)/python -m pytest tests/engine -m "not chaos and not wide"
 
 wide: setup
 	$(BIN)/python -m pytest -W default tests/engine -m wide

@@ -84,7 +84,6 @@ quick-computing: setup
 coverage: setup
 	$(BIN)/python -m pytest --cov --cov-report=term $(QUICK)
 
-# With engines a warning is no error: a descriptor left open is not worth a run of half an hour.
 test: check
 	$(BIN)/python -m pytest tests/transports/processes
 	$(BIN)/python -m pytest tests/engine -m "not chaos and not wide"

@@ -5,6 +5,7 @@ The seeded worlds seldom or never have these.
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Sequence
 
 import msgspec
@@ -24,6 +25,7 @@ from vllm_disagg.protocol.events import (
     ReadCompleted,
     ReadStatus,
     Reason,
+    ReceiverAction,
     ReceiverEvent,
     SendMessage,
     TransportChanged,
@@ -239,6 +241,29 @@ def test_a_piece_that_is_damaged_three_times_fails_the_load(side: Receiver) -> N
     assert cancel == CancelReads("t", [1])
     (report,) = side.handle(completed(1, "cancelled"), 0.3)
     assert isinstance(report, LoadResult) and report.reason is Reason.CORRUPT
+
+
+def test_no_source_starves_beside_two_that_hold_the_window() -> None:
+    many = uniform(layers=100, block_size=4, block_bytes=[10])
+    side = Receiver("d", "", 0, many, piece_bytes=10, window_bytes=80)
+    for name in "abc":
+        workers = [WorkerInfo(name, "", "", holds=many)]
+        blocks = [GroupBlocks(0, [0, 1])]
+        load = LoadRequested(name * 4, workers, plan([many], [many]), blocks, 8, stall_timeout=30.0)
+        side.handle(load, 0.0)
+    posted: deque[PostRead] = deque()
+
+    def note(actions: list[ReceiverAction]) -> None:
+        posted.extend(action for action in actions if isinstance(action, PostRead))
+
+    for name in "abc":
+        note(side.handle(messages.Progress(name * 4, name, "d", 8, 8, 0), 0.1))
+    served: Counter[str] = Counter()
+    for _ in range(60):
+        read = posted.popleft()
+        served[read.source] += 1
+        note(side.handle(completed(read.number, transfer=read.transfer), 0.2))
+    assert min(served[name] for name in "abc") >= 15, served
 
 
 def test_small_pieces_stay_below_the_limit_of_the_sender() -> None:

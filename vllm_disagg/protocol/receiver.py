@@ -24,7 +24,7 @@ States of one piece:
 
     QUEUED -> POSTED        there is a credit: PostRead, then ReadRequest
     POSTED -> (forgotten)   ReadCompleted(WRITTEN)
-    POSTED -> POSTED        ReadCompleted(DAMAGED): posted and requested again
+    POSTED -> POSTED        ReadCompleted(DAMAGED): again, under a new number
     POSTED -> CANCELLED     ReadCompleted(CANCELLED)
     CANCELLED -> POSTED     when the source has another address, or at `retry_at`
 
@@ -584,6 +584,9 @@ class Receiver:
                 if posted:
                     actions += posted
                     remaining.append(source)
+                    # To the end: the next free credit is for a source that has waited longer. Two
+                    # sources that hold half the window each would starve a third one.
+                    self.queues[source] = self.queues.pop(source)
             sources = remaining
         return actions
 

@@ -35,9 +35,9 @@ from ..protocol.events import (
 )
 from ..protocol.peers import WorkerInfo
 
+MAX_DOUBLINGS = 32  # of a pause between attempts
 # The same in all containers of a machine, unlike its host name. Whether their files are shared is
 # checked when one worker dials the other.
-MAX_DOUBLINGS = 32  # of a pause between attempts
 BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
 
 # Closed, so that the type checker finds an event that the driver does not hand on.

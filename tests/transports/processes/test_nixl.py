@@ -330,7 +330,7 @@ def test_nixl_missing_at_the_peer(
     plain, broken = start(Source, transport="zmq"), start(Source, env={"UCX_TLS": "bogus"})
     sink = start(Sink)
     assert sink.expect_exact(plain) == "zmq"
-    assert "this worker has nixl (transport is nixl), the other has none" in caplog.text
+    assert "this one has nixl (transport is nixl), the other has none" in caplog.text
     sink.pair(broken, nixl.PathState.DOWN)
     assert "NIXL is not available at the peer (" in caplog.text
     assert sink.expect_exact(broken) == "zmq"

@@ -109,6 +109,9 @@ class Connection(asyncio.Protocol):
     def eof_received(self) -> None:
         """Closes the connection, as a client that sends nothing more has left."""
         self._close()
+        # Its writes would be dropped, and its request's body is not counted any more.
+        if self._handler_task:
+            self._handler_task.cancel()
 
     def data_received(self, data: bytes) -> None:
         """Passes bytes to the session, the early bytes or the parser; drops them after an error."""
@@ -158,7 +161,6 @@ class Connection(asyncio.Protocol):
         if self._closing_timer:
             return
         self._reader.close()
-        self._transport.close()
         # A transport that closes waits without a limit for a client that reads nothing. It has a
         # timer even if its buffer is empty: below TLS is another buffer, whose size is not known.
         self._closing_timer = StallTimer(
@@ -166,6 +168,8 @@ class Connection(asyncio.Protocol):
             self._server.limits.stall_seconds,
             self._abort_stalled_client,
         )
+        # Last: TLS may report the client's end from within, which calls this again.
+        self._transport.close()
 
     def _abort_stalled_client(self) -> None:
         """Closes the connection of a client that reads nothing; its handler and legs end too."""

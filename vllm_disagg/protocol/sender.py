@@ -25,7 +25,8 @@ A receiver of a transfer is active until it has sent ReadComplete, has aborted, 
 for the lease.  Its exchange with the sender:
 
     TransferRequest -> Progress        repeated; each one renews the lease
-    ReadRequest     -> SendPiece       only of tokens and layers that are final
+    ReadRequest     -> SendPiece       only of tokens and layers that are final; a repeated request
+                                       for a piece that is still being sent is ignored
     ReadComplete    -> Confirm(valid)  whether the blocks were held until then
 
 Rules, checked by `validate` and by the property tests:

@@ -19,17 +19,16 @@ def register() -> None:
 
 
 def _permit_amx() -> None:
-    """Requests Linux's permission to use AMX tiles, for engines on CPUs.
+    """Requests Linux's permission to use AMX tiles, where the CPU has them.
 
     vLLM's CPU attention (0.32) uses the tiles without that request. Usually oneDNN has made
     it before. A model whose matrix products are too small for oneDNN's AMX kernels ended its worker
     with SIGILL at the first prompt.
     """
     import torch
-    from vllm.platforms import current_platform
 
     # Private names of torch: without them vLLM uses no AMX either.
     is_supported = getattr(torch.cpu, "_is_amx_tile_supported", None)
     permit = getattr(torch.cpu, "_init_amx", None)
-    if permit and is_supported and current_platform.is_cpu() and is_supported():
+    if permit and is_supported and is_supported():
         permit()

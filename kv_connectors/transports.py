@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm_disagg.config import Config, TransportName
-from vllm_disagg.transports.base import DriverPort, Transport
+from vllm_disagg.transports.base import MakeTransport
 
 log = logging.getLogger("vllm_disagg.transports")
-
-MakeTransport = Callable[[DriverPort], Transport]
 
 
 @dataclass(frozen=True)

@@ -450,4 +450,5 @@ MUTANTS: list[tuple[str, ...]] = [
     ("the 1026th failure of an instance is an error", "proxy/routing/fleet.py", "2.0 ** min(self.consecutive_failures - 2, MAX_DOUBLINGS)", "2.0 ** (self.consecutive_failures - 2)", "tests/proxy/routing/test_pairing.py"),
     ("a channel that was evicted begins with an old epoch", "transports/collective/transport.py", "            end.epoch = self._last_epoch\n", "", "tests/transports/processes/test_collective.py"),
     ("two sources starve a third", "protocol/receiver.py", "                    self.queues[source] = self.queues.pop(source)\n", "                    pass\n"),
+    ("the handler of a client that has left goes on", "proxy/http/server.py", "        self._close()\n        # Its writes would be dropped, and its request's body is not counted any more.\n        if self._handler_task:\n", "        self._close()\n        if False:\n", "tests/proxy/http/test_careless_clients.py"),
 ]

@@ -160,6 +160,10 @@ class Transport(Protocol):
         # costs memory, whereas a late write would change tokens of another request.
 
 
+# A factory and no object: transports are made with ports, which need the address of ZMQ.
+MakeTransport = Callable[[DriverPort], Transport]
+
+
 def retry_pause(failures: int, first_seconds: float, longest_seconds: float) -> float:
     """Returns the seconds until the next attempt after so many failures in a row, at least one.
 

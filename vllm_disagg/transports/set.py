@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from ..config import Config
 from ..kv.fp8 import Fp8
 from ..kv.memory import Memory
 from ..protocol import messages
 from ..protocol.peers import WorkerInfo
-from .base import Counters, DriverPort, Transport
+from .base import Counters, DriverPort, MakeTransport, Transport
 from .zmq.control import Control
 from .zmq.transport import ZmqTransport
 
 log = logging.getLogger("vllm_disagg.transports")
-
-# A factory and no object: transports are made with ports, which need the address of ZMQ.
-MakeTransport = Callable[[DriverPort], Transport]
 
 
 class TransportSet(Mapping[str, Transport]):

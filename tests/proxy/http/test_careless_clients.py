@@ -428,6 +428,16 @@ async def test_a_client_that_has_left_and_reads_nothing_is_cut() -> None:
         await until(lambda: not server.connections, 5.0)
 
 
+async def test_the_handler_of_a_client_that_has_left_ends_at_once() -> None:
+    """Not with the connection, which waits for a reader: the body in memory is not counted."""
+    async with half_reading(request(b"POST /endless HTTP/1.1"), 60.0) as (server, hand, writer):
+        await until(lambda: hand.answers)
+        (connection,) = server.connections
+        writer.write_eof()
+        await until(lambda: not connection._handler_task)
+        assert server.connections and connection._transport.get_write_buffer_size() > 0
+
+
 async def test_a_last_answer_that_is_read_slowly_is_whole() -> None:
     last = request(fields=b"host: x\r\nconnection: close\r\n")
     async with half_reading(last, 0.6) as (_, hand, writer):

@@ -59,7 +59,8 @@ def memory(blocks: int, fill: int) -> tuple[Memory, list[torch.Tensor]]:
         for _ in range(LAYERS)
     ]
     if GPU:
-        from kv_connectors.gpu.device import DeviceMemory, planes_of  # noqa: PLC0415 - Triton
+        from kv_connectors.gpu.layout import planes_of  # noqa: PLC0415 - Triton
+        from kv_connectors.gpu.memory import DeviceMemory  # noqa: PLC0415
 
         planes = [list(planes_of(tensor, blocks)) for tensor in tensors]
         return DeviceMemory(planes, uniform(LAYERS, BLOCK_SIZE, [BLOCK_BYTES]), device), tensors
@@ -219,15 +220,15 @@ def kernels(blocks: int) -> list[dict[str, Any]]:
 
 def kernel(tensors: list[torch.Tensor], blocks: int) -> dict[str, Any]:
     """`blocks` of four times as many, at random."""
-    from kv_connectors.gpu import device  # noqa: PLC0415 - Triton
+    from kv_connectors.gpu import kernels, layout  # noqa: PLC0415 - Triton
 
-    planes = [plane for tensor in tensors for plane in device.planes_of(tensor, 4 * blocks)]
+    planes = [plane for tensor in tensors for plane in layout.planes_of(tensor, 4 * blocks)]
     ids = torch.randperm(4 * blocks, device="cuda")[:blocks]
     size = len(tensors) * blocks * BLOCK_BYTES
     wire = torch.empty(size, dtype=torch.uint8, device="cuda")
     rates = {
-        "gather": _rate(size, lambda: device.move(planes, ids, wire, gather=True)),
-        "scatter": _rate(size, lambda: device.move(planes, ids, wire, gather=False)),
+        "gather": _rate(size, lambda: kernels.move(planes, ids, wire, gather=True)),
+        "scatter": _rate(size, lambda: kernels.move(planes, ids, wire, gather=False)),
         "copy": copy_rate(size),
     }
     return {"mib": size >> 20, **{name: round(rate, 1) for name, rate in rates.items()}}

@@ -69,7 +69,7 @@ class WorkerSide:
         self._layout = NOTHING
         self._layers_per_event = 1  # in this step
         self._announced_layers = 0  # announced as final in this step
-        # Copies must come after all work launched before this call: see `gpu.device`.
+        # Copies must come after all work launched before this call: see `gpu.memory`.
         self._record_launch: Callable[[], None] = _record_nothing
         self._serving_requests: dict[str, str] = {}  # transfer id -> vLLM's id of the sender
         self._loading_requests: dict[str, str] = {}  # transfer id -> vLLM's id of the receiver
@@ -111,7 +111,7 @@ class WorkerSide:
             return kv_layout.host_memory(
                 caches, config.kv_cache_groups, config.num_blocks, rank, self._vllm_config
             )
-        from .gpu.device import device_memory  # noqa: PLC0415 - Triton, which CPUs need not have
+        from .gpu.layout import device_memory  # noqa: PLC0415 - Triton, which CPUs need not have
 
         memory, names = device_memory(caches, config.kv_cache_groups, config.num_blocks, rank)
         self._record_launch = memory.record_launch

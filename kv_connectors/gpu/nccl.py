@@ -37,7 +37,8 @@ from vllm_disagg.transports.collective.channel import (
 from vllm_disagg.transports.collective.transport import CollectiveTransport
 from vllm_disagg.transports.collective.worker import Slot
 
-from .device import DeviceMemory, DeviceStaging
+from .memory import DeviceMemory
+from .staging import DeviceStaging
 
 log = logging.getLogger("vllm_disagg.nccl")
 

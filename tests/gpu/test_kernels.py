@@ -5,6 +5,7 @@ On a GPU, or interpreted on the CPU (TRITON_INTERPRET=1).
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -23,7 +24,10 @@ from vllm_disagg.protocol.events import PostRead, SendPiece
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no GPU here, and TRITON_INTERPRET=1 is not set", allow_module_level=True)
 pytest.importorskip("triton", reason="there is no Triton here")
-device = pytest.importorskip("kv_connectors.gpu.device")
+kernels = pytest.importorskip("kv_connectors.gpu.kernels")
+layout = importlib.import_module("kv_connectors.gpu.layout")
+memory = importlib.import_module("kv_connectors.gpu.memory")
+staging = importlib.import_module("kv_connectors.gpu.staging")
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BLOCKS, TOKENS, HEADS, DIM = 11, 4, 3, 8
@@ -62,21 +66,21 @@ def test_gather_and_scatter_against_numpy(name: str, dtype: torch.dtype) -> None
         [cache(shape, order, dtype, 9) for _ in "ab"],
     )
     source, target = [7, 2, 3, 10], [0, 5, 4, 1]
-    planes = [plane for tensor in theirs for plane in device.planes_of(tensor, BLOCKS)]
+    planes = [plane for tensor in theirs for plane in layout.planes_of(tensor, BLOCKS)]
     parts = [
         part for tensor in theirs for part in ([tensor] if shape[0] == BLOCKS else tensor.unbind(0))
     ]
     expected = np.concatenate([in_memory_order(part)[source].reshape(-1) for part in parts])
     wire = torch.zeros(expected.size + 64, dtype=torch.uint8, device=HERE)
     assert (
-        device.move(planes, torch.tensor(source, device=HERE), wire, gather=True) == expected.size
+        kernels.move(planes, torch.tensor(source, device=HERE), wire, gather=True) == expected.size
     )
     assert (wire.cpu().numpy()[: expected.size] == expected).all() and not wire[
         expected.size :
     ].any()
     before = [tensor.clone() for tensor in ours]
-    back = [plane for tensor in ours for plane in device.planes_of(tensor, BLOCKS)]
-    device.move(back, torch.tensor(target, device=HERE), wire, gather=False)
+    back = [plane for tensor in ours for plane in layout.planes_of(tensor, BLOCKS)]
+    kernels.move(back, torch.tensor(target, device=HERE), wire, gather=False)
     for tensor, reference, old in zip(ours, theirs, before, strict=True):
         at = (lambda ids: ids) if shape[0] == BLOCKS else (lambda ids: (slice(None), ids))
         assert torch.equal(tensor[at(target)], reference[at(source)])
@@ -88,34 +92,34 @@ def test_some_heads_only() -> None:
     """A slice of the heads has rows at a distance."""
     whole = cache((BLOCKS, TOKENS, HEADS, DIM), (0, 1, 2, 3), torch.bfloat16, 1)
     part = whole[:, :, 1:2]
-    (plane,) = device.planes_of(part, BLOCKS)
+    (plane,) = layout.planes_of(part, BLOCKS)
     assert plane.rows == TOKENS
     wire = torch.zeros(3 * plane.block_bytes, dtype=torch.uint8, device=HERE)
-    device.move([plane], torch.tensor([4, 0, 9], device=HERE), wire, gather=True)
+    kernels.move([plane], torch.tensor([4, 0, 9], device=HERE), wire, gather=True)
     assert torch.equal(wire, part[[4, 0, 9]].contiguous().view(torch.uint8).reshape(-1))
 
 
 def test_what_has_no_rows_of_one_distance_is_refused() -> None:
     wild = torch.zeros(BLOCKS, 8, 8, 8)[:, ::2, ::4, ::3]
     with pytest.raises(ValueError, match="strides"):
-        list(device.planes_of(wild, BLOCKS))
+        list(layout.planes_of(wild, BLOCKS))
 
 
 def test_a_slot_that_is_too_short_is_refused_before_anything_moves() -> None:
     tensor = cache((BLOCKS, TOKENS, HEADS, DIM), (0, 1, 2, 3), torch.float32, 1)
     planes, wire = (
-        list(device.planes_of(tensor, BLOCKS)),
+        list(layout.planes_of(tensor, BLOCKS)),
         torch.zeros(8, dtype=torch.uint8, device=HERE),
     )
     with pytest.raises(ValueError, match="slot"):
-        device.move(planes, torch.tensor([1], device=HERE), wire, gather=True)
+        kernels.move(planes, torch.tensor([1], device=HERE), wire, gather=True)
 
 
 def staged(seed: int) -> tuple[torch.Tensor, object]:
     tensor = cache((2, BLOCKS, TOKENS, HEADS, DIM), (0, 1, 2, 3, 4), torch.bfloat16, seed)
-    planes = list(device.planes_of(tensor, BLOCKS))
+    planes = list(layout.planes_of(tensor, BLOCKS))
     shape = uniform(1, TOKENS, [plane.block_bytes for plane in planes])
-    return tensor, device.DeviceMemory([planes], shape, HERE)
+    return tensor, memory.DeviceMemory([planes], shape, HERE)
 
 
 class Link:
@@ -134,7 +138,7 @@ def test_staging_there_and_back_and_what_a_checksum_finds() -> None:
     theirs, source = staged(1)
     ours, target = staged(2)
     extent, transfer = Extent(0, 1, 0, 3 * TOKENS), "ab" * 16
-    out, into = device.DeviceStaging(source), device.DeviceStaging(target)
+    out, into = staging.DeviceStaging(source), staging.DeviceStaging(target)
     (slot,) = out.slots(1, 4096)
     size, poll = out.gather(SendPiece(transfer, "d", "x:1", 0, extent, [3, 1, 8]), slot, Link())
     found = ended(poll)
@@ -177,11 +181,11 @@ def test_the_memory_of_a_model_and_that_warming_up_changes_nothing() -> None:
     groups = [
         SimpleNamespace(layer_names=list(caches), kv_cache_spec=SimpleNamespace(block_size=TOKENS))
     ]
-    made, names = device.device_memory(caches, groups, BLOCKS, RankCache(0, 1, {HEADS}))
+    made, names = layout.device_memory(caches, groups, BLOCKS, RankCache(0, 1, {HEADS}))
     assert names == list(caches) and len(made.shape.layers) == 3
     assert {sum(kind.block_bytes) for kind in made.shape.kinds} == {2 * TOKENS * HEADS * DIM * 2}
     assert all(
         torch.equal(tensor, old) for tensor, old in zip(caches.values(), before, strict=True)
     )
     with pytest.raises(ConfigError, match="cannot move a KV tensor of shape"):
-        device.device_memory(caches, groups, BLOCKS + 1, RankCache(0, 1, {HEADS}))
+        layout.device_memory(caches, groups, BLOCKS + 1, RankCache(0, 1, {HEADS}))

@@ -314,6 +314,29 @@ def test_members_with_unread_messages_are_not_closed() -> None:
     sockets.close()
 
 
+def test_silent_connections_have_a_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their handshakes wait while the driver's thread is busy elsewhere."""
+    monkeypatch.setattr(half_open, "MAX_SILENT_CONNECTIONS", 2)
+    monkeypatch.setattr(half_open, "GRACE_SECONDS", 60.0)
+    sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "p/0")
+    host, port = sockets.address.removeprefix("tcp://").split(":")
+    crowd = [socket.create_connection((host, int(port))) for _ in range(5)]
+    end = time.monotonic() + 20
+    while len(sockets.silent_connections._accepted_at) < len(crowd):
+        assert time.monotonic() < end
+        sockets.silent_connections._read_monitor_events()
+        time.sleep(0.01)
+    for _ in range(3):
+        sockets.close_excess_connections()
+    assert len(sockets.silent_connections._accepted_at) == len(crowd)
+    monkeypatch.setattr(half_open, "GRACE_SECONDS", 0.0)
+    sockets.close_excess_connections()
+    assert len(sockets.silent_connections._accepted_at) == 2
+    for stranger in crowd:
+        stranger.close()
+    sockets.close()
+
+
 def test_ended_connections_are_not_counted_as_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

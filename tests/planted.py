@@ -451,4 +451,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a channel that was evicted begins with an old epoch", "transports/collective/transport.py", "            end.epoch = self._last_epoch\n", "", "tests/transports/processes/test_collective.py"),
     ("two sources starve a third", "protocol/receiver.py", "                    self.queues[source] = self.queues.pop(source)\n", "                    pass\n"),
     ("the handler of a client that has left goes on", "proxy/http/server.py", "        self._close()\n        # Its writes would be dropped, and its request's body is not counted any more.\n        if self._handler_task:\n", "        self._close()\n        if False:\n", "tests/proxy/http/test_careless_clients.py"),
+    ("what a client reads below TLS is no progress", "proxy/http/server.py", "        return self._transport.get_write_buffer_size(), acknowledged_bytes(self._transport)\n", "        return self._transport.get_write_buffer_size(), 0\n", "tests/proxy/http/test_tls.py"),
+    ("an idle connection is cut while its client reads", "proxy/http/server.py", "of which a part is buffered.\n            self._close()\n", "of which a part is buffered.\n            self._transport.abort()\n", "tests/proxy/http/test_tls.py"),
+    ("uvloop limits the end of a connection", "proxy/http/server.py", "ssl_shutdown_timeout=math.inf if tls else None,", "ssl_shutdown_timeout=None,", "tests/proxy/http/test_tls.py"),
 ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import ssl
 from collections.abc import Awaitable, Callable
 from typing import cast
@@ -29,6 +30,7 @@ from .request import BodyLimit, HttpRequest
 from .request_reader import RequestReader
 from .response import JSON, ResponseEncoder, error_body
 from .stall_timer import StallTimer
+from .tcp_progress import acknowledged_bytes, has_unread_bytes
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +139,7 @@ class Connection(asyncio.Protocol):
         # that reads nothing.
         if paused and not self._stall_timer:
             self._stall_timer = StallTimer(
-                self._transport.get_write_buffer_size,
+                self._read_progress,
                 self._server.limits.stall_seconds,
                 self._abort_stalled_client,
             )
@@ -164,20 +166,26 @@ class Connection(asyncio.Protocol):
         # A transport that closes waits without a limit for a client that reads nothing. It has a
         # timer even if its buffer is empty: below TLS is another buffer, whose size is not known.
         self._closing_timer = StallTimer(
-            self._transport.get_write_buffer_size,
+            self._read_progress,
             self._server.limits.stall_seconds,
             self._abort_stalled_client,
         )
         # Last: TLS may report the client's end from within, which calls this again.
         self._transport.close()
 
+    def _read_progress(self) -> tuple[int, int]:
+        """Returns a value that changes with each byte that the client takes."""
+        return self._transport.get_write_buffer_size(), acknowledged_bytes(self._transport)
+
     def _abort_stalled_client(self) -> None:
         """Closes the connection of a client that reads nothing; its handler and legs end too."""
-        log.warning(
-            "http: client %s: connection closed: the client has read nothing for %g s",
-            self.peer,
-            self._server.limits.stall_seconds,
-        )
+        # Without unread bytes it has only not closed its end of TLS.
+        if has_unread_bytes(self._transport):
+            log.warning(
+                "http: client %s: connection closed: the client has read nothing for %g s",
+                self.peer,
+                self._server.limits.stall_seconds,
+            )
         self._transport.abort()
 
     def pause_reading(self, paused: bool) -> None:
@@ -239,7 +247,8 @@ class Connection(asyncio.Protocol):
         if refusal:
             self._refuse(*refusal)
         else:
-            self._transport.abort()
+            # Not `abort`: the client may still read its last answer, of which a part is buffered.
+            self._close()
 
     # -- answering ---------------------------------------------------------------------------------
 
@@ -426,6 +435,9 @@ class Server:
             backlog=2048,
             ssl=tls,
             ssl_handshake_timeout=self.limits.header_seconds if tls else None,
+            # uvloop's own 30 s would also end for a client that still reads. `_closing_timer` has
+            # the limit: a time without progress.
+            ssl_shutdown_timeout=math.inf if tls else None,
             reuse_port=shared or None,
         )
         return int(self._listener.sockets[0].getsockname()[1])

@@ -454,4 +454,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("what a client reads below TLS is no progress", "proxy/http/server.py", "        return self._transport.get_write_buffer_size(), acknowledged_bytes(self._transport)\n", "        return self._transport.get_write_buffer_size(), 0\n", "tests/proxy/http/test_tls.py"),
     ("an idle connection is cut while its client reads", "proxy/http/server.py", "of which a part is buffered.\n            self._close()\n", "of which a part is buffered.\n            self._transport.abort()\n", "tests/proxy/http/test_tls.py"),
     ("uvloop limits the end of a connection", "proxy/http/server.py", "ssl_shutdown_timeout=math.inf if tls else None,", "ssl_shutdown_timeout=None,", "tests/proxy/http/test_tls.py"),
+    ("a refused client has two seconds for any answer", "proxy/http/server.py", "        elif self._is_still_read():\n", "        elif False:\n", "tests/proxy/http/test_careless_clients.py::test_a_refused_client_that_still_sends_can_read_its_last_answers"),
+    ("a refused client may linger for ever", "proxy/http/connection_state.py", "return has_unread_bytes and seconds < MAX_LINGER_SECONDS", "return has_unread_bytes", "tests/proxy/http/test_connection_state.py"),
 ]

@@ -21,6 +21,7 @@ from .connection_state import (
     SWITCHING,
     AfterAnswer,
     deadline,
+    lingers_on,
     refusal_at_deadline,
     step_after_answer,
 )
@@ -48,6 +49,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._reader = RequestReader(server.limits, server.budget, server.body_limit)
         self._deadline_timer: asyncio.TimerHandle | None = None
+        self._lingering_since = 0.0
         self._handler_task: asyncio.Task[None] | None = None
         self._session_sink: Callable[[bytes], None] | None = None  # receives bytes after a switch
         self._reading_paused = False
@@ -246,6 +248,8 @@ class Connection(asyncio.Protocol):
         refusal = refusal_at_deadline(self._reader.state)
         if refusal:
             self._refuse(*refusal)
+        elif self._is_still_read():
+            self._start_deadline()
         else:
             # Not `abort`: the client may still read its last answer, of which a part is buffered.
             self._close()
@@ -278,11 +282,19 @@ class Connection(asyncio.Protocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Writes no more, and drops the client's bytes until the client has read the error."""
+        """Writes no more, and drops the client's bytes until the client has read the answer."""
         if self._transport.can_write_eof() and not self._transport.is_closing():
             self._transport.write_eof()
         self._reader.linger()
+        self._lingering_since = asyncio.get_running_loop().time()
         self._start_deadline()
+
+    def _is_still_read(self) -> bool:
+        """Returns whether the client of a connection that lingers has more to read."""
+        if self._reader.state is not LINGERING:
+            return False
+        seconds = asyncio.get_running_loop().time() - self._lingering_since
+        return lingers_on(seconds, has_unread_bytes(self._transport))
 
     async def _handle(self, request: HttpRequest) -> None:
         await self._server.handler(request, self)

@@ -25,7 +25,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("D reports a cancel while bytes land", "protocol/receiver.py", "        if t.pieces:\n            return []\n        return self._report(name, t.failure, now)", "        return self._report(name, t.failure, now)"),
     ("D trusts its own read", "protocol/receiver.py", "source.state = SourceState.SETTLING\n        return [self._read_complete(event.transfer, source), *self._use_credits(now)]", "source.state = SourceState.SETTLED\n        return self._report_if_settled(event.transfer, t, now)"),
     ("D ignores that a Confirm is not valid", "protocol/receiver.py", "if not event.valid:", "if False:"),
-    ("a duplicate lands twice", "transports/posted_reads.py", "read = self._waiting.pop(key, None)\n        if read is not None:\n            self._being_written", "read = self._waiting.get(key)\n        if read is not None:\n            self._being_written"),
+    ("a duplicate lands twice", "transports/posted_reads.py", "        del self._waiting[key]\n        self._being_written[key] = read\n", "        self._being_written[key] = read\n"),
     ("a cancelled read still writes", "transports/posted_reads.py", "read = self._waiting.pop((transfer, number), None)", "read = self._waiting.get((transfer, number))"),
     ("a read of a broken path still writes", "transports/posted_reads.py", "                del self._waiting[key]\n", ""),
     ("a flush forgets a completion", "transports/posted_reads.py", "                del self._waiting[key]\n                self._complete_cancelled(read)\n", "                del self._waiting[key]\n"),
@@ -456,4 +456,5 @@ MUTANTS: list[tuple[str, ...]] = [
     ("uvloop limits the end of a connection", "proxy/http/server.py", "ssl_shutdown_timeout=math.inf if tls else None,", "ssl_shutdown_timeout=None,", "tests/proxy/http/test_tls.py"),
     ("a refused client has two seconds for any answer", "proxy/http/server.py", "        elif self._is_still_read():\n", "        elif False:\n", "tests/proxy/http/test_careless_clients.py::test_a_refused_client_that_still_sends_can_read_its_last_answers"),
     ("a refused client may linger for ever", "proxy/http/connection_state.py", "return has_unread_bytes and seconds < MAX_LINGER_SECONDS", "return has_unread_bytes", "tests/proxy/http/test_connection_state.py"),
+    ("a member fills the reads of another", "transports/posted_reads.py", "        if read is None or read.source != source:\n", "        if read is None:\n", "tests/transports/test_posted_reads.py"),
 ]

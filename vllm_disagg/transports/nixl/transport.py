@@ -466,9 +466,9 @@ class NixlTransport:
         # The path went down meanwhile, which has ended its posted reads.
         if piece.source.state is not PathState.UP:
             return
-        posted = self._posted.begin(piece.transfer, piece.number)
+        posted = self._posted.begin(piece.source.name, piece.transfer, piece.number)
         if posted is None:
-            return  # late, repeated or cancelled
+            return  # late, repeated, cancelled, or another sender's
         status = self._read_piece(piece.source, piece.runs, posted)
         if status is not None:
             yield self._posted.end(posted, status)

@@ -375,7 +375,7 @@ class TcpTransport:
                 peer_timeout,
             )
             # Not before the head is whole: from here on the blocks wait for this connection.
-            source.read = self._posted.begin(head.transfer, head.number)
+            source.read = self._posted.begin(source.worker.name, head.transfer, head.number)
             # The bytes are read all the same, because the next piece follows them in the stream.
             if source.read is None:
                 yield from self._skip(head.size)

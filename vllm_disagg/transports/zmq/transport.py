@@ -143,10 +143,10 @@ class ZmqTransport:
         """Receives pieces, and yields the ends of sends."""
         # A copy: while the driver handles an event it also takes in facts from vLLM, and a new load
         # connects one worker and may evict another.
-        for link in list(self.links.values()):
+        for sender, link in list(self.links.items()):
             if link in ready:
                 for message in receive(link):
-                    yield from self._on_piece(message)
+                    yield from self._on_piece(sender, message)
         # Reading the ROUTER is also how ZMQ notices that a receiver has gone. Only then it drops
         # the pieces that are queued for that receiver.
         for greeting in receive(self._router):
@@ -209,7 +209,7 @@ class ZmqTransport:
         if link is not None:
             self._control.close_socket(link)
 
-    def _on_piece(self, message: list[zmq.Frame]) -> Iterator[TransportEvent]:
+    def _on_piece(self, sender: str, message: list[zmq.Frame]) -> Iterator[TransportEvent]:
         try:
             header = messages.decode_header(message[0].bytes)
         except BadMessage as error:
@@ -217,9 +217,9 @@ class ZmqTransport:
             log.warning("zmq: dropped a piece with an invalid header: %s", error)
             return
         # Before the checksum: nothing is computed for bytes that are not wanted.
-        read = self._posted.begin(header.transfer, header.number)
+        read = self._posted.begin(sender, header.transfer, header.number)
         if read is None:
-            return  # late, repeated or cancelled
+            return  # late, repeated, cancelled, or another sender's
         frames = [frame.buffer for frame in message[1:]]
         is_written = self._write(read, frames, header.checksum)
         # The write has ended within this call, so a read of ZMQ is never cancelled while written.

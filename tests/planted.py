@@ -457,4 +457,5 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a refused client has two seconds for any answer", "proxy/http/server.py", "        elif self._is_still_read():\n", "        elif False:\n", "tests/proxy/http/test_careless_clients.py::test_a_refused_client_that_still_sends_can_read_its_last_answers"),
     ("a refused client may linger for ever", "proxy/http/connection_state.py", "return has_unread_bytes and seconds < MAX_LINGER_SECONDS", "return has_unread_bytes", "tests/proxy/http/test_connection_state.py"),
     ("a member fills the reads of another", "transports/posted_reads.py", "        if read is None or read.source != source:\n", "        if read is None:\n", "tests/transports/test_posted_reads.py"),
+    ("a piece that ends with a turn waits for the next one", "transports/tcp/transport.py", "        while True:\n            # The driver may", "        while received < BYTES_PER_TURN:\n            # The driver may", "tests/transports/tcp/test_tcp_reads.py"),
 ]

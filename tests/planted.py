@@ -458,4 +458,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a refused client may linger for ever", "proxy/http/connection_state.py", "return has_unread_bytes and seconds < MAX_LINGER_SECONDS", "return has_unread_bytes", "tests/proxy/http/test_connection_state.py"),
     ("a member fills the reads of another", "transports/posted_reads.py", "        if read is None or read.source != source:\n", "        if read is None:\n", "tests/transports/test_posted_reads.py"),
     ("a piece that ends with a turn waits for the next one", "transports/tcp/transport.py", "        while True:\n            # The driver may", "        while received < BYTES_PER_TURN:\n            # The driver may", "tests/transports/tcp/test_tcp_reads.py"),
+    ("memory that cannot be registered counts as damaged bytes", "transports/nixl/transport.py", "                return ReadStatus.CANCELLED\n            local_runs", "                return ReadStatus.DAMAGED\n            local_runs", "tests/transports/nixl/test_nixl_pieces.py"),
+    ("a path that cannot register memory stays up", "transports/nixl/transport.py", "                self._lose(source, f\"registering {size} bytes for a read failed\")\n", "                pass\n", "tests/transports/nixl/test_nixl_pieces.py"),
 ]

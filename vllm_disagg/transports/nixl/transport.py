@@ -497,8 +497,10 @@ class NixlTransport:
         buffer = None
         if not same_layout:
             buffer = self._ready.reads.take_buffer(size)
+            # No byte is damaged: this path cannot read the piece, and another one can.
             if buffer is None:
-                return ReadStatus.DAMAGED
+                self._lose(source, f"registering {size} bytes for a read failed")
+                return ReadStatus.CANCELLED
             local_runs = [(buffer.ctypes.data, size)]
         runs = notes.cut(local_runs, remote_runs)
         opened = self._read(source, runs, posted, buffer)

@@ -460,4 +460,5 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a piece that ends with a turn waits for the next one", "transports/tcp/transport.py", "        while True:\n            # The driver may", "        while received < BYTES_PER_TURN:\n            # The driver may", "tests/transports/tcp/test_tcp_reads.py"),
     ("memory that cannot be registered counts as damaged bytes", "transports/nixl/transport.py", "                return ReadStatus.CANCELLED\n            local_runs", "                return ReadStatus.DAMAGED\n            local_runs", "tests/transports/nixl/test_nixl_pieces.py"),
     ("a path that cannot register memory stays up", "transports/nixl/transport.py", "                self._lose(source, f\"registering {size} bytes for a read failed\")\n", "                pass\n", "tests/transports/nixl/test_nixl_pieces.py"),
+    ("a D that slept blames P for a stall", "protocol/receiver.py", "            t.last_progress = min(now, t.last_progress + now - t.retry_at)\n", "            pass\n", "tests/protocol/test_receiver.py"),
 ]

@@ -461,4 +461,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("memory that cannot be registered counts as damaged bytes", "transports/nixl/transport.py", "                return ReadStatus.CANCELLED\n            local_runs", "                return ReadStatus.DAMAGED\n            local_runs", "tests/transports/nixl/test_nixl_pieces.py"),
     ("a path that cannot register memory stays up", "transports/nixl/transport.py", "                self._lose(source, f\"registering {size} bytes for a read failed\")\n", "                pass\n", "tests/transports/nixl/test_nixl_pieces.py"),
     ("a D that slept blames P for a stall", "protocol/receiver.py", "            t.last_progress = min(now, t.last_progress + now - t.retry_at)\n", "            pass\n", "tests/protocol/test_receiver.py"),
+    ("gathers are reported in the order of their ends", "transports/collective/worker.py", "        while self._gathers and self._has_ended(self._gathers[0]):\n            self._gathers.popleft()\n", "        self._gathers = deque(copy for copy in self._gathers if not self._has_ended(copy))\n", "tests/transports/collective/test_worker.py"),
+    ("a worker that ends leaves scatters under way", "transports/collective/worker.py", "        return is_copying or any(", "        return any(", "tests/transports/collective/test_worker.py"),
+    ("a scatter that does not end counts as ended", "transports/collective/worker.py", "        if self._scatters:\n            raise", "        if False:\n            raise", "tests/transports/collective/test_worker.py"),
 ]

@@ -452,5 +452,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("two sources starve a third", "protocol/receiver.py", "                    self.queues[source] = self.queues.pop(source)\n", "                    pass\n"),
     ("the handler of a client that has left goes on", "proxy/http/server.py", "        self._close()\n        # Its writes would be dropped, and its request's body is not counted any more.\n        if self._handler_task:\n", "        self._close()\n        if False:\n", "tests/proxy/http/test_careless_clients.py"),
     # what each request of the proxy costs
+    ("a refused grant is an engine's report", "proxy/requests/leg_answers.py", "    if report and not report.workers:\n", "    if False:\n", "tests/proxy/membership/test_discovery.py tests/proxy/requests/test_relay.py"),
     ("a prefix with other holders is passed over", "proxy/routing/prefixes.py", "            if holders == holders_before:\n", "            if holders_before:\n", "tests/proxy/routing/test_policies.py"),
 ]

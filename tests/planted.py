@@ -452,6 +452,9 @@ MUTANTS: list[tuple[str, ...]] = [
     ("two sources starve a third", "protocol/receiver.py", "                    self.queues[source] = self.queues.pop(source)\n", "                    pass\n"),
     ("the handler of a client that has left goes on", "proxy/http/server.py", "        self._close()\n        # Its writes would be dropped, and its request's body is not counted any more.\n        if self._handler_task:\n", "        self._close()\n        if False:\n", "tests/proxy/http/test_careless_clients.py"),
     # what each request of the proxy costs
+    ("an early timer is the last", "proxy/http/server.py", "            self._deadline_timer = loop.call_at(self._deadline, self._on_deadline_timer)\n            return\n", "            return\n", "tests/proxy/http/test_server.py::test_each_request_begins_an_idle_time"),
+    ("an early timer ends the idle time", "proxy/http/server.py", "        if loop.time() < self._deadline:\n", "        if False:\n", "tests/proxy/http/test_server.py::test_each_request_begins_an_idle_time"),
+    ("a handler has an idle connection's deadline", "proxy/http/server.py", "        self._deadline = None\n        request", "        request", "tests/proxy/http/test_server.py::test_each_request_begins_an_idle_time"),
     ("a refused grant is an engine's report", "proxy/requests/leg_answers.py", "    if report and not report.workers:\n", "    if False:\n", "tests/proxy/membership/test_discovery.py tests/proxy/requests/test_relay.py"),
     ("a prefix with other holders is passed over", "proxy/routing/prefixes.py", "            if holders == holders_before:\n", "            if holders_before:\n", "tests/proxy/routing/test_policies.py"),
 ]

@@ -419,7 +419,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a 5xx counts at once", "proxy/requests/attempt.py", "        if reason == \"5xx\":\n", "        if False:\n", "tests/proxy/requests/test_attempt.py"),
     ("a suspect is blamed again", "proxy/requests/attempt.py", "        self.suspects.clear()\n", "", "tests/proxy/requests/test_attempt.py"),
     ("the next attempt at one instance takes no place", "proxy/requests/plans.py", "            plan.add_request(context.query.prompt_bytes)\n", "", "tests/proxy/requests/test_relay.py"),
-    ("who has answered owes a step", "proxy/requests/legs.py", "            instance.step_monitor.on_step_seen(_now())\n", "", "tests/proxy/routing/test_engine_steps.py::test_an_engine_that_has_answered_owes_nothing"),
+    ("who has answered owes a step", "proxy/requests/legs.py", "            instance.step_monitor.on_step_seen(now)\n", "", "tests/proxy/routing/test_engine_steps.py::test_an_engine_that_has_answered_owes_nothing"),
     ("a clock is a fact of its engine", "proxy/membership/discovery.py", "            engine = msgspec.structs.replace(engine, clock=0.0)\n", "            pass\n", "tests/proxy/membership/test_discovery.py::test_a_clock_that_was_told_long_ago_is_asked_for_again"),
     ("a leg's grant may name no engine", "fleet/grant_checks.py", "if grant.engine != self.engine.incarnation:", "if grant.engine and grant.engine != self.engine.incarnation:"),
     # what independent readers found
@@ -470,4 +470,19 @@ MUTANTS: list[tuple[str, ...]] = [
     ("connections come up only with the next message", "transports/zmq/transport.py", "        port.poller.register(self._router, zmq.POLLIN)\n", "", "tests/transports/zmq/test_zmq_transport.py::test_a_send_ends_with_its_last_byte"),
     ("a member that comes back is a stranger", "transports/zmq/transport.py", "        # The greeting of `connect` belongs to an earlier connection.\n        _greet(link)\n", "", "tests/transports/zmq/test_zmq_transport.py::test_pieces_that_a_broken_connection_lost_are_requested_when_it_is_up_again"),
     ("a first connection of ZMQ has all pieces sent twice", "transports/zmq/transport.py", "            self._were_up.add(sender)\n            return\n", "            self._were_up.add(sender)\n", "tests/transports/zmq/test_zmq_transport.py::test_a_first_connection_cancels_no_read"),
+    # what each request of the proxy costs
+    ("a scope swallows the cancellation of its task", "proxy/http/cancel_scope.py", "is_last = task.uncancel() <= self._cancellations_before", "is_last = task.uncancel() >= 0", "tests/proxy/http/test_cancel_scope.py"),
+    ("a scope is cancelled behind its block", "proxy/http/cancel_scope.py", "        if self._task and not self._is_cancelled:\n", "        if not self._is_cancelled:\n", "tests/proxy/http/test_cancel_scope.py"),
+    ("only the first block has a time limit", "proxy/http/cancel_scope.py", "                self._timer = loop.call_at(deadline, self._cancel_late_blocks)\n                return\n", "                return\n", "tests/proxy/http/test_cancel_scope.py"),
+    ("blocks that have ended stay", "proxy/http/cancel_scope.py", "        self._limit.remove(self)\n", "", "tests/proxy/http/test_cancel_scope.py"),
+    ("an early timer is the last", "proxy/http/server.py", "            self._deadline_timer = loop.call_at(self._deadline, self._on_deadline_timer)\n            return\n", "            return\n", "tests/proxy/http/test_server.py::test_each_request_begins_an_idle_time"),
+    ("an early timer ends the idle time", "proxy/http/server.py", "        if loop.time() < self._deadline:\n", "        if False:\n", "tests/proxy/http/test_server.py::test_each_request_begins_an_idle_time"),
+    ("a handler has an idle connection's deadline", "proxy/http/server.py", "        self._deadline = None\n        request", "        request", "tests/proxy/http/test_server.py::test_each_request_begins_an_idle_time"),
+    ("D waits for a P that has failed", "proxy/requests/legs.py", "        decode_leg.cancel()\n    else:", "        pass\n    else:", "tests/proxy/requests/test_before_first_content.py tests/proxy/requests/test_relay.py"),
+    ("D waits for a P that has refused", "proxy/requests/legs.py", "        loop.call_later(DECODE_REFUSAL_SECONDS, decode_leg.cancel)\n", "        pass\n", "tests/proxy/requests/test_before_first_content.py tests/proxy/requests/test_relay.py"),
+    ("P's refusal hides D's", "proxy/requests/legs.py", "_is_computed(prefill) or _is_refusal(outcome):", "_is_computed(prefill):", "tests/proxy/requests/test_relay.py::test_a_soon_refusal_of_decode_replaces_that_of_prefill"),
+    ("any answer of D hides P's refusal", "proxy/requests/legs.py", "            if not prefill.done() or _is_computed(prefill) or _is_refusal(outcome):\n", "            if True:\n", "tests/proxy/requests/test_relay.py::test_a_soon_refusal_of_decode_replaces_that_of_prefill"),
+    ("D's request is sent before P's", "proxy/requests/legs.py", "        await asyncio.sleep(0)  # P's", "        # P's", "tests/proxy/routing/test_engine_steps.py::test_an_engine_that_has_answered_owes_nothing"),
+    ("a refused grant is an engine's report", "proxy/requests/leg_answers.py", "    if report and not report.workers:\n", "    if False:\n", "tests/proxy/membership/test_discovery.py tests/proxy/requests/test_relay.py"),
+    ("a prefix with other holders is passed over", "proxy/routing/prefixes.py", "            if holders == holders_before:\n", "            if holders_before:\n", "tests/proxy/routing/test_policies.py"),
 ]

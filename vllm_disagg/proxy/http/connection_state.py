@@ -34,6 +34,9 @@ class ConnectionState(Enum):
     LINGERING = auto()
     SWITCHING = auto()
 
+    # Enum's own is a function in Python, and the transitions of each request need it.
+    __hash__ = object.__hash__
+
     @property
     def is_reading(self) -> bool:
         """Returns whether a part of a request is here, and the rest may come."""

@@ -48,8 +48,9 @@ class Connection(asyncio.Protocol):
         self._server = server
         self._transport: asyncio.Transport
         self._reader = RequestReader(server.limits, server.budget, server.body_limit)
-        self._deadline_timer: asyncio.TimerHandle | None = None
         self._lingering_since = 0.0
+        self._deadline: float | None = None  # of the present state; None while a handler runs
+        self._deadline_timer: asyncio.TimerHandle | None = None  # never later than the deadline
         self._handler_task: asyncio.Task[None] | None = None
         self._session_sink: Callable[[bytes], None] | None = None  # receives bytes after a switch
         self._reading_paused = False
@@ -238,13 +239,25 @@ class Connection(asyncio.Protocol):
 
     def _start_deadline(self) -> None:
         """Starts the time that the present state may last."""
-        if self._deadline_timer:
-            self._deadline_timer.cancel()
         loop = asyncio.get_running_loop()
         end = deadline(self._reader.state, self._server.limits, loop.time())
-        self._deadline_timer = loop.call_at(end, self._on_deadline)
+        self._deadline = end
+        timer = self._deadline_timer
+        if timer and timer.when() <= end:
+            return  # an earlier timer sets the next one: cheaper than a timer for each request
+        if timer:
+            timer.cancel()
+        self._deadline_timer = loop.call_at(end, self._on_deadline_timer)
 
-    def _on_deadline(self) -> None:
+    def _on_deadline_timer(self) -> None:
+        """Ends the present state if it is too late, else waits for its deadline."""
+        self._deadline_timer = None
+        loop = asyncio.get_running_loop()
+        if self._deadline is None:
+            return
+        if loop.time() < self._deadline:
+            self._deadline_timer = loop.call_at(self._deadline, self._on_deadline_timer)
+            return
         refusal = refusal_at_deadline(self._reader.state)
         if refusal:
             self._refuse(*refusal)
@@ -258,8 +271,7 @@ class Connection(asyncio.Protocol):
 
     def _start_next_request(self) -> None:
         """Starts the handler of the oldest complete request, or answers its refusal."""
-        if self._deadline_timer:
-            self._deadline_timer.cancel()
+        self._deadline = None
         request = self._reader.ready.popleft()
         self.response = ResponseEncoder(request)
         if request.refusal:
@@ -321,6 +333,8 @@ class Connection(asyncio.Protocol):
             reads_slowly=self.paused,
         )
         match step:
+            case AfterAnswer.NEXT_REQUEST:  # the first, since nearly all answers end so
+                self._resume_requests()
             case AfterAnswer.ABORT:
                 self._transport.abort()
             case AfterAnswer.LINGER:
@@ -330,8 +344,6 @@ class Connection(asyncio.Protocol):
             case AfterAnswer.AWAIT_READER:
                 self._awaits_reader = True
                 self.pause_reading(paused=True)
-            case AfterAnswer.NEXT_REQUEST:
-                self._resume_requests()
 
     def _resume_requests(self) -> None:
         """Starts the next request, from the bytes that have come already."""

@@ -250,7 +250,7 @@ class Connection(asyncio.Protocol):
         self._deadline_timer = loop.call_at(end, self._on_deadline_timer)
 
     def _on_deadline_timer(self) -> None:
-        """Ends the present state if it is too late, else waits for its deadline."""
+        """Ends a state that has lasted too long, else waits for its deadline."""
         self._deadline_timer = None
         loop = asyncio.get_running_loop()
         if self._deadline is None:
@@ -258,6 +258,10 @@ class Connection(asyncio.Protocol):
         if loop.time() < self._deadline:
             self._deadline_timer = loop.call_at(self._deadline, self._on_deadline_timer)
             return
+        self._on_deadline()
+
+    def _on_deadline(self) -> None:
+        """Refuses what has not come in time; ends an idle connection."""
         refusal = refusal_at_deadline(self._reader.state)
         if refusal:
             self._refuse(*refusal)

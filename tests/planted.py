@@ -485,4 +485,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("D's request is sent before P's", "proxy/requests/legs.py", "        await asyncio.sleep(0)  # P's", "        # P's", "tests/proxy/routing/test_engine_steps.py::test_an_engine_that_has_answered_owes_nothing"),
     ("a refused grant is an engine's report", "proxy/requests/leg_answers.py", "    if report and not report.workers:\n", "    if False:\n", "tests/proxy/membership/test_discovery.py tests/proxy/requests/test_relay.py"),
     ("a prefix with other holders is passed over", "proxy/routing/prefixes.py", "            if holders == holders_before:\n", "            if holders_before:\n", "tests/proxy/routing/test_policies.py"),
+    ("a load begins before a failed one has its turn", "protocol/legs.py", "        if tokens and self._awaiting_turn:\n", "        if False:\n", "tests/protocol/test_legs.py tests/connector/test_failed_loads.py"),
+    ("loads wait for a request that has had its turn", "protocol/legs.py", "        self._awaiting_turn.discard(request)\n        leg = self.legs.get(request)\n", "        leg = self.legs.get(request)\n", "tests/protocol/test_legs.py tests/connector/test_failed_loads.py"),
+    ("loads wait for a request that was aborted", "protocol/legs.py", "        self._awaiting_turn.discard(request)\n        keeps_blocks", "        keeps_blocks", "tests/protocol/test_legs.py tests/connector/test_failed_loads.py"),
 ]

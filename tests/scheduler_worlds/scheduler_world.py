@@ -91,6 +91,7 @@ class SchedulerWorld:
         self._asked = 0
         self._legs: list[Callable[[], None]] = []  # not sent yet
         self._tokens: list[str] = []  # grants that were used
+        self._reuse_transfers: set[str] = set()
         self._mischief = self.setup.mischief
         self.prefills: list[SimulatedEngine] = []
         self.decodes: list[SimulatedEngine] = []
@@ -255,8 +256,7 @@ class SchedulerWorld:
         prompt = self._make_prompt()
         answer = random.randint(1, MAX_ANSWER_TOKENS)
         priority = random.randint(0, 3)
-        prefill = random.choice(self.prefills)
-        decode = random.choice(self.decodes)
+        prefill, decode = self._draw_pair()
         if random.random() < 0.15:
             engine = random.choice([prefill, decode])
             self._legs.append(lambda: engine.add(f"plain{number}", prompt, answer, priority, ""))
@@ -279,6 +279,15 @@ class SchedulerWorld:
         if legs:
             legs[0]()
 
+    def _draw_pair(self) -> tuple[SimulatedEngine, SimulatedEngine]:
+        """Returns the engines of a request; those of both roles may exchange them."""
+        prefill = self.random.choice(self.prefills)
+        decode = self.random.choice(self.decodes)
+        has_both_roles = prefill.setup.kv_role == decode.setup.kv_role == "kv_both"
+        if has_both_roles and self.random.random() < 0.3:
+            return decode, prefill
+        return prefill, decode
+
     def _mint_pair(self, prefill: SimulatedEngine, decode: SimulatedEngine) -> tuple[str, str]:
         """Returns the grants of both legs of a new transfer, as a proxy mints them."""
         random = self.random
@@ -286,6 +295,7 @@ class SchedulerWorld:
         back = None
         if self.setup.has_reuse and prefill.info.two_way and decode.info.two_way:
             back = f"{random.getrandbits(128):032x}"
+            self._reuse_transfers.add(back)
         p_stall, d_stall = STALL_SECONDS
         p_grant = Grant(
             2,
@@ -331,15 +341,15 @@ class SchedulerWorld:
         self._prompts.append(prompt)
         return prompt
 
-    def on_answer(self, engine: SimulatedEngine, name: str, tokens: list[int]) -> None:
+    def on_answer(self, name: str, tokens: list[int]) -> None:
         """Takes an answer: a later prompt may go on with it."""
         self.counts["answers"] += 1
-        if engine in self.decodes:
+        if not name.startswith("prefill"):
             self._turns.append(tokens)
 
-    def count_load(self, driver: SimulatedDriver, result: events.LoadResult) -> None:
+    def count_load(self, result: events.LoadResult) -> None:
         """Counts the end of a load by direction and reason."""
-        direction = "reuse" if driver.name.startswith("p") else "load"
+        direction = "reuse" if result.transfer in self._reuse_transfers else "load"
         reason = "ok" if result.reason is None else result.reason.value
         self.loads[f"{direction} {reason}"] += 1
 
@@ -348,10 +358,7 @@ class SchedulerWorld:
         random = self.random
         levels = self._mischief
         if self._happens(6 * levels.abort):
-            engine = random.choice(self.engines)
-            names = engine.request_names()
-            if names:
-                engine.abort(random.choice(names))
+            self._abort_one()
         if self._happens(2 * levels.reset):
             kinds = ("reset", "reset with running requests")
             random.choice(self.engines).command(random.choice(kinds))
@@ -366,6 +373,20 @@ class SchedulerWorld:
             self.now += random.choice([0.4, 2.0, 2 * LEASE_SECONDS])
         if self._happens(10 * max(levels.reroute, SendKind.ONE_SIDED in self.setup.send_kinds)):
             self._reroute()
+
+    def _abort_one(self) -> None:
+        """Aborts one leg, or both as a proxy does when the client leaves."""
+        names = self.random.choice(self.engines).request_names()
+        if not names:
+            return
+        name = self.random.choice(names)
+        number = name.lstrip("abcdefghijklmnopqrstuvwxyz")
+        aborted = [name]
+        if self.random.random() < 0.5:
+            aborted = [f"prefill{number}", f"decode{number}"]
+        for engine in self.engines:
+            for one in aborted:
+                engine.abort(one)
 
     def _reroute(self) -> None:
         """Connects a fast path; with mischief it may break as well."""

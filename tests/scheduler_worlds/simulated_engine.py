@@ -201,6 +201,7 @@ class SimulatedEngine:
 
     def _schedule(self) -> None:
         output = self.scheduler.schedule()
+        self.connector._scheduler._legs.validate()
         parts = [self._part(name, count) for name, count in output.num_scheduled_tokens.items()]
         step = EngineStep(
             number=self._steps,
@@ -295,7 +296,7 @@ class SimulatedEngine:
         expected = story.tokens[story.prompt_tokens : end]
         assert generated == expected, f"{self.label} {name}: {generated}, expected {expected}"
         self.world.note(self.label, "ended", name)
-        self.world.on_answer(self, name, story.tokens[:end])
+        self.world.on_answer(name, story.tokens[:end])
 
     # End ------------------------------------------------------------------------------------------
     def _free_blocks(self) -> int:

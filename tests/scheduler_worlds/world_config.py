@@ -5,9 +5,11 @@ vLLM makes one configuration in a process; each engine has a copy with its own n
 
 from __future__ import annotations
 
+import atexit
 import copy
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,6 +76,7 @@ class WorldFolder:
 def world_folder() -> WorldFolder:
     """Returns the folder of this process."""
     path = Path(tempfile.mkdtemp(prefix="scheduler-worlds-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
     (path / "config.json").write_text(json.dumps(MODEL_CONFIG))
     key_file = str(path / "key")
     keys.create(key_file)

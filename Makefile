@@ -26,7 +26,7 @@ BIN    := $(VENV)/bin
 MODEL  := .cache/models/heavy
 # Tests that need neither an engine nor processes of their own; the first ones mostly wait, the others compute.
 WAITING   := $(addprefix tests/,proxy unit launcher bench transports/zmq transports/tcp transports/nixl) $(wildcard tests/transports/test_*.py)
-COMPUTING := $(addprefix tests/,protocol kv fleet connector planner workloads transports/collective simulation property)
+COMPUTING := $(addprefix tests/,protocol kv fleet connector planner workloads transports/collective simulation scheduler_worlds property)
 QUICK     := $(WAITING) $(COMPUTING)
 
 .PHONY: setup demo check static quick-waiting quick-computing coverage test wide chaos versions mutants bench bench-proxy bench-transport goodput house clean
@@ -100,7 +100,7 @@ versions:
 		venv=.venv-$$version; test $$version = $(VLLM) && venv=.venv; \
 		$(MAKE) --no-print-directory setup VENV=$$venv VLLM=$$version && \
 		echo "versions: vLLM $$version" && \
-		$$venv/bin/python -m pytest -W default $(filter-out tests/proxy tests/simulation tests/property,$(QUICK)) tests/engine/test_exact.py || exit 1; \
+		$$venv/bin/python -m pytest -W default $(filter-out tests/proxy tests/simulation tests/scheduler_worlds tests/property,$(QUICK)) tests/engine/test_exact.py || exit 1; \
 	done
 	@echo "versions: prefill and decode engines of $(OLDEST) and $(VLLM)"
 	DISAGG_OTHER_VLLM=$(CURDIR)/.venv-$(OLDEST) $(BIN)/python -m pytest -W default tests/engine/test_versions.py

@@ -37,6 +37,7 @@ LIMIT = 600.0
 FEW, MORE, MANY = 100, 1000, int(os.environ.get("SEEDS", "10000"))  # worlds
 
 
+SCHEDULER_WORLDS = "tests/scheduler_worlds"  # slow beside the others, and sharper
 LUCK = (
     "tests/simulation",
     "tests/property",
@@ -149,7 +150,9 @@ TESTS = {
 
 def runs(mutant: Mutant) -> list[Run]:
     """Of pytest, until one fails."""
-    if named := mutant.tests.split():
+    if (named := mutant.tests.split()) == [SCHEDULER_WORLDS]:
+        return [Run(named, seeds) for seeds in (FEW, MORE)]
+    if named:
         by_luck = any(test.startswith(LUCK) for test in named)
         return [Run(named), *([Run(named, MANY)] if by_luck else [])]
     if mutant.file in TESTS:

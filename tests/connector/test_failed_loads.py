@@ -119,7 +119,7 @@ class Decode:
         self.answered: list[str] = []
         init_none_hash(sha256)
 
-    def ask(self, name: str, first: int, *, leg: bool = True) -> None:
+    def ask(self, name: str, first: int, *, leg: bool = True, priority: int = 0) -> None:
         sampling = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
         if leg:
             assert self.side.engine is not None
@@ -136,7 +136,8 @@ class Decode:
             }
         prompt = [first, *range(10, 9 + LENGTH)]
         hasher = get_request_block_hasher(BLOCK, sha256)
-        self.vllm.add_request(Request(name, prompt, sampling, None, block_hasher=hasher))
+        request = Request(name, prompt, sampling, None, block_hasher=hasher, priority=priority)
+        self.vllm.add_request(request)
 
     def step(self, *, failed: set[str] = NOBODY, loaded: set[str] = NOBODY) -> None:
         output = self.vllm.schedule()
@@ -205,3 +206,15 @@ def test_a_failed_load_is_computed_beside_a_stream_of_loads(
         if "leg0" in d.answered:
             break
     assert "leg0" in d.answered and at < 120
+
+
+def test_failed_loads_are_computed_beside_new_loads_of_higher_priority(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM reserves blocks for the failed ones, and stops its scan at a load without room."""
+    d = parked(tmp_path, "priority", monkeypatch)
+    for at in range(20, 23):
+        d.ask(f"leg{at}", at, priority=-1)
+    for _ in range(150):
+        d.step(failed=d.loading())
+    assert len(d.answered) == 17, d.answered

@@ -220,6 +220,21 @@ def test_a_load_that_has_ended_yields_its_turn_once(reuse: bool) -> None:
 LOOKUP = events.LookupRequested("back", [OTHER], PLAN, "digest")
 
 
+@pytest.mark.parametrize("turn", ["has blocks", "is aborted"])
+def test_no_load_begins_before_a_request_whose_load_has_ended(turn: str) -> None:
+    d = decode()
+    d.add_decode(facts("later", transfer="u"))
+    d.on_load_finished("r")
+    assert d.tokens_to_load("later", 0, 0.0) is None
+    assert d.tokens_to_load("later", 64, 0.0) == 0, "a prompt that is not loaded does not wait"
+    if turn == "has blocks":
+        d.on_blocks_allocated("r", FIVE, 0)
+    else:
+        d.on_finished("r", is_normal=False)
+    d.validate()
+    assert d.tokens_to_load("later", 0, 0.0) == 70
+
+
 def test_a_prefill_leg_looks_up_reads_back_and_computes_the_rest() -> None:
     p = prefill(reuse="back")
     assert p.tokens_to_load("r", 16, 0.0) is None and p.waits_for_kv

@@ -176,6 +176,7 @@ class Prompt:
     computed: int = 0
     announced: int = 0  # blocks that the legs know
     loading: bool = False
+    loaded: bool = False  # and not scheduled since
     aborted: bool = False
     pinned: bool = False
     released: set[str] = field(default_factory=set)  # by which ranks
@@ -254,6 +255,9 @@ class PrefillEngine(Engine):
         if is_new:
             self.hits.append(prompt)
             self.legs.on_blocks_allocated(prompt.request, prompt.blocks, 0)
+        elif prompt.loaded:
+            self.legs.on_blocks_allocated(prompt.request, prompt.blocks, 0)
+        prompt.loaded = False
         more = [blocks[prompt.announced :] for blocks in prompt.blocks]
         self.legs.on_scheduled(prompt.request, upto, more if any(more) else None)
         prompt.announced = len(prompt.blocks[0])
@@ -368,6 +372,7 @@ class PrefillEngine(Engine):
         self.end_load(transfer, blocks)
         if good and not prompt.aborted:
             prompt.computed = end
+            prompt.loaded = True
             return
         self.give_back(prompt.blocks)
         prompt.blocks = ([], [])
@@ -412,9 +417,11 @@ class Answer:
     transfer: str
     blocks: Held
     cached: int  # tokens that a prefix hit has found
+    is_new: bool = True  # it has had no turn yet
     loading: bool = False
+    loaded: bool = False  # and not scheduled since
     aborted: bool = False
-    waiting: bool = False  # for its turn, after a failed load or a preemption
+    waiting: bool = True  # for its turn, also after a failed load or a preemption
     yielded: bool = False  # one turn
     is_said: bool = False  # that what is cached is in memory
 
@@ -446,12 +453,21 @@ class DecodeEngine(Engine):
         )  # more often a short one: of all but a block nothing is loaded
         answer = Answer(facts.request, transfer, ([], []), 0 if states else hit)
         self.answers[transfer] = answer
+        self.take_first_turn(answer)
+        self.send_events()
+
+    def take_first_turn(self, answer: Answer) -> None:
+        """A request begins to load, unless one whose load has ended must go first."""
         count = self.legs.tokens_to_load(answer.request, answer.cached, self.now)
-        assert count is not None, "a decode leg looks nothing up"
-        answer.blocks = self.blocks_of(facts.prompt_tokens)
+        if count is None:
+            ended = [one for one in self.answers.values() if one.waiting or one.loaded]
+            assert any(not one.is_new for one in ended), "a decode leg looks nothing up"
+            return
+        answer.is_new = False
+        answer.waiting = False
+        answer.blocks = self.blocks_of(self.world.lengths[answer.transfer])
         answer.loading = count > 0
         self.legs.on_blocks_allocated(answer.request, answer.blocks, count)
-        self.send_events()
 
     def blocks_of(self, tokens: int) -> Held:
         """Of a whole prompt; null blocks before a window."""
@@ -471,6 +487,7 @@ class DecodeEngine(Engine):
         answer.loading = False
         self.end_load(transfer, blocks)
         if good and not answer.aborted:
+            answer.loaded = True
             return
         self.free_blocks(answer)
         if answer.aborted:
@@ -478,6 +495,7 @@ class DecodeEngine(Engine):
 
     def free_blocks(self, answer: Answer) -> None:
         """The request computes its prompt when its turn comes."""
+        answer.loaded = False
         self.give_back(answer.blocks)
         answer.blocks = ([], [])
         answer.waiting = True
@@ -502,7 +520,12 @@ class DecodeEngine(Engine):
         """One engine step: requests go on, and what prefix-cache hits are made of is computed."""
         dirty = self.take_dirty()
         for answer in list(self.answers.values()):
-            if answer.waiting:
+            if answer.loaded:
+                answer.loaded = False
+                self.legs.on_blocks_allocated(answer.request, answer.blocks, 0)
+            elif answer.waiting and answer.is_new:
+                self.take_first_turn(answer)
+            elif answer.waiting:
                 self.take_turn(answer)
             elif not answer.loading and self.world.random.random() < 0.05:
                 self.legs.on_finished(answer.request, is_normal=True)

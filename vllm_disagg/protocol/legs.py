@@ -25,6 +25,7 @@ Rules, checked by `validate` and in the seeded worlds:
   3. The workers get no event about blocks after their BlocksRevoked.
   4. Blocks that vLLM has taken back are revoked in the very next step, before they are reused.
   5. No leg waits without a limit: a lookup has a deadline, and the workers bound each load.
+  6. No load begins while a request whose load has ended waits for its turn.
 
 A request without a leg is an ordinary one: calls for it have no effect.
 """
@@ -48,6 +49,8 @@ class EngineLegs:
         self.legs: dict[str, RequestLeg] = {}  # by vLLM's request id
         # Legs that may read back, by that transfer: workers report their counts by transfer.
         self._lookups: dict[str, PrefillLeg] = {}
+        # Requests whose load has ended, until vLLM gives them blocks for the next step.
+        self._awaiting_turn: set[str] = set()
         # One object for all legs, so that their events reach the workers in the order of the calls.
         self._step = StepEvents()
 
@@ -103,7 +106,14 @@ class EngineLegs:
         # 0 and not None: vLLM must not wait for an ordinary request.
         if leg is None:
             return 0
-        return leg.tokens_to_load(cached_tokens, now)
+        tokens = leg.tokens_to_load(cached_tokens, now)
+        # Rule 6.  After a failed load vLLM goes on reserving blocks for the request, and a new load
+        # must fit beside them.  If it does not, vLLM stops its scan there.  With priorities the
+        # failed request may be behind, and no request would ever run again.  None lets the scan
+        # go on.
+        if tokens and self._awaiting_turn:
+            return None
+        return tokens
 
     def on_blocks_allocated(
         self,
@@ -115,6 +125,7 @@ class EngineLegs:
 
         `blocks`: ids by KV-cache group, of the whole request.
         """
+        self._awaiting_turn.discard(request)
         leg = self.legs.get(request)
         if leg is not None:
             leg.on_blocks_allocated(blocks, tokens_to_load)
@@ -162,6 +173,7 @@ class EngineLegs:
         leg = self.legs.get(request)
         # An aborted request is forgotten before the workers report the end of its load.
         if leg is not None:
+            self._awaiting_turn.add(request)
             leg.on_load_finished()
 
     def on_finished(self, request: str, *, is_normal: bool) -> bool:
@@ -173,6 +185,7 @@ class EngineLegs:
         leg = self.legs.pop(request, None)
         if leg is None:
             return False
+        self._awaiting_turn.discard(request)
         keeps_blocks = leg.on_finished(is_normal=is_normal)
         # No later call would remove the entry.
         if leg.facts.reuse is not None:
@@ -189,5 +202,6 @@ class EngineLegs:
         for request, leg in self.legs.items():
             assert leg.facts.request == request, request
             leg.validate()
+        assert self._awaiting_turn <= self.legs.keys(), self._awaiting_turn
         for transfer, leg in self._lookups.items():
             assert self.legs.get(leg.facts.request) is leg, transfer

@@ -1,0 +1,464 @@
+"""Seeded worlds of vLLM's own schedulers with the real connector.
+
+    engines      vLLM's Scheduler or AsyncScheduler, the connector's scheduler side
+    ranks        the connector's worker side; the machines; symbolic memory
+    between      a control channel that loses, repeats and reorders; transports of four kinds
+
+The oracle is what attention reads: each element that a step reads must be the request's own, of
+that position, layer and head. At the end no request, block, leg, transfer, credit or table entry
+is left, and each request has ended within a bound of moves.
+
+All is drawn from one `random.Random(seed)`: a failing seed replays, and `SchedulerWorld.log` is its
+story.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from random import Random
+from unittest import mock
+
+from simulated_driver import LEASE_SECONDS, SimulatedDriver
+from simulated_engine import SimulatedEngine
+from simulated_rank import SimulatedRank
+from simulated_transports import FAST, Piece, SendKind
+from symbol_cache import WrongRead
+from symbols import OTHER_TOKEN, VOCABULARY, describe_symbol
+from world_config import world_folder
+from world_models import HEADS
+from world_setup import WorldSetup, draw_setup
+
+from kv_connectors import scheduler as connector_scheduler
+from kv_connectors import worker as connector_worker
+from vllm_disagg.fleet.grants import Grant, mint
+from vllm_disagg.protocol import events
+
+GRANT_SECONDS = 600.0
+STALL_SECONDS = (5.0, 15.0)  # of P's and D's loads: `Grant.patience`
+MAX_ANSWER_TOKENS = 12
+SETTLE_ROUNDS = 3000
+MOVE_SECONDS = (0.0005, 0.002, 0.02)
+ROUND_SECONDS = 0.05
+COMMANDS = ("pause and keep", "pause and wait", "pause and abort")
+
+
+@dataclass
+class NetworkItem:
+    """Something on its way to a rank."""
+
+    to: str
+    frame: bytes  # a message
+    to_sender: bool
+    piece: Piece | None = None  # bytes in place of a message
+
+
+class WorldClock:
+    """Replaces the module `time` in the connector's scheduler side."""
+
+    def __init__(self, world: SchedulerWorld) -> None:
+        """Takes the time of a world."""
+        self._world = world
+
+    def monotonic(self) -> float:
+        """Returns the world's time."""
+        return self._world.now
+
+    def sleep(self, seconds: float) -> None:
+        """Does not wait: the world's time passes by its own moves."""
+
+
+class SchedulerWorld:
+    """One run."""
+
+    def __init__(
+        self, seed: int, setup: WorldSetup | None = None, *, is_calm: bool = False
+    ) -> None:
+        """Draws a world, or takes its setup. `is_calm`: nothing goes wrong in it."""
+        self.random = Random(seed)
+        self.setup = setup or draw_setup(self.random, is_calm=is_calm)
+        self.now = 1000.0
+        self.log: list[tuple[float, str, str, object]] = []
+        self.counts: Counter[str] = Counter()
+        self.loads: Counter[str] = Counter()  # by direction and reason
+        self._network: list[NetworkItem] = []
+        self._drivers: dict[str, SimulatedDriver] = {}
+        self._prompts: list[list[int]] = []
+        self._turns: list[list[int]] = []  # prompts with their answers, as a D has cached them
+        self._asked = 0
+        self._legs: list[Callable[[], None]] = []  # not sent yet
+        self._tokens: list[str] = []  # grants that were used
+        self._reuse_transfers: set[str] = set()
+        self._mischief = self.setup.mischief
+        self.prefills: list[SimulatedEngine] = []
+        self.decodes: list[SimulatedEngine] = []
+
+    # The run --------------------------------------------------------------------------------------
+    def run(self) -> SchedulerWorld:
+        """Runs the world to its end; raises AssertionError for anything wrong."""
+        with self._in_place():
+            self._create_engines()
+            self._actors = self._draw_actors()
+            for _ in range(self.setup.moves):
+                self.random.choice(self._actors)()
+            self._settle()
+            self._check_end()
+        return self
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """Replaces the clock and the size of progress reports in the product."""
+        logging.disable(logging.CRITICAL)
+        try:
+            with (
+                mock.patch.object(connector_scheduler, "time", WorldClock(self)),
+                mock.patch.object(connector_worker, "PROGRESS_BYTES", 1),
+            ):
+                yield
+        finally:
+            logging.disable(logging.NOTSET)
+
+    def _create_engines(self) -> None:
+        setup = self.setup
+        for side, engines, count, settings in (
+            ("p", self.prefills, setup.prefills, setup.prefill),
+            ("d", self.decodes, setup.decodes, setup.decode),
+        ):
+            for number in range(count):
+                rank = number if count > 1 else None
+                engine = SimulatedEngine(self, f"{side}{number}", setup.model, settings, rank)
+                engines.append(engine)
+                for one in engine.ranks:
+                    self._drivers[one.driver.name] = one.driver
+
+    @property
+    def engines(self) -> list[SimulatedEngine]:
+        """All engines."""
+        return [*self.prefills, *self.decodes]
+
+    def _draw_actors(self) -> list[Callable[[], None]]:
+        """Returns the moves of this world, each as often as it is likely."""
+        weights: dict[Callable[[], None], int] = {
+            self._deliver: 10,
+            self._compute: 8,
+            self._turn_engine: 6,
+            self._turn_driver: 4,
+            self._move_bytes: 4,
+            self._ask_at_times: 1,
+            self._pass_time: 1,
+            self._do_mischief: 1,
+        }
+        actors: list[Callable[[], None]] = []
+        for move, weight in weights.items():
+            factor = self.random.choice([1, 2, 2, 4])
+            actors += [move] * (weight * factor)
+        return actors
+
+    def note(self, who: str, what: str, value: object) -> None:
+        """Adds a line to the story."""
+        self.log.append((self.now, who, what, value))
+
+    def story(self, lines: int = 80) -> str:
+        """Returns the last lines of the story."""
+        return "\n".join(
+            f"{now:9.2f} {who} {what} {value}" for now, who, what, value in self.log[-lines:]
+        )
+
+    # Moves ----------------------------------------------------------------------------------------
+    def _compute(self) -> None:
+        ranks = [rank for engine in self.engines for rank in engine.ranks if rank.can_advance]
+        if ranks:
+            self.random.choice(ranks).advance()
+
+    def _turn_engine(self) -> None:
+        self.random.choice(self.engines).take_turn()
+
+    def _turn_driver(self) -> None:
+        self._any_rank().driver.take_turn()
+
+    def _move_bytes(self) -> None:
+        for driver in self._drivers.values():
+            driver.move_bytes()
+
+    def _any_rank(self) -> SimulatedRank:
+        return self.random.choice(self.random.choice(self.engines).ranks)
+
+    def _pass_time(self) -> None:
+        self.now += self.random.choice(MOVE_SECONDS)
+
+    def _deliver(self) -> None:
+        """Delivers what was sent first, or one of the next with reordering."""
+        if not self._network:
+            return
+        index = 0
+        if self._happens(5 * self._mischief.reorder):
+            index = self.random.randrange(min(len(self._network), 6))
+        item = self._network[index]
+        driver = self._drivers[item.to]
+        if driver.is_frozen:
+            # The others do not wait for it.
+            self._network.append(self._network.pop(index))
+            return
+        del self._network[index]
+        if item.piece is not None:
+            driver.on_piece(item.piece)
+            return
+        if self._happens(self._mischief.loss):
+            self.counts["lost messages"] += 1
+            return
+        if self._happens(self._mischief.repeat):
+            self._network.append(item)
+        if item.to_sender:
+            driver.on_receiver_message(item.frame)
+        else:
+            driver.on_sender_message(item.frame)
+
+    def _happens(self, percent: int) -> bool:
+        return percent > 0 and self.random.randrange(100) < percent
+
+    # Network --------------------------------------------------------------------------------------
+    def post_message(self, to: str, frame: bytes, *, to_sender: bool) -> None:
+        """Sends a message over the control channel."""
+        self._network.append(NetworkItem(to, frame, to_sender))
+
+    def post_piece(self, piece: Piece) -> None:
+        """Sends bytes to the receiver's address."""
+        to = piece.action.reader
+        self._network.append(NetworkItem(to, b"", to_sender=False, piece=piece))
+
+    def draw_send_kind(self, address: str) -> SendKind:
+        """Returns how a piece is sent. One-sided reads need the fast path."""
+        kinds = self.setup.send_kinds
+        if not address.startswith(FAST):
+            kinds = tuple(kind for kind in kinds if kind is not SendKind.ONE_SIDED)
+        return self.random.choice(kinds or (SendKind.AT_ONCE,))
+
+    # Clients and proxy ----------------------------------------------------------------------------
+    def _ask_at_times(self) -> None:
+        """Asks while few requests are open, so that some go on with earlier answers."""
+        is_open = sum(len(engine.request_names()) for engine in self.engines)
+        if self._legs or is_open < self.setup.concurrency:
+            self._ask()
+
+    def _ask(self) -> None:
+        """Sends a leg that waits for it, or a new request's first one."""
+        if self._legs:
+            self._legs.pop(self.random.randrange(len(self._legs)))()
+        elif self._asked < self.setup.requests:
+            self._asked += 1
+            self._make_request(self._asked)
+
+    def _make_request(self, number: int) -> None:
+        random = self.random
+        prompt = self._make_prompt()
+        answer = random.randint(1, MAX_ANSWER_TOKENS)
+        priority = random.randint(0, 3)
+        prefill, decode = self._draw_pair()
+        if random.random() < 0.15:
+            engine = random.choice([prefill, decode])
+            self._legs.append(lambda: engine.add(f"plain{number}", prompt, answer, priority, ""))
+            return
+        other = list(prompt)
+        if self._happens(10 * self._mischief.other_prompts):
+            other[random.randrange(len(other))] = OTHER_TOKEN
+        p_token, d_token = self._mint_pair(prefill, decode)
+        # A prefill leg of several tokens is permitted for models without windows and states only.
+        p_answer = 3 if self._happens(5 * self._mischief.bad_grants) else 1
+        legs: list[Callable[[], None]] = [
+            lambda: prefill.add(f"prefill{number}", prompt, p_answer, priority, p_token),
+            lambda: decode.add(f"decode{number}", other, answer, priority, d_token),
+        ]
+        random.shuffle(legs)
+        if self._happens(5 * self._mischief.bad_grants):
+            del legs[0]  # the other leg waits in vain
+        # The first one at once, the other a little later.
+        self._legs += legs[1:]
+        if legs:
+            legs[0]()
+
+    def _draw_pair(self) -> tuple[SimulatedEngine, SimulatedEngine]:
+        """Returns the engines of a request; those of both roles may exchange them."""
+        prefill = self.random.choice(self.prefills)
+        decode = self.random.choice(self.decodes)
+        has_both_roles = prefill.setup.kv_role == decode.setup.kv_role == "kv_both"
+        if has_both_roles and self.random.random() < 0.3:
+            return decode, prefill
+        return prefill, decode
+
+    def _mint_pair(self, prefill: SimulatedEngine, decode: SimulatedEngine) -> tuple[str, str]:
+        """Returns the grants of both legs of a new transfer, as a proxy mints them."""
+        random = self.random
+        transfer = f"{random.getrandbits(128):032x}"
+        back = None
+        if self.setup.has_reuse and prefill.info.two_way and decode.info.two_way:
+            back = f"{random.getrandbits(128):032x}"
+            self._reuse_transfers.add(back)
+        p_stall, d_stall = STALL_SECONDS
+        p_grant = Grant(
+            2,
+            "prefill",
+            transfer,
+            prefill.info.incarnation,
+            sources=decode.info.workers if back else [],
+            patience=p_stall,
+            back=back,
+            until=prefill.clock + GRANT_SECONDS,
+        )
+        d_grant = Grant(
+            2,
+            "decode",
+            transfer,
+            decode.info.incarnation,
+            sources=prefill.info.workers,
+            patience=d_stall,
+            back=back,
+            until=decode.clock + GRANT_SECONDS,
+        )
+        key = world_folder().key
+        tokens = [mint(key, p_grant), mint(key, d_grant)]
+        if self._tokens and self._happens(5 * self._mischief.bad_grants):
+            tokens[random.randrange(2)] = random.choice(self._tokens)
+        self._tokens += tokens
+        return tokens[0], tokens[1]
+
+    def _make_prompt(self) -> list[int]:
+        """Returns a new prompt, a part of an earlier one and more, or an earlier turn and more."""
+        random = self.random
+        start: list[int] = []
+        luck = random.random()
+        if self._prompts and luck < 0.3:
+            earlier = random.choice(self._prompts)
+            start = earlier[: random.choice([len(earlier), random.randint(1, len(earlier))])]
+        elif self._turns and luck < 0.7:
+            start = random.choice(self._turns)
+        more = [random.randint(1, VOCABULARY) for _ in range(random.randint(1, 25))]
+        # At least one new token: an engine cannot reuse the whole of a prompt.
+        prompt = start[: self.setup.max_prompt - 1] + more
+        prompt = prompt[: self.setup.max_prompt]
+        self._prompts.append(prompt)
+        return prompt
+
+    def on_answer(self, name: str, tokens: list[int]) -> None:
+        """Takes an answer: a later prompt may go on with it."""
+        self.counts["answers"] += 1
+        if not name.startswith("prefill"):
+            self._turns.append(tokens)
+
+    def count_load(self, result: events.LoadResult) -> None:
+        """Counts the end of a load by direction and reason."""
+        direction = "reuse" if result.transfer in self._reuse_transfers else "load"
+        reason = "ok" if result.reason is None else result.reason.value
+        self.loads[f"{direction} {reason}"] += 1
+
+    # Mischief -------------------------------------------------------------------------------------
+    def _do_mischief(self) -> None:
+        random = self.random
+        levels = self._mischief
+        if self._happens(6 * levels.abort):
+            self._abort_one()
+        if self._happens(2 * levels.reset):
+            kinds = ("reset", "reset with running requests")
+            random.choice(self.engines).command(random.choice(kinds))
+        if self._happens(levels.pause):
+            random.choice(self.engines).command(random.choice(COMMANDS))
+        if self._happens(10 * levels.pause):
+            random.choice(self.engines).command("resume")
+        if self._happens(3 * levels.freeze):
+            driver = self._any_rank().driver
+            driver.is_frozen = not driver.is_frozen
+        if self._happens(2 * levels.leap):
+            self.now += random.choice([0.4, 2.0, 2 * LEASE_SECONDS])
+        if self._happens(10 * max(levels.reroute, SendKind.ONE_SIDED in self.setup.send_kinds)):
+            self._reroute()
+
+    def _abort_one(self) -> None:
+        """Aborts one leg, or both as a proxy does when the client leaves."""
+        names = self.random.choice(self.engines).request_names()
+        if not names:
+            return
+        name = self.random.choice(names)
+        number = name.lstrip("abcdefghijklmnopqrstuvwxyz")
+        aborted = [name]
+        if self.random.random() < 0.5:
+            aborted = [f"prefill{number}", f"decode{number}"]
+        for engine in self.engines:
+            for one in aborted:
+                engine.abort(one)
+
+    def _reroute(self) -> None:
+        """Connects a fast path; with mischief it may break as well."""
+        random = self.random
+        reader = self._any_rank().driver
+        others = self.decodes if reader.name.startswith("p") else self.prefills
+        source = random.choice(random.choice(others).ranks).driver
+        if reader.is_frozen:
+            return
+        if self._mischief.reroute and random.random() < 0.5:
+            reader.break_fast(source.name)
+        else:
+            reader.connect_fast(source.name)
+
+    # End ------------------------------------------------------------------------------------------
+    def _settle(self) -> None:
+        """Ends all mischief; then each request must end within a bound of moves."""
+        self._mischief = type(self._mischief)()
+        for driver in self._drivers.values():
+            driver.is_frozen = False
+        for engine in self.engines:
+            engine.command("resume")
+        for _ in range(SETTLE_ROUNDS):
+            if not self._is_busy():
+                return
+            self._ask()
+            self._play_round()
+        busy = [engine.leftovers() for engine in self.engines if engine.is_busy]
+        raise AssertionError(f"requests that never end: {busy}")
+
+    def _is_busy(self) -> bool:
+        is_asking = bool(self._legs) or self._asked < self.setup.requests
+        return is_asking or any(engine.is_busy for engine in self.engines)
+
+    def _play_round(self) -> None:
+        """Lets everybody do what can be done now."""
+        for engine in self.engines:
+            for _ in range(3):
+                engine.take_turn()
+        for _ in range(4 * self.setup.prefills + 4 * self.setup.decodes):
+            self._compute()
+        for _ in range(len(self._network)):
+            self._deliver()
+        self._move_bytes()
+        for driver in self._drivers.values():
+            driver.take_turn()
+        self.now += ROUND_SECONDS
+
+    def _check_end(self) -> None:
+        """Raises AssertionError for anything that is left."""
+        # Leases and repeated messages end in time; a last request takes what is reported late.
+        for _ in range(4):
+            self.now += LEASE_SECONDS
+            for _ in range(3):
+                self._play_round()
+        for engine in self.engines:
+            engine.add("last", [1, 2, 3], 1, 0, "")
+        self._settle()
+        left = [engine.leftovers() for engine in self.engines]
+        assert not any(left), f"left at the end: {left}"
+
+    def describe_wrong_read(self, engine: SimulatedEngine, wrong: WrongRead) -> str:
+        """Returns a wrong read in words."""
+        stories = [
+            (f"{one.label} {name}", story)
+            for one in self.engines
+            for name, story in one._stories.items()
+        ]
+        layers = len(self.setup.model.layers)
+        found = describe_symbol(wrong.found, stories, layers, HEADS)
+        expected = describe_symbol(wrong.expected, stories, layers, HEADS)
+        return (
+            f"rank {wrong.rank}: {wrong.request} reads in layer {wrong.layer} at position"
+            f" {wrong.position}: {found}; its own is: {expected}"
+        )

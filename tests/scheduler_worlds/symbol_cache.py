@@ -1,0 +1,191 @@
+"""The KV cache of one rank, with symbols as elements, and the attention that reads it.
+
+The memory is the product's own `HostMemory`, so pieces are cut, moved and rearranged by its code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from symbols import (
+    POISON,
+    Positions,
+    Symbols,
+    TokenStory,
+    head_terms,
+    layer_factor,
+    symbols_of,
+)
+from world_models import LayerKind, RankLayer, WorldModel
+
+from vllm_disagg.kv.layout import RankLayout
+from vllm_disagg.kv.memory import HostMemory
+
+
+@dataclass(frozen=True)
+class StepPart:
+    """One request in one step: it computes the tokens `start` to `end`."""
+
+    request: str
+    start: int
+    end: int
+    blocks: Sequence[Sequence[int]]  # ids by KV-cache group
+    samples: bool  # whether the step generates a token
+    story: TokenStory
+
+
+class Access(NamedTuple):
+    """Elements of one layer kind in one KV-cache group, of all requests of a step."""
+
+    blocks: Positions
+    slots: Positions
+    hashes: Symbols
+    positions: Positions
+    owners: list[tuple[str, int, int]]  # request, and its first and last entries
+
+
+class WrongRead(NamedTuple):
+    """An element that a request has read and that was not its own."""
+
+    rank: str
+    request: str
+    layer: int
+    position: int
+    found: int
+    expected: int
+
+
+@dataclass
+class StepBatch:
+    """All requests of one step, and the elements that they read and write."""
+
+    model: WorldModel
+    parts: list[StepPart]
+    _cached: dict[tuple[int, LayerKind, bool], Access] = field(default_factory=dict)
+
+    def writes(self, layer: RankLayer) -> Access:
+        """Returns the elements that the step writes in a layer with attention."""
+        return self._access(layer, is_read=False)
+
+    def reads(self, layer: RankLayer) -> Access:
+        """Returns the elements that the step reads in a layer with attention."""
+        return self._access(layer, is_read=True)
+
+    def _access(self, layer: RankLayer, *, is_read: bool) -> Access:
+        key = (layer.group, layer.kind, is_read)
+        if key not in self._cached:
+            self._cached[key] = self._find(layer, is_read=is_read)
+        return self._cached[key]
+
+    def _find(self, layer: RankLayer, *, is_read: bool) -> Access:
+        positions = []
+        blocks = []
+        hashes = []
+        owners = []
+        count = 0
+        for part in self.parts:
+            first = part.start
+            if is_read:
+                first = self.model.first_token_read(layer.kind, part.start)
+            own = np.arange(first, part.end)
+            ids = np.array(part.blocks[layer.group], dtype=np.int64)
+            positions.append(own)
+            blocks.append(ids[own // layer.block_size])
+            hashes.append(part.story.hashes[first + 1 : part.end + 1])
+            owners.append((part.request, count, count + len(own)))
+            count += len(own)
+        joined = np.concatenate(positions)
+        return Access(
+            blocks=np.concatenate(blocks),
+            slots=joined % layer.block_size,
+            hashes=np.concatenate(hashes),
+            positions=joined,
+            owners=owners,
+        )
+
+
+class SymbolCache:
+    """The memory of one rank."""
+
+    def __init__(
+        self,
+        rank: str,
+        layers: Sequence[RankLayer],
+        layout: RankLayout,
+        blocks: int,
+        block_size: int,
+    ) -> None:
+        """Creates empty memory. `block_size`: of the layers with attention."""
+        self._rank = rank
+        tensors = 1 + max(layer.tensor for layer in layers)
+        heads = max(layer.heads for layer in layers)
+        self._tensors: Symbols = np.zeros((tensors, blocks, heads, block_size), dtype=np.uint64)
+        planes = []
+        for number, layer in enumerate(layers):
+            rows = self._tensors[layer.tensor].reshape(blocks, -1).view(np.uint8)
+            planes.append([rows[:, : layout.kind(number).block_bytes[0]]])
+        self.memory = HostMemory(planes, layout)
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Clears blocks in all tensors, as vLLM does before some layers use them."""
+        self._tensors[:, list(blocks)] = 0
+
+    def compute(self, layer: RankLayer, batch: StepBatch, wrong: dict[str, WrongRead]) -> None:
+        """Computes one layer of a step; adds the first wrong read of each request to `wrong`.
+
+        A request with a wrong read in an earlier layer writes poison: its KV is wrong too.
+        """
+        if layer.kind is LayerKind.STATE:
+            self._advance_states(layer, batch, wrong)
+            return
+        tensor = self._tensors[layer.tensor]
+        factor = layer_factor(layer.number)
+        terms = head_terms(layer.first_head, layer.heads)
+        writes = batch.writes(layer)
+        tensor[writes.blocks, :, writes.slots] = symbols_of(writes.hashes, factor, terms)
+        for request, first, end in writes.owners:
+            if request in wrong:
+                tensor[writes.blocks[first:end], :, writes.slots[first:end]] = POISON
+        reads = batch.reads(layer)
+        found = tensor[reads.blocks, :, reads.slots]
+        expected = symbols_of(reads.hashes, factor, terms)
+        differs = found != expected
+        if not differs.any():
+            return
+        for request, first, end in reads.owners:
+            places = np.argwhere(differs[first:end])
+            if len(places) and request not in wrong:
+                at, head = first + int(places[0][0]), int(places[0][1])
+                wrong[request] = WrongRead(
+                    self._rank,
+                    request,
+                    layer.number,
+                    int(reads.positions[at]),
+                    int(found[at, head]),
+                    int(expected[at, head]),
+                )
+
+    def _advance_states(
+        self, layer: RankLayer, batch: StepBatch, wrong: dict[str, WrongRead]
+    ) -> None:
+        """Reads the state before the step's tokens, and writes the one after them."""
+        tensor = self._tensors[layer.tensor]
+        factor = layer_factor(layer.number)
+        terms = head_terms(layer.first_head, layer.heads)
+        for part in batch.parts:
+            block = part.blocks[layer.group][0]
+            before, after = symbols_of(part.story.hashes[[part.start, part.end]], factor, terms)
+            found = tensor[block, 0, 0]
+            if part.start and found != before[0] and part.request not in wrong:
+                wrong[part.request] = WrongRead(
+                    self._rank,
+                    part.request,
+                    layer.number,
+                    part.start,
+                    int(found),
+                    int(before[0]),
+                )
+            tensor[block, 0, 0] = POISON if part.request in wrong else after[0]

@@ -1,0 +1,84 @@
+"""vLLM's own schedulers with the real connector, in seeded worlds.
+
+SEEDS sets how many; SEED=n replays one and prints its story.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from scheduler_world import SchedulerWorld
+from simulated_driver import SimulatedDriver
+from world_config import EngineSetup
+from world_models import MODELS
+from world_setup import WorldSetup
+
+SEEDS = int(os.environ.get("SEEDS", "300"))
+BATCHES = 10
+
+
+PLAIN = WorldSetup(model=MODELS[0], prefill=EngineSetup(), decode=EngineSetup())
+
+
+def run_world(
+    seed: int, setup: WorldSetup | None = None, *, is_calm: bool = False
+) -> SchedulerWorld:
+    """Runs one world; a failure names the seed and ends with its story."""
+    world = SchedulerWorld(seed, setup, is_calm=is_calm)
+    try:
+        return world.run()
+    except Exception as error:
+        message = f"seed {seed}: {error}\n{world.setup}\n{world.story()}"
+        raise AssertionError(message) from error
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_whatever_happens_attention_reads_its_own_kv_and_all_ends(batch: int) -> None:
+    for seed in range(batch, SEEDS, BATCHES):
+        run_world(seed)
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_where_nothing_goes_wrong_each_load_succeeds(batch: int) -> None:
+    """An engine that recomputes all prompts would be exact too."""
+    for seed in range(batch, SEEDS // 5, BATCHES):
+        world = run_world(seed, is_calm=True)
+        failed = {load: count for load, count in world.loads.items() if not load.endswith(" ok")}
+        assert not failed, f"seed {seed}: {failed}\n{world.setup}\n{world.story()}"
+
+
+def test_p_reads_back_what_d_has_cached() -> None:
+    setup = replace(PLAIN, has_reuse=True, concurrency=1)
+    reused = sum(run_world(seed, setup).loads["reuse ok"] for seed in range(10))
+    assert reused > 5
+
+
+def test_small_pools_preempt() -> None:
+    small = EngineSetup(pool_factor=1.0)
+    setup = replace(PLAIN, prefill=small, decode=small, concurrency=12, requests=12)
+    preempted = sum(run_world(seed, setup).counts["preemptions"] for seed in range(10))
+    assert preempted > 5
+
+
+def test_kv_that_was_never_written_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimulatedDriver, "write_blocks", lambda *_: True)
+    with pytest.raises(AssertionError, match=r"reads in layer 0 at position \d+: never written"):
+        run_world(0, PLAIN)
+
+
+def test_a_seed_replays() -> None:
+    assert run_world(7).log == run_world(7).log
+
+
+if __name__ == "__main__":
+    replayed = SchedulerWorld(int(os.environ["SEED"]))
+    try:
+        replayed.run()
+    finally:
+        print(replayed.setup)
+        print(replayed.story(len(replayed.log)))

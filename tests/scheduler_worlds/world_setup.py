@@ -1,0 +1,115 @@
+"""What a scheduler world is made of, drawn from its seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from random import Random
+
+from simulated_transports import SendKind
+from world_config import EngineSetup
+from world_models import MAX_MODEL_TOKENS, MODELS, WorldModel
+
+BLOCK_SIZES = (2, 4, 8)
+LEVELS = (0, 0, 1, 3)  # of each kind of mischief: a world has much of some and none of other
+
+
+@dataclass(frozen=True)
+class MischiefLevels:
+    """How often each kind of mischief happens; 0: never."""
+
+    abort: int = 0
+    reset: int = 0
+    pause: int = 0
+    freeze: int = 0
+    leap: int = 0
+    reroute: int = 0
+    loss: int = 0  # percent of messages
+    repeat: int = 0
+    reorder: int = 0
+    bad_grants: int = 0
+    other_prompts: int = 0
+
+
+@dataclass(frozen=True)
+class WorldSetup:
+    """All dimensions of one world."""
+
+    model: WorldModel
+    prefill: EngineSetup
+    decode: EngineSetup
+    prefills: int = 1  # instances; several are ranks of data parallelism
+    decodes: int = 1
+    has_reuse: bool = False  # bidirectional KV reuse
+    send_kinds: tuple[SendKind, ...] = (SendKind.AT_ONCE,)
+    mischief: MischiefLevels = field(default_factory=MischiefLevels)
+    requests: int = 8
+    concurrency: int = 4  # requests that clients send before they wait for answers
+    moves: int = 2000  # before mischief ends
+    max_prompt: int = 60
+
+
+def draw_setup(random: Random, *, is_calm: bool = False) -> WorldSetup:
+    """Draws the dimensions of a world. `is_calm`: nothing goes wrong in it."""
+    model = random.choice(MODELS)
+    has_reuse = model.permits_reuse and random.random() < 0.6
+    prefill = _draw_engine(random, model, "kv_producer", is_calm=is_calm)
+    decode = _draw_engine(random, model, "kv_consumer", is_calm=is_calm)
+    if has_reuse:
+        prefill = replace(prefill, prefix_cache=True)
+        decode = replace(decode, prefix_cache=True)
+    if model.needs_equal_blocks:
+        decode = replace(decode, block_size=prefill.block_size)
+    kinds: tuple[SendKind, ...] = (SendKind.AT_ONCE, SendKind.LATER, SendKind.ONE_SIDED)
+    if not is_calm:
+        kinds += (SendKind.FAILING,)
+    send_kinds = tuple(random.sample(kinds, random.randint(1, len(kinds))))
+    return WorldSetup(
+        model=model,
+        prefill=prefill,
+        decode=decode,
+        prefills=random.choice([1, 1, 1, 2]),
+        decodes=random.choice([1, 1, 1, 2]),
+        has_reuse=has_reuse,
+        send_kinds=send_kinds,
+        mischief=MischiefLevels() if is_calm else draw_mischief(random),
+        concurrency=random.choice([1, 3, 12]),
+        requests=random.choice([5, 8, 12]),
+        max_prompt=random.choice([20, 40, MAX_MODEL_TOKENS - 30]),
+    )
+
+
+def draw_mischief(random: Random) -> MischiefLevels:
+    """Draws what goes wrong in a world."""
+    return MischiefLevels(
+        abort=random.choice(LEVELS),
+        reset=random.choice(LEVELS),
+        pause=random.choice(LEVELS),
+        freeze=random.choice(LEVELS),
+        leap=random.choice(LEVELS),
+        reroute=random.choice(LEVELS),
+        loss=random.choice(LEVELS),
+        repeat=random.choice(LEVELS),
+        reorder=random.choice(LEVELS),
+        bad_grants=random.choice(LEVELS),
+        other_prompts=random.choice(LEVELS),
+    )
+
+
+def _draw_engine(random: Random, model: WorldModel, kv_role: str, *, is_calm: bool) -> EngineSetup:
+    tensor_ranks = random.choice([1, 1, 2])
+    stages = 1 if tensor_ranks > 1 else random.choice([1, 1, 2])
+    is_async = random.random() < 0.5
+    return EngineSetup(
+        kv_role=random.choice([kv_role, "kv_both"]),
+        block_size=random.choice(BLOCK_SIZES),
+        pool_factor=8.0 if is_calm else random.choice([1.0, 1.0, 1.3, 2.0, 4.0]),
+        tensor_ranks=tensor_ranks,
+        stages=stages,
+        prefix_cache=not model.has_states and random.random() < 0.75,
+        chunk_tokens=random.choice([12, 32, MAX_MODEL_TOKENS]),
+        is_async=is_async,
+        has_new_runner=random.random() < 0.5,
+        policy=random.choice(["fcfs", "priority"]),
+        overlap=random.choice(["layer", "layer", "chunk", "off"]),
+        has_layer_calls=random.random() < 0.75,
+    )

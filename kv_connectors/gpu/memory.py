@@ -137,6 +137,8 @@ class DeviceMemory:
             self.runtime.copy(wire, host, stream)
             self.move(extent, blocks, wire, stream, gather=False)
             self.runtime.record_event(stream).synchronize()
+        # Mostly for lack of memory, before anything was launched. After that only a broken device
+        # fails, which runs nothing more: nothing is written into the blocks later.
         except RuntimeError as error:
             log.warning("gpu: %d bytes were not written into GPU memory: %s", size, error)
             return False

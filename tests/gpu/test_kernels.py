@@ -91,6 +91,35 @@ def test_gather_and_scatter_against_numpy(name: str, dtype: torch.dtype) -> None
         assert torch.equal(tensor[at(rest)], old[at(rest)]), "wrote into blocks of somebody else"
 
 
+@pytest.mark.skipif(HERE.type != "cpu", reason="the simulated GPU is on the CPU")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_simulated_gpus_stand_ins_do_what_the_kernels_do(name: str) -> None:
+    shape, order = LAYOUTS[name]
+    tensor = cache(shape, order, torch.bfloat16, 1)
+    planes = list(layout.planes_of(tensor, BLOCKS))
+    blocks = torch.tensor([7, 2, 10])
+    blocks.numbers = (7, 2, 10)
+    size = 3 * sum(plane.block_bytes for plane in planes)
+    true, found = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    kernels.move(planes, blocks, true, gather=True)
+    simulated_gpu.prepare_move(planes, blocks, found, gather=True)[0]()
+    assert torch.equal(found, true)
+    sums = torch.zeros(2, dtype=torch.int64)
+    for length in (size, size - 3):
+        sums.zero_()
+        kernels.checksum(true[:length], sums[:1])
+        simulated_gpu.prepare_checksum(true[:length], sums[1:])[0]()
+        assert sums[0] == sums[1]
+    before = tensor.clone()
+    backwards = true.flip(0)
+    simulated_gpu.prepare_move(planes, blocks, backwards, gather=False)[0]()
+    written = tensor.clone()
+    assert not torch.equal(written, before)
+    tensor.copy_(before)
+    kernels.move(planes, blocks, backwards, gather=False)
+    assert torch.equal(written, tensor)
+
+
 def test_some_heads_only() -> None:
     """A slice of the heads has rows at a distance."""
     whole = cache((BLOCKS, TOKENS, HEADS, DIM), (0, 1, 2, 3), torch.bfloat16, 1)

@@ -119,6 +119,7 @@ class WorkerSide:
         from .gpu.runtime import CudaRuntime  # noqa: PLC0415
 
         self._runtime = CudaRuntime(next(iter(caches.values())).device)
+        self._runtime.use_device()
         return device_memory(caches, config.kv_cache_groups, config.num_blocks, rank, self._runtime)
 
     def _start_gpu_facts(self, driver: Driver) -> None:

@@ -517,4 +517,5 @@ MUTANTS: list[tuple[str, ...]] = [
     ("GPU: the driver ends before its facts", "kv_connectors/worker.py", "        if self._gpu_facts is not None:\n            self._gpu_facts.close()\n        if self._driver is not None:\n            self._driver.close()", "        if self._driver is not None:\n            self._driver.close()\n        if self._gpu_facts is not None:\n            self._gpu_facts.close()", "tests/gpu/test_gpu_worker.py"),
     ("a piece that cannot be read ends the driver", "transports/zmq/transport.py", "        except CopyFailed as error:", "        except KeyError as error:", "tests/transports/zmq/test_zmq_transport.py::test_a_piece_that_cannot_be_read_ends_without_a_wake_up"),
     ("a piece that cannot be read never ends", "transports/zmq/transport.py", "            self._failed.append(piece)\n", "", "tests/transports/zmq/test_zmq_transport.py::test_a_piece_that_cannot_be_read_ends_without_a_wake_up"),
+    ("GPU: a thread that waits for an event spins on a core", "kv_connectors/gpu/runtime.py", "torch.cuda.Event(blocking=True)", "torch.cuda.Event()", "tests/gpu/test_cuda_runtime.py"),
 ]

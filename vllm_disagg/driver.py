@@ -85,8 +85,9 @@ class Driver:
         for end in (self._wake_up, self._woken):
             end.setblocking(False)
         self._closing = False
-        # Time of the last call from vLLM's thread. Receivers get its age, because the driver
-        # outlives an engine that makes no step, and its answers would keep them waiting.
+        # Time of the last call from vLLM's thread, or of its GPU's last fact. Receivers get its
+        # age, because the driver outlives an engine that makes no step, and its answers would keep
+        # them waiting.
         self._last_engine_step = time.monotonic()
         # A daemon: vLLM may end without `close`, and the thread must not keep the process.
         self._thread = threading.Thread(target=self._run, name="vllm-disagg", daemon=True)
@@ -131,7 +132,10 @@ class Driver:
 
     # vLLM's thread --------------------------------------------------------------------------------
     def submit(self, facts: Iterable[events.Fact]) -> None:
-        """Hands facts from vLLM to the machines, in order.  Does not block."""
+        """Hands facts from vLLM to the machines, in order.  Does not block.
+
+        Several threads may call it, one at a time.
+        """
         # Written here, read by the driver's thread: one reference, so it needs no lock.
         self._last_engine_step = time.monotonic()
         for fact in facts:

@@ -15,6 +15,7 @@ Races are found in every run, whatever its order, by the vector clocks of torch'
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
 import threading
@@ -49,7 +50,7 @@ class Work:
     """One thing that a stream does: a copy, a kernel, an event, a wait."""
 
     name: str
-    run: Callable[[], None]
+    run: Callable[[], object]
     is_ready: Callable[[], bool] = lambda: True
     seconds: float = 0.0
 
@@ -137,7 +138,7 @@ class SimulatedGpu:
         self,
         stream: SimulatedStream,
         name: str,
-        run: Callable[[], None],
+        run: Callable[[], object],
         reads: Iterable[int],
         writes: Iterable[int],
         seconds: float = 0.0,
@@ -274,7 +275,7 @@ class SimulatedRuntime:
         prepare = KERNELS[kernel]
         run, reads, writes, size = prepare(*arguments, **keywords)
         if self.gpu.are_kernels_interpreted:
-            run = lambda: kernel(*arguments, **keywords)  # noqa: E731 - in place of the stand-in
+            run = functools.partial(kernel, *arguments, **keywords)
         seconds = size / self.gpu.bytes_per_second if self.gpu.is_timed else 0.0
         self.gpu.launch(stream, kernel.__name__, run, reads, writes, seconds)
 
@@ -291,7 +292,7 @@ class SimulatedRuntime:
         self.gpu.launch(
             stream,
             name,
-            lambda: (run(), None)[1],
+            run,
             [tensor.data_ptr() for tensor in reads],
             [tensor.data_ptr() for tensor in writes],
             seconds,
@@ -299,7 +300,7 @@ class SimulatedRuntime:
 
 
 # What a kernel does: (run, addresses read, addresses written, bytes)
-Footprint = tuple[Callable[[], None], list[int], list[int], int]
+Footprint = tuple[Callable[[], object], list[int], list[int], int]
 
 
 def prepare_move(

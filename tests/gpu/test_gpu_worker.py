@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import time
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 pytest.importorskip("triton", reason="there is no Triton here")
 
 from simulated_gpu import SimulatedGpu, SimulatedRuntime
 
+from kv_connectors import kv_layout
 from kv_connectors.gpu.facts import GpuFacts
 from kv_connectors.layers import FinalLayers
 from kv_connectors.metadata import StepMetadata
@@ -18,6 +24,7 @@ from kv_connectors.worker import WorkerSide
 from vllm_disagg.config import Config
 from vllm_disagg.fleet import keys
 from vllm_disagg.kv.layout import uniform
+from vllm_disagg.kv.memory import HostMemory
 from vllm_disagg.kv.reshard import ReshardPlan
 from vllm_disagg.protocol import events
 
@@ -113,3 +120,37 @@ def test_close_ends_the_facts_before_the_driver(
     monkeypatch.setattr(started.facts, "close", lambda: started.driver.closed.append("facts"))
     started.worker.close()
     assert started.driver.closed == ["facts", "driver"]
+
+
+def test_a_worker_with_kv_on_a_gpu_starts_the_thread_and_ends_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu_layout = importlib.import_module("kv_connectors.gpu.layout")
+    gpu_runtime = importlib.import_module("kv_connectors.gpu.runtime")
+    memory = HostMemory([[np.zeros((8, 64), np.uint8)]], 16)
+    monkeypatch.setattr(
+        gpu_runtime, "CudaRuntime", lambda device: SimulatedRuntime(SimulatedGpu(), str(device))
+    )
+    monkeypatch.setattr(gpu_layout, "device_memory", lambda *_: (memory, ["a"]))
+    monkeypatch.setattr(kv_layout, "kv_heads", lambda model_config: {1})
+    key = keys.FleetKey(b"k" * keys.KEY_BYTES)
+    vllm_config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(tensor_parallel_size=1), model_config=None
+    )
+    caches: Any = SimpleNamespace(kv_cache_groups=[], num_blocks=8)
+    worker = WorkerSide(Config(transport="zmq"), key, 0, vllm_config, caches)
+    tensor: Any = SimpleNamespace(device=torch.device("cuda", 0))
+    worker.register_kv_caches({"a": tensor})
+    assert worker._gpu_facts is not None
+    assert worker._gpu_facts._thread.is_alive()
+    load = events.LoadRequested("ab" * 16, [], ReshardPlan([[]], []), [], 16, 1.0)
+    worker.begin_step(StepMetadata(receiver_events=[load], loading_requests={"ab" * 16: "r"}))
+    received: set[str] = set()
+    end = time.monotonic() + 10
+    while not received and time.monotonic() < end:
+        _, received, failed = worker.take_results()
+        time.sleep(0.001)
+    assert received == {"r"} and not failed, "nothing is to be read by this rank"
+    worker.close()
+    assert not worker._gpu_facts._thread.is_alive()
+    assert not worker.driver._thread.is_alive()

@@ -40,9 +40,9 @@ def test_whatever_happens_nothing_is_wrong_and_everything_ends(batch: int) -> No
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_whatever_happens_beside_gpus_nothing_is_wrong_and_everything_ends(batch: int) -> None:
     """Facts come in the order of the GPU's work and late, revocations at once."""
-    for seed in range(batch, SEEDS, BATCHES):
-        chaos = frozenset(CHAOS) | ({"blind"} if seed % 3 == 0 else set())
-        run(seed, chaos, has_gpus=True)
+    for seed in range(batch, SEEDS // 2, BATCHES):
+        blind = {"blind"} if seed % 3 == 0 else set()
+        run(seed, frozenset(CHAOS) | blind, has_gpus=True)
 
 
 @pytest.mark.parametrize("has_gpus", [False, True])
@@ -65,8 +65,8 @@ def test_a_network_that_loses_little_delivers_everything(batch: int, has_gpus: b
 def test_without_mischief_every_transfer_is_exact_and_some_bytes_overlap_with_prefill(
     has_gpus: bool,
 ) -> None:
-    delivered, back = 0, 0
-    for seed in range(200):
+    delivered, back, seeds = 0, 0, 60 if has_gpus else 200
+    for seed in range(seeds):
         world = run(seed, frozenset(), has_gpus)
         assert {
             why for (_, transfer), why in world.outcomes.items() if not transfer.endswith(BACK)
@@ -75,7 +75,7 @@ def test_without_mischief_every_transfer_is_exact_and_some_bytes_overlap_with_pr
         back += sum(
             transfer.endswith(BACK) and why is None for (_, transfer), why in world.outcomes.items()
         )
-    assert delivered > 600 and back > 100
+    assert delivered > 3 * seeds and back > seeds // 2
 
 
 @pytest.mark.parametrize("batch", range(4))

@@ -73,6 +73,7 @@ class Started:
     def reach(self) -> list[Any]:
         """Lets the GPU come to the next event; returns what the driver got by it."""
         self.driver.facts.clear()
+        assert self.facts._queue.next_event() is not None, "no fact waits for the GPU"
         self.facts.submit_next()
         return self.driver.facts
 

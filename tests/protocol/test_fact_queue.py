@@ -157,7 +157,7 @@ def test_after_a_failure_no_claim_is_believed(queue: Queue) -> None:
         events.PrefillFinished("t"),
     ]
     assert queue.is_empty and queue.queue.fail() == []
-    late = [scheduled("u", 8), events.LayersComputed("u", 2), requested("m")]
+    late: list[Fact] = [scheduled("u", 8), events.LayersComputed("u", 2), requested("m")]
     assert queue.queue.add(late, None) == [
         scheduled("u", 8),
         events.LayersRecomputed("u"),

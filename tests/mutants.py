@@ -87,6 +87,10 @@ TESTS = {
         for file in MACHINES
     },
     "driver.py": [Run(["tests/unit/test_driver.py"])],
+    "protocol/fact_queue.py": [
+        Run(["tests/protocol/test_fact_queue.py"]),
+        *(Run(WORLD, seeds) for seeds in (FEW, MORE)),
+    ],
     "outcomes.py": [Run(["tests/unit/test_outcomes.py", "tests/unit/test_driver.py"])],
     "trace.py": [Run(["tests/unit/test_trace.py"])],
     "transports/selection.py": [Run(["tests/transports/test_selection.py"])],

@@ -39,7 +39,7 @@ from .config import Config
 from .errors import BadMessage
 from .fleet.keys import FleetKey
 from .kv.memory import Memory
-from .outcomes import Fact, Outcome, Outcomes
+from .outcomes import Outcome, Outcomes
 from .protocol import events, messages
 from .protocol.peers import WorkerInfo
 from .protocol.receiver import Receiver
@@ -76,7 +76,7 @@ class Driver:
         # have no effect (rule 4 of ARCHITECTURE.md).
         self.name = f"{secrets.token_hex(6)}/{rank}"
         self.counters = Counters()
-        self._inbox: deque[Fact] = deque()
+        self._inbox: deque[events.Fact] = deque()
         self._outcomes = Outcomes()
         self._trace = TransferTrace()
         self._wake_up, self._woken = socket.socketpair()
@@ -85,8 +85,9 @@ class Driver:
         for end in (self._wake_up, self._woken):
             end.setblocking(False)
         self._closing = False
-        # Time of the last call from vLLM's thread. Receivers get its age, because the driver
-        # outlives an engine that makes no step, and its answers would keep them waiting.
+        # Time of the last call from vLLM's thread, or of its GPU's last fact. Receivers get its
+        # age, because the driver outlives an engine that makes no step, and its answers would keep
+        # them waiting.
         self._last_engine_step = time.monotonic()
         # A daemon: vLLM may end without `close`, and the thread must not keep the process.
         self._thread = threading.Thread(target=self._run, name="vllm-disagg", daemon=True)
@@ -130,8 +131,11 @@ class Driver:
         self._thread.start()
 
     # vLLM's thread --------------------------------------------------------------------------------
-    def submit(self, facts: Iterable[Fact]) -> None:
-        """Hands facts from vLLM to the machines, in order.  Does not block."""
+    def submit(self, facts: Iterable[events.Fact]) -> None:
+        """Hands facts from vLLM to the machines, in order.  Does not block.
+
+        Several threads may call it, one at a time.
+        """
         # Written here, read by the driver's thread: one reference, so it needs no lock.
         self._last_engine_step = time.monotonic()
         for fact in facts:

@@ -31,9 +31,9 @@ class Transfers(RuleBasedStateMachine):
     every step.
     """
 
-    @initialize(topology=TOPOLOGIES)
-    def begin(self, topology: Topology) -> None:
-        self.world = World(0, chaos=frozenset(), topology=topology)
+    @initialize(topology=TOPOLOGIES, has_gpus=st.booleans())
+    def begin(self, topology: Topology, has_gpus: bool) -> None:
+        self.world = World(0, chaos=frozenset(), topology=topology, has_gpus=has_gpus)
 
     @property
     def p(self) -> PrefillEngine:
@@ -70,6 +70,23 @@ class Transfers(RuleBasedStateMachine):
         rank = self.world.sides[data.draw(st.sampled_from(sorted(self.world.sides)))]
         if not rank.frozen:
             rank.reading.land()
+
+    @precondition(lambda self: self.world.has_gpus)
+    @rule(data=st.data(), works=st.integers(1, 20))
+    def gpu(self, data: st.DataObject, works: int) -> None:
+        """The GPU does some of what was launched, and the thread that waits for it looks."""
+        rank = self.world.sides[data.draw(st.sampled_from(sorted(self.world.sides)))]
+        assert rank.gpu is not None
+        for _ in range(min(works, len(rank.gpu.launched))):
+            rank.gpu.launched.popleft()()
+        if not rank.frozen:
+            rank.gpu.take_reached()
+            rank.drain()
+
+    @precondition(lambda self: self.world.has_gpus)
+    @rule(data=st.data())
+    def blind(self, data: st.DataObject) -> None:
+        self.world.blind(self.world.sides[data.draw(st.sampled_from(sorted(self.world.sides)))])
 
     @rule(label=st.sampled_from(["d", "e"]))
     def decode_step(self, label: str) -> None:

@@ -15,6 +15,7 @@ Everything is drawn from one `random.Random(seed)`: a failing seed replays bit f
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import Any
 
 from world_ranks import BACK, FAST, LAYERS, LIAR, STATES, Rank, shapes
@@ -42,8 +43,9 @@ CHAOS = {  # percent, each time it may happen; a leap is a long time in which no
 }
 CHANCES = {
     **CHAOS,
-    "stand": 4,
-}  # P's vLLM stands still while its workers' threads live: in worlds of their own
+    "stand": 4,  # P's vLLM stands still while its workers' threads live
+    "blind": 1,  # a rank cannot wait for its GPU any more
+}  # the last two: in worlds of their own
 MOODS = (
     0,
     1,
@@ -57,7 +59,10 @@ EQUAL: Topology = (2, 0, ("one", 4), ("one", 4))
 
 
 class World:
-    """One run.  `chaos` names what may go wrong; without any, every transfer must arrive."""
+    """One run.  `chaos` names what may go wrong; without any, every transfer must arrive.
+
+    `has_gpus`: what vLLM's threads write is only launched, and done later (`world_gpu.py`).
+    """
 
     def __init__(
         self,
@@ -65,8 +70,10 @@ class World:
         chaos: frozenset[str] = frozenset(CHAOS),
         transfers: int = 4,
         topology: Topology | None = None,
+        has_gpus: bool = False,
     ) -> None:
         self.random = random.Random(seed)
+        self.has_gpus = has_gpus
         self.chaos = {
             what: CHANCES[what] * (self.random.choice(MOODS) if "die" in chaos else 1)
             for what in sorted(chaos)
@@ -150,12 +157,14 @@ class World:
         elif kind == 10:
             side = self.random.choice(list(self.sides.values()))
             if not side.frozen:
+                self.run_gpus([side])
                 side.drain()
         else:
             self.mischief()
 
     def copy(self) -> None:
-        """Sends and copies go on, and those who decode."""
+        """Sends and copies go on, and those who decode; GPUs do some of what was launched."""
+        self.run_gpus(self.sides.values())
         for side in self.sides.values():
             if not side.frozen:
                 side.serving.transmit()
@@ -163,6 +172,11 @@ class World:
         for engine in self.decodes.values():
             if not engine.frozen:
                 engine.step()
+
+    def run_gpus(self, ranks: Iterable[Rank]) -> None:
+        for rank in ranks:
+            if rank.gpu is not None:
+                rank.gpu.go_on()
 
     def dispatch(self) -> None:
         p = self.prefill
@@ -218,6 +232,8 @@ class World:
             self.cancel(*self.random.choice(sorted(self.wanted)))
         if self.roll("die"):
             self.die(self.random.choice(["p", *self.decodes]))
+        if self.roll("blind"):
+            self.blind(self.random.choice(list(self.sides.values())))
         if self.roll("freeze"):
             side = self.random.choice(list(self.sides.values()))
             side.frozen = not side.frozen
@@ -304,6 +320,12 @@ class World:
     def is_by_fast(sent: tuple[str, str, Any], side: Rank) -> bool:
         return sent[1] == "piece" and sent[0].startswith(side.name + FAST)
 
+    def blind(self, rank: Rank) -> None:
+        """A rank cannot wait for its GPU any more: none of its prompts is sent or loaded."""
+        if rank.gpu is not None:
+            self.disturbed |= set(self.lengths)
+            rank.gpu.fail()
+
     def unlink(self, reader: str) -> None:
         """A connection has ended, whether or not the reader has."""
         for side in self.sides.values():
@@ -345,6 +367,9 @@ class World:
             self.prefill.finish()
             for _ in range(len(self.network)):
                 self.deliver()
+            for side in self.sides.values():
+                if side.gpu is not None:
+                    side.gpu.finish()
             self.copy()
             self.pass_time(0.3)
         assert not self.wanted, f"never reported: {self.wanted}"

@@ -7,6 +7,7 @@ all ranks with the engine's next step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -67,21 +68,34 @@ class Engine:
         for rank in self.ranks:
             rank.serving.machine.last_engine_step = rank.now
 
-    def send_events(self) -> StepEvents:
-        """The events of the legs go to all ranks, before anything is written in this step."""
+    def send_events(self, dirty: Sequence[int] = ()) -> StepEvents:
+        """The events of the legs go to all ranks.
+
+        What revokes blocks goes before others write into those that were freed, `dirty`; all else
+        goes after that: these blocks may be loaded into from now on.
+        """
         self.legs.validate()
         step = self.legs.take_events()
         self.rules.check(step)
         self.loading_requests |= step.loading_requests
-        for event in [*step.for_sender, *step.for_receiver]:
+        revoked = [one for one in step.for_sender if isinstance(one, events.BlocksRevoked)]
+        for rank in self.ranks:
+            rank.submit(revoked)
+            rank.scribble(dirty)
+        received = [self.patient(event) for event in step.for_receiver]
+        for event in received:
             if isinstance(event, events.LoadRequested):
-                # A second without progress, as for reuse, is one step of a world's time.
-                event = msgspec.structs.replace(event, stall_timeout=PATIENCE)
                 self.expect(event)
-            for rank in self.ranks:
-                rank.inbox.append(event)
+        for rank in self.ranks:
+            rank.submit([*step.for_sender, *received])
         self.stepped()
         return step
+
+    def patient(self, event: events.ForReceiver) -> events.ForReceiver:
+        """A second without progress, as for reuse, is one step of a world's time."""
+        if isinstance(event, events.LoadRequested):
+            return msgspec.structs.replace(event, stall_timeout=PATIENCE)
+        return event
 
     def expect(self, event: events.LoadRequested) -> None:
         """Blocks are loaded into from now on."""
@@ -118,11 +132,6 @@ class Engine:
         self.dirty = []
         self.free += dirty
         return dirty
-
-    def scribble(self, blocks: list[int]) -> None:
-        """Others write into blocks that were freed."""
-        for rank in self.ranks:
-            rank.scribble(blocks)
 
     def give_back(self, blocks: Held) -> None:
         self.dirty += [block for ids in blocks for block in ids if block != NULL_BLOCK]
@@ -220,8 +229,7 @@ class PrefillEngine(Engine):
         ready = [prompt for prompt in self.prompts.values() if self.is_ready(prompt)]
         prompt = random.choice(ready) if ready else None
         upto = self.schedule(prompt) if prompt is not None else 0
-        step = self.send_events()
-        self.scribble(dirty)
+        step = self.send_events(dirty)
         for hit in self.hits:
             for rank in self.ranks:
                 for layer in range(len(rank.shape.layers)):
@@ -276,7 +284,7 @@ class PrefillEngine(Engine):
             rank.compute(prompt.transfer, prompt.blocks, layer, range(prompt.computed, upto))
             if random.random() < 0.5 or layer == len(rank.shape.layers) - 1:
                 if told:
-                    rank.inbox.append(events.LayersComputed(prompt.transfer, layer + 1))
+                    rank.submit([events.LayersComputed(prompt.transfer, layer + 1)])
                 self.meanwhile()
         prompt.computed = upto
         self.computing = False
@@ -295,9 +303,9 @@ class PrefillEngine(Engine):
                         prompt.transfer, prompt.blocks, layer, range(prompt.computed, upto), again
                     )
                 if again and offered:
-                    rank.inbox.append(events.LayersComputed(prompt.transfer, offered))
+                    rank.submit([events.LayersComputed(prompt.transfer, offered)])
                 self.meanwhile()
-            rank.inbox.append(events.LayersRecomputed(prompt.transfer))
+            rank.submit([events.LayersRecomputed(prompt.transfer)])
 
     def allocate(self, prompt: Prompt, upto: int) -> bool:
         missing = [-(-upto // self.block_size) - len(prompt.blocks[0])] * 2  # by group
@@ -324,6 +332,7 @@ class PrefillEngine(Engine):
     def meanwhile(self) -> None:
         """The drivers' threads and the network do not wait for the forward pass."""
         for _ in range(self.world.random.choice([0, 0, 4])):
+            self.world.run_gpus(self.ranks)
             for rank in self.ranks:
                 if not rank.frozen:
                     rank.drain()
@@ -531,8 +540,7 @@ class DecodeEngine(Engine):
                 self.legs.on_finished(answer.request, is_normal=True)
                 self.give_back(answer.blocks)
                 del self.answers[answer.transfer]
-        self.send_events()
-        self.scribble(dirty)
+        self.send_events(dirty)
         for answer in self.answers.values():
             if self.rules.is_served(answer.transfer + BACK) and not answer.is_said:
                 self.say_cached(answer)
@@ -554,7 +562,7 @@ class DecodeEngine(Engine):
         for rank in self.ranks:
             for layer in range(len(rank.shape.layers)):
                 rank.compute(back, answer.blocks, layer, range(answer.cached))
-            rank.inbox.append(events.LayersComputed(back, len(rank.shape.layers)))
+            rank.submit([events.LayersComputed(back, len(rank.shape.layers))])
 
     def holder(self, transfer: str) -> Answer | None:
         if not self.rules.is_served(transfer):

@@ -6,11 +6,12 @@ The order of events is that of the driver.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from world_gpu import WorldGpu
 
 from vllm_disagg.kv import extents
 from vllm_disagg.kv.layout import (
@@ -104,6 +105,7 @@ class Rank:
         self.inbox: deque[Any] = deque()
         self.memory: dict[Place, str] = {}
         self.frozen = False
+        self.gpu = WorldGpu(self) if world.has_gpus else None
         self.rate = world.random.choice([0.9, 1.0, 1.1])
         self.serving, self.reading = Serving(self), Reading(self)
         self.halves: dict[str, Serving | Reading] = {
@@ -119,12 +121,28 @@ class Rank:
     def kind(self) -> LayerLayout:
         return self.shape.kinds[0]
 
-    def scribble(self, blocks: list[int]) -> None:
+    # vLLM's thread --------------------------------------------------------------------------------
+    def submit(self, facts: Sequence[events.Fact]) -> None:
+        if self.gpu is None:
+            self.inbox += facts
+        else:
+            self.gpu.submit(facts)
+
+    def write(self, contents: dict[Place, str]) -> None:
+        """On a GPU the write is only launched."""
+        if self.gpu is None:
+            self.memory |= contents
+        else:
+            self.gpu.launch(lambda: self.memory.update(contents))
+
+    def scribble(self, blocks: Sequence[int]) -> None:
+        contents: dict[Place, str] = {}
         for layer in range(len(self.shape.layers)):
             for head in range(self.shape.kind(layer).heads):
                 for block in blocks:
                     for slot in slots(self.shape.kind(layer)):
-                        self.memory[layer, head, block, slot] = "overwritten"
+                        contents[layer, head, block, slot] = "overwritten"
+        self.write(contents)
 
     def truth(self, transfer: str, layer: int, head: int, token: int) -> str:
         """Of a state: after so many tokens."""
@@ -144,12 +162,18 @@ class Rank:
         """Write the right KV of one layer, or a wrong one; a state is changed where it is."""
         kind = self.shape.kind(layer)
         of_layer = blocks[kind.group]
+        contents: dict[Place, str] = {}
         for token in tokens:
             place, truth = (of_layer[token // kind.block_size], token % kind.block_size), token
             if kind.block_size == STATE:
                 place, truth = (of_layer[0], 0), token + 1
             for head in range(kind.heads):
-                self.memory[layer, head, *place] = self.truth(transfer, layer, head, truth) + wrong
+                contents[layer, head, *place] = self.truth(transfer, layer, head, truth) + wrong
+        self.write(contents)
+
+    # The driver's thread --------------------------------------------------------------------------
+    def note(self, what: object) -> None:
+        self.world.note(self.name, what)
 
     def drain(self) -> None:
         while self.inbox:

@@ -17,6 +17,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from vllm_disagg.config import Config
+from vllm_disagg.errors import CopyFailed
 from vllm_disagg.fleet import keys
 from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.memory import FRAME_BYTES, HostMemory
@@ -24,6 +25,7 @@ from vllm_disagg.protocol.events import (
     PostRead,
     ReadCompleted,
     ReadStatus,
+    SendCompleted,
     SendPiece,
     TransportChanged,
 )
@@ -139,6 +141,23 @@ def test_a_receiver_that_never_connects_costs_one_checksum_a_piece(
     send(transport, "nobody", 4)
     assert sent(transport, 4, 3.0) == 4
     assert len(sums) == 4
+
+
+def test_a_piece_that_cannot_be_read_ends_without_a_wake_up(
+    transport: ZmqTransport, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a GPU without free memory: it costs this piece, not the driver."""
+
+    def fail(*_: object) -> list[memoryview]:
+        raise CopyFailed("16 bytes were not read from GPU memory: out of memory")
+
+    monkeypatch.setattr(transport._port.memory, "read", fail)
+    send(transport, "nobody", 1)
+    assert transport.next_deadline() == 0.0
+    completed = SendCompleted("ab" * 16, "d/0", 0, "zmq:nobody")
+    assert list(transport.poll_events(())) == [completed]
+    assert transport.next_deadline() is None
+    assert f"a piece of transfer {'ab' * 16} was not sent: 16 bytes were not read" in caplog.text
 
 
 def test_a_cancelled_read_ends_without_a_wake_up(transport: ZmqTransport) -> None:

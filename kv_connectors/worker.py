@@ -113,7 +113,9 @@ class WorkerSide:
             )
         from .gpu.layout import device_memory  # noqa: PLC0415 - Triton, which CPUs need not have
 
-        memory, names = device_memory(caches, config.kv_cache_groups, config.num_blocks, rank)
+        memory, names = device_memory(
+            caches, config.kv_cache_groups, config.num_blocks, rank, self._vllm_config
+        )
         self._record_launch = memory.record_launch
         return memory, names
 

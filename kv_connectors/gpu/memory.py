@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from vllm_disagg.kv.extents import Extent
+from vllm_disagg.kv.extents import Extent, heads_of
 from vllm_disagg.kv.layout import RankLayout, RemoteLayout
 from vllm_disagg.kv.memory import FRAME_BYTES
 
@@ -95,9 +95,7 @@ class DeviceMemory:
             if stream is not None and self._last_launch is not None:
                 stream.wait_event(self._last_launch)
             ids = torch.tensor(list(blocks), dtype=torch.int64).to(self.device, non_blocking=True)
-            layers = self.planes[extent.layer : extent.layer_end]
-            planes = [plane for layer in layers for plane in layer]
-            return move(planes, ids, wire, gather=gather)
+            return move(self._extent_planes(extent), ids, wire, gather=gather)
 
     # For ZMQ, through pinned host memory; these calls wait for the GPU ----------------------------
     def read(self, extent: Extent, blocks: Sequence[int]) -> list[memoryview]:
@@ -143,5 +141,15 @@ class DeviceMemory:
             self._staging_stream.synchronize()
 
     def _size(self, extent: Extent, blocks: Sequence[int]) -> int:
+        return sum(plane.block_bytes for plane in self._extent_planes(extent)) * len(blocks)
+
+    def _extent_planes(self, extent: Extent) -> list[Plane]:
+        """Returns the memory of an extent's heads, in wire order."""
         layers = self.planes[extent.layer : extent.layer_end]
-        return sum(plane.block_bytes for layer in layers for plane in layer) * len(blocks)
+        planes = [plane for layer in layers for plane in layer]
+        kind = self.shape.kind(extent.layer)
+        head, head_end = heads_of(extent, kind)
+        if head_end - head == kind.heads:
+            return planes
+        stride = next(step for name, _, step in kind.regions[0][0].axes if name == "h")
+        return [plane.of_heads(kind.heads, stride, head, head_end) for plane in planes]

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from kv_connectors.kv_layout import RankCache
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.kv.extents import Extent
-from vllm_disagg.kv.layout import uniform
+from vllm_disagg.kv.layout import LayerLayout, uniform
 from vllm_disagg.protocol.events import PostRead, SendPiece
 
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
@@ -26,17 +27,29 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton", reason="there is no Triton here")
 kernels = pytest.importorskip("kv_connectors.gpu.kernels")
 layout = importlib.import_module("kv_connectors.gpu.layout")
+FullAttentionSpec = importlib.import_module("vllm.v1.kv_cache_interface").FullAttentionSpec
 memory = importlib.import_module("kv_connectors.gpu.memory")
 staging = importlib.import_module("kv_connectors.gpu.staging")
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BLOCKS, TOKENS, HEADS, DIM = 11, 4, 3, 8
-LAYOUTS = {  # shapes and orders of the axes in memory, as vLLM's backends have them
+# Before vLLM 0.32: shapes and orders of the axes in memory, as its backends have them.
+OLD_LAYOUTS = {
     "blocks first": ((BLOCKS, TOKENS, HEADS, DIM), (0, 1, 2, 3)),
     "keys and values apart": ((2, BLOCKS, TOKENS, HEADS, DIM), (0, 1, 2, 3, 4)),
+    "apart, in kernel blocks": ((2, 2 * BLOCKS, TOKENS // 2, HEADS, DIM), (0, 1, 2, 3, 4)),
     "heads before tokens": ((BLOCKS, TOKENS, HEADS, 2 * DIM), (0, 2, 1, 3)),
     "blocks outermost": ((2, BLOCKS, TOKENS, HEADS, DIM), (1, 0, 2, 3, 4)),
     "odd": ((BLOCKS, 3, 5, 1), (0, 1, 2, 3)),
+}
+# vLLM 0.32: the order in memory of the axes layers, blocks, heads, tokens, channels.
+LAYOUTS = {
+    "LBHNC": (0, 1, 2, 3, 4),
+    "LBNHC": (0, 1, 3, 2, 4),
+    "LHBNC": (0, 2, 1, 3, 4),
+    "BLHNC": (1, 0, 2, 3, 4),
+    "BLNHC": (1, 0, 3, 2, 4),
+    "BHLNC": (1, 2, 0, 3, 4),
 }
 
 
@@ -57,67 +70,93 @@ def in_memory_order(part: torch.Tensor) -> np.ndarray:
     return dense.view(torch.uint8).reshape(part.shape[0], -1).cpu().numpy()
 
 
+def two_layers(name: str, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+    """Returns the tensors of two layers as vLLM hands them over."""
+    if name in LAYOUTS:
+        shape = (2, BLOCKS, HEADS, TOKENS, 2 * DIM)
+        return list(cache(shape, LAYOUTS[name], dtype, seed))
+    return [cache(*OLD_LAYOUTS[name], dtype, seed + layer) for layer in range(2)]
+
+
+def by_blocks(tensor: torch.Tensor) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = layout.by_blocks("a", tensor, BLOCKS)
+    return found
+
+
+def planes_of(tensors: list[torch.Tensor]) -> list[Any]:
+    return [layout.plane_of(part) for tensor in tensors for part in by_blocks(tensor)]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, *OLD_LAYOUTS])
 def test_gather_and_scatter_against_numpy(name: str, dtype: torch.dtype) -> None:
-    shape, order = LAYOUTS[name]
-    theirs, ours = (
-        [cache(shape, order, dtype, seed) for seed in (1, 2)],
-        [cache(shape, order, dtype, 9) for _ in "ab"],
-    )
+    theirs = two_layers(name, dtype, 1)
+    ours = two_layers(name, dtype, 9)
     source, target = [7, 2, 3, 10], [0, 5, 4, 1]
-    planes = [plane for tensor in theirs for plane in layout.planes_of(tensor, BLOCKS)]
-    parts = [
-        part for tensor in theirs for part in ([tensor] if shape[0] == BLOCKS else tensor.unbind(0))
-    ]
+    parts = [part for tensor in theirs for part in by_blocks(tensor)]
     expected = np.concatenate([in_memory_order(part)[source].reshape(-1) for part in parts])
     wire = torch.zeros(expected.size + 64, dtype=torch.uint8, device=HERE)
-    assert (
-        kernels.move(planes, torch.tensor(source, device=HERE), wire, gather=True) == expected.size
+    ids = torch.tensor(source, device=HERE)
+    assert kernels.move(planes_of(theirs), ids, wire, gather=True) == expected.size
+    assert (wire.cpu().numpy()[: expected.size] == expected).all()
+    assert not wire[expected.size :].any()
+    before = [[part.clone() for part in by_blocks(tensor)] for tensor in ours]
+    ids = torch.tensor(target, device=HERE)
+    kernels.move(planes_of(ours), ids, wire, gather=False)
+    rest = [block for block in range(BLOCKS) if block not in target]
+    for tensor, reference, old_parts in zip(ours, theirs, before, strict=True):
+        for part, right, old in zip(
+            by_blocks(tensor), by_blocks(reference), old_parts, strict=True
+        ):
+            assert torch.equal(part[target], right[source])
+            assert torch.equal(part[rest], old[rest]), "wrote into other blocks"
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_some_heads_only(name: str) -> None:
+    """As P's rank sends them to a rank of D with fewer heads, or D's rank with more takes them."""
+    whole = two_layers(name, torch.bfloat16, 1)[1]
+    part = whole[:, 1:3]
+    (plane,) = planes_of([whole])
+    (cut,) = planes_of([part])
+    is_by_token = name.index("N") < name.index("H")
+    head_elements = 2 * DIM if is_by_token else TOKENS * 2 * DIM
+    found = plane.of_heads(HEADS, head_elements * whole.element_size(), 1, 3)
+    assert found.block_bytes == cut.block_bytes
+    wire, expected = (
+        torch.zeros(3 * cut.block_bytes, dtype=torch.uint8, device=HERE) for _ in "we"
     )
-    assert (wire.cpu().numpy()[: expected.size] == expected).all() and not wire[
-        expected.size :
-    ].any()
-    before = [tensor.clone() for tensor in ours]
-    back = [plane for tensor in ours for plane in layout.planes_of(tensor, BLOCKS)]
-    kernels.move(back, torch.tensor(target, device=HERE), wire, gather=False)
-    for tensor, reference, old in zip(ours, theirs, before, strict=True):
-        at = (lambda ids: ids) if shape[0] == BLOCKS else (lambda ids: (slice(None), ids))
-        assert torch.equal(tensor[at(target)], reference[at(source)])
-        rest = [block for block in range(BLOCKS) if block not in target]
-        assert torch.equal(tensor[at(rest)], old[at(rest)]), "wrote into blocks of somebody else"
+    ids = torch.tensor([4, 0, 9], device=HERE)
+    kernels.move([found], ids, wire, gather=True)
+    kernels.move([cut], ids, expected, gather=True)
+    assert torch.equal(wire, expected)
+    assert (expected.cpu().numpy() == in_memory_order(part)[[4, 0, 9]].reshape(-1)).all()
 
 
-def test_some_heads_only() -> None:
-    """A slice of the heads has rows at a distance."""
-    whole = cache((BLOCKS, TOKENS, HEADS, DIM), (0, 1, 2, 3), torch.bfloat16, 1)
-    part = whole[:, :, 1:2]
-    (plane,) = layout.planes_of(part, BLOCKS)
-    assert plane.rows == TOKENS
-    wire = torch.zeros(3 * plane.block_bytes, dtype=torch.uint8, device=HERE)
-    kernels.move([plane], torch.tensor([4, 0, 9], device=HERE), wire, gather=True)
-    assert torch.equal(wire, part[[4, 0, 9]].contiguous().view(torch.uint8).reshape(-1))
+def test_heads_that_are_no_rows_at_one_distance() -> None:
+    plane = kernels.Plane(base=0, block_stride=4096, rows=4, row_stride=512, row_bytes=256)
+    with pytest.raises(ValueError, match="2 heads at 64 bytes"):
+        plane.of_heads(2, 64, 0, 1)
+    with pytest.raises(ValueError, match="2 heads at 256 bytes"):
+        plane.of_heads(2, 256, 0, 1)
 
 
-def test_what_has_no_rows_of_one_distance_is_refused() -> None:
+def test_rows_without_one_distance_are_refused() -> None:
     wild = torch.zeros(BLOCKS, 8, 8, 8)[:, ::2, ::4, ::3]
     with pytest.raises(ValueError, match="strides"):
-        list(layout.planes_of(wild, BLOCKS))
+        planes_of([wild])
 
 
 def test_a_slot_that_is_too_short_is_refused_before_anything_moves() -> None:
     tensor = cache((BLOCKS, TOKENS, HEADS, DIM), (0, 1, 2, 3), torch.float32, 1)
-    planes, wire = (
-        list(layout.planes_of(tensor, BLOCKS)),
-        torch.zeros(8, dtype=torch.uint8, device=HERE),
-    )
+    wire = torch.zeros(8, dtype=torch.uint8, device=HERE)
     with pytest.raises(ValueError, match="slot"):
-        kernels.move(planes, torch.tensor([1], device=HERE), wire, gather=True)
+        kernels.move(planes_of([tensor]), torch.tensor([1], device=HERE), wire, gather=True)
 
 
 def staged(seed: int) -> tuple[torch.Tensor, object]:
     tensor = cache((2, BLOCKS, TOKENS, HEADS, DIM), (0, 1, 2, 3, 4), torch.bfloat16, seed)
-    planes = list(layout.planes_of(tensor, BLOCKS))
+    planes = planes_of([tensor])
     shape = uniform(1, TOKENS, [plane.block_bytes for plane in planes])
     return tensor, memory.DeviceMemory([planes], shape, HERE)
 
@@ -172,20 +211,81 @@ def test_by_way_of_the_host() -> None:
     assert torch.equal(ours[:, [0, 1]], theirs[:, [9, 4]])
 
 
-def test_the_memory_of_a_model_and_that_warming_up_changes_nothing() -> None:
-    caches = {
-        f"layer {at}": cache((2, BLOCKS, TOKENS, HEADS, DIM), (1, 0, 2, 3, 4), torch.float16, at)
-        for at in range(3)
-    }
-    before = [tensor.clone() for tensor in caches.values()]
-    groups = [
-        SimpleNamespace(layer_names=list(caches), kv_cache_spec=SimpleNamespace(block_size=TOKENS))
-    ]
-    made, names = layout.device_memory(caches, groups, BLOCKS, RankCache(0, 1, {HEADS}))
-    assert names == list(caches) and len(made.shape.layers) == 3
-    assert {sum(kind.block_bytes) for kind in made.shape.kinds} == {2 * TOKENS * HEADS * DIM * 2}
-    assert all(
-        torch.equal(tensor, old) for tensor, old in zip(caches.values(), before, strict=True)
+def spec(heads: int = HEADS) -> Any:
+    return FullAttentionSpec(
+        block_size=TOKENS, num_kv_heads=heads, head_size=DIM, dtype=torch.bfloat16
     )
-    with pytest.raises(ConfigError, match="cannot move a KV tensor of shape"):
-        layout.device_memory(caches, groups, BLOCKS + 1, RankCache(0, 1, {HEADS}))
+
+
+def described(caches: dict[str, torch.Tensor], groups: list[Any], **fields: Any) -> Any:
+    """Returns the memory of caches, as the worker has it described."""
+    backend = SimpleNamespace(get_name=lambda: fields.get("backend", "FLASH_ATTN"))
+    context = dict.fromkeys(caches, SimpleNamespace(get_attn_backend=lambda: backend))
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
+    rank = fields.get("rank", RankCache(0, 1, {HEADS}))
+    blocks = fields.get("blocks", BLOCKS)
+    return layout.device_memory(caches, groups, blocks, rank, config)
+
+
+def group(names: Iterable[str], kv_cache_spec: Any) -> Any:
+    return SimpleNamespace(layer_names=list(names), kv_cache_spec=kv_cache_spec)
+
+
+def test_the_memory_of_a_model_and_that_warming_up_changes_nothing() -> None:
+    shape = (2, BLOCKS, TOKENS, HEADS, DIM)
+    caches = {f"layer {at}": cache(shape, (1, 0, 2, 3, 4), torch.float16, at) for at in range(3)}
+    before = [tensor.clone() for tensor in caches.values()]
+    made, names = described(caches, [group(caches, spec())])
+    assert names == list(caches)
+    assert len(made.shape.layers) == 3
+    assert {sum(kind.block_bytes) for kind in made.shape.kinds} == {2 * TOKENS * HEADS * DIM * 2}
+    for tensor, old in zip(caches.values(), before, strict=True):
+        assert torch.equal(tensor, old)
+    with pytest.raises(ConfigError, match="does not know the KV layout of layer layer 0"):
+        described(caches, [group(caches, spec())], blocks=BLOCKS + 1)
+    wild = {"a": torch.zeros(BLOCKS, 8, 8, 8, device=HERE)[:, ::2, ::4, ::3]}
+    with pytest.raises(ConfigError, match=r"cannot move a KV block .* of layer a"):
+        described(wild, [group("a", spec())])
+
+
+def one_layer(name: str, heads: int, **fields: Any) -> LayerLayout:
+    tensor = cache((2, BLOCKS, heads, TOKENS, 2 * DIM), LAYOUTS[name], torch.bfloat16, 1)[0]
+    made, _ = described({"a": tensor}, [group("a", spec(heads))], **fields)
+    kind: LayerLayout = made.shape.kinds[0]
+    assert not kind.problem()
+    return kind
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_ranks_with_other_shares_of_the_heads(name: str) -> None:
+    whole = one_layer(name, HEADS)
+    assert (whole.heads, whole.head, whole.total_heads) == (HEADS, 0, HEADS)
+    part = one_layer(name, 1, rank=RankCache(2, HEADS, {HEADS}))
+    assert (part.heads, part.head, part.total_heads) == (1, 2, HEADS)
+    assert whole.fingerprint == part.fingerprint
+    assert whole.cut(1).has_equal_blocks(part)
+
+
+def test_what_makes_bytes_of_blocks_different_is_in_the_fingerprint() -> None:
+    plain = one_layer("LBHNC", HEADS)
+    assert plain.fingerprint == one_layer("BHLNC", HEADS).fingerprint  # equal within a block
+    assert plain.fingerprint != one_layer("LBNHC", HEADS).fingerprint
+    assert plain.fingerprint != one_layer("LBHNC", HEADS, backend="FLASHINFER").fingerprint
+
+
+def test_heads_that_cannot_be_told_apart_move_whole() -> None:
+    """With 2 or 4 heads in layers, one head at four ranks may be any or every second one."""
+    kind = one_layer("LBHNC", 1, rank=RankCache(3, 4, {2, 4}))
+    assert (kind.heads, kind.head, kind.total_heads) == (1, 3, 4)
+    assert not kind.is_known()
+
+
+def test_a_layer_that_uses_anothers_kv_is_not_there_twice() -> None:
+    """As with Gemma 3n: vLLM names it with the other's tensor, but in no group."""
+    tensors = two_layers("LBHNC", torch.bfloat16, 1)
+    caches = {"m.3.a": tensors[0], "m.0.a": tensors[0], "m.1.a": tensors[1], "m.2.a": tensors[1]}
+    made, names = described(caches, [group(("m.1.a", "m.0.a"), spec())])
+    assert names == ["m.0.a", "m.1.a"]
+    assert len(made.planes) == len(made.shape.layers) == 2
+    with pytest.raises(ConfigError, match=r"does not know the KV-cache group of layer m\.1\.a"):
+        described(caches, [group(("m.0.a",), spec())])

@@ -138,7 +138,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a read is posted at an earlier connection", "transports/posted_reads.py", "        if read.address != address_in_use:\n", "        if not address_in_use:\n"),
     ("cancelled reads wake nobody", "transports/tcp/transport.py", "if self._events or self._posted.has_cancelled:", "if self._events:"),
     ("D takes bytes that were damaged on ZMQ", "transports/zmq/transport.py", "        if checksum(read.transfer, frames) != expected:\n", "        if False:\n"),
-    ("cancelled reads of ZMQ wake nobody", "transports/zmq/transport.py", "        if self._posted.has_cancelled:\n", "        if False:\n"),
+    ("cancelled reads of ZMQ wake nobody", "transports/zmq/transport.py", "        if self._posted.has_cancelled or self._failed:\n", "        if self._failed:\n"),
     ("a piece waits for ever for its reader's connection", "transports/zmq/transport.py", "            if now < waiting.deadline:\n", "            if True:\n"),
     ("a member of another fleet comes in by CURVE", "transports/zmq/control.py", "is_member = client == z85.decode(self._client()[0])", "is_member = True"),
     ("any password opens the data port", "transports/zmq/control.py", "is_member = hmac.compare_digest(password, self._password())", "is_member = True"),

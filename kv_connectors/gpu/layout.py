@@ -17,10 +17,15 @@ from .. import compat
 from ..kv_layout import RankCache, in_computing_order
 from .kernels import Plane
 from .memory import DeviceMemory
+from .runtime import Runtime
 
 
 def device_memory(
-    caches: Mapping[str, torch.Tensor], groups: Sequence[Any], num_blocks: int, rank: RankCache
+    caches: Mapping[str, torch.Tensor],
+    groups: Sequence[Any],
+    num_blocks: int,
+    rank: RankCache,
+    runtime: Runtime,
 ) -> tuple[DeviceMemory, list[str]]:
     """Returns caches in GPU memory as memory of the driver; see `kv_layout.host_memory`.
 
@@ -67,7 +72,7 @@ def device_memory(
             kinds.append(kind)
         planes.append(parts)
         layers.append(kinds.index(kind))
-    memory = DeviceMemory(planes, RankLayout(kinds, layers), next(iter(caches.values())).device)
+    memory = DeviceMemory(planes, RankLayout(kinds, layers), runtime)
     memory.warm_up()
     return memory, names
 

@@ -9,6 +9,7 @@ import importlib
 import os
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -27,9 +28,11 @@ pytest.importorskip("triton", reason="there is no Triton here")
 kernels = pytest.importorskip("kv_connectors.gpu.kernels")
 layout = importlib.import_module("kv_connectors.gpu.layout")
 memory = importlib.import_module("kv_connectors.gpu.memory")
+runtime = importlib.import_module("kv_connectors.gpu.runtime")
 staging = importlib.import_module("kv_connectors.gpu.staging")
+simulated_gpu = importlib.import_module("simulated_gpu")
 
-HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HERE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 BLOCKS, TOKENS, HEADS, DIM = 11, 4, 3, 8
 LAYOUTS = {  # shapes and orders of the axes in memory, as vLLM's backends have them
     "blocks first": ((BLOCKS, TOKENS, HEADS, DIM), (0, 1, 2, 3)),
@@ -115,17 +118,28 @@ def test_a_slot_that_is_too_short_is_refused_before_anything_moves() -> None:
         kernels.move(planes, torch.tensor([1], device=HERE), wire, gather=True)
 
 
-def staged(seed: int) -> tuple[torch.Tensor, object]:
+def made_runtime() -> Any:
+    """Returns CUDA's, or a simulated one whose kernels run in the interpreter."""
+    made = runtime.CudaRuntime(HERE)
+    if HERE.type == "cpu":
+        gpu = simulated_gpu.SimulatedGpu(are_kernels_interpreted=True)
+        made = simulated_gpu.SimulatedRuntime(gpu)
+    made.use_device()
+    return made
+
+
+def staged(seed: int) -> tuple[torch.Tensor, Any]:
     tensor = cache((2, BLOCKS, TOKENS, HEADS, DIM), (0, 1, 2, 3, 4), torch.bfloat16, seed)
     planes = list(layout.planes_of(tensor, BLOCKS))
     shape = uniform(1, TOKENS, [plane.block_bytes for plane in planes])
-    return tensor, memory.DeviceMemory([planes], shape, HERE)
+    return tensor, memory.DeviceMemory([planes], shape, made_runtime())
 
 
 class Link:
     """Has the only field in use: the stream."""
 
-    stream = torch.cuda.Stream() if HERE.type == "cuda" else None
+    def __init__(self, of: Any) -> None:
+        self.stream = of.runtime.new_stream()
 
 
 def ended(poll: Callable[[], object]) -> object:
@@ -140,7 +154,9 @@ def test_staging_there_and_back_and_what_a_checksum_finds() -> None:
     extent, transfer = Extent(0, 1, 0, 3 * TOKENS), "ab" * 16
     out, into = staging.DeviceStaging(source), staging.DeviceStaging(target)
     (slot,) = out.slots(1, 4096)
-    size, poll = out.gather(SendPiece(transfer, "d", "x:1", 0, extent, [3, 1, 8]), slot, Link())
+    size, poll = out.gather(
+        SendPiece(transfer, "d", "x:1", 0, extent, [3, 1, 8]), slot, Link(source)
+    )
     found = ended(poll)
     untouched = ours.clone()
     read = PostRead(transfer, 0, "p", "nccl:1", extent, [0, 2, 5])
@@ -155,10 +171,10 @@ def test_staging_there_and_back_and_what_a_checksum_finds() -> None:
         else:
             of = "cd" * 16
         bad_read = msgspec.structs.replace(read, transfer=of)
-        result = ended(into.scatter(bad_read, bad, length, found, Link()))
+        result = ended(into.scatter(bad_read, bad, length, found, Link(target)))
         assert result is False, damage
         assert torch.equal(ours, untouched)
-    assert ended(into.scatter(read, slot, size, found, Link())) is True
+    assert ended(into.scatter(read, slot, size, found, Link(target))) is True
     assert torch.equal(ours[:, [0, 2, 5]], theirs[:, [3, 1, 8]])
 
 
@@ -166,9 +182,9 @@ def test_by_way_of_the_host() -> None:
     theirs, source = staged(1)
     ours, target = staged(2)
     extent = Extent(0, 1, 0, 2 * TOKENS)
-    frames = source.read(extent, [9, 4])  # type: ignore[attr-defined]
-    assert not target.write(extent, [0, 1], [frames[0][:-1]])  # type: ignore[attr-defined]
-    assert target.write(extent, [0, 1], frames)  # type: ignore[attr-defined]
+    frames = source.read(extent, [9, 4])
+    assert not target.write(extent, [0, 1], [frames[0][:-1]])
+    assert target.write(extent, [0, 1], frames)
     assert torch.equal(ours[:, [0, 1]], theirs[:, [9, 4]])
 
 
@@ -181,11 +197,13 @@ def test_the_memory_of_a_model_and_that_warming_up_changes_nothing() -> None:
     groups = [
         SimpleNamespace(layer_names=list(caches), kv_cache_spec=SimpleNamespace(block_size=TOKENS))
     ]
-    made, names = layout.device_memory(caches, groups, BLOCKS, RankCache(0, 1, {HEADS}))
+    made, names = layout.device_memory(
+        caches, groups, BLOCKS, RankCache(0, 1, {HEADS}), made_runtime()
+    )
     assert names == list(caches) and len(made.shape.layers) == 3
     assert {sum(kind.block_bytes) for kind in made.shape.kinds} == {2 * TOKENS * HEADS * DIM * 2}
     assert all(
         torch.equal(tensor, old) for tensor, old in zip(caches.values(), before, strict=True)
     )
     with pytest.raises(ConfigError, match="cannot move a KV tensor of shape"):
-        layout.device_memory(caches, groups, BLOCKS + 1, RankCache(0, 1, {HEADS}))
+        layout.device_memory(caches, groups, BLOCKS + 1, RankCache(0, 1, {HEADS}), made_runtime())

@@ -53,7 +53,7 @@ WARM = 3  # transfers before it counts: until then two workers meet
 
 
 def memory(blocks: int, fill: int) -> tuple[Memory, list[torch.Tensor]]:
-    device = torch.device("cuda" if GPU else "cpu")
+    device = torch.device("cuda:0" if GPU else "cpu")
     tensors = [
         torch.full((blocks, BLOCK_BYTES), fill, dtype=torch.uint8, device=device)
         for _ in range(LAYERS)
@@ -61,9 +61,12 @@ def memory(blocks: int, fill: int) -> tuple[Memory, list[torch.Tensor]]:
     if GPU:
         from kv_connectors.gpu.layout import planes_of  # noqa: PLC0415 - Triton
         from kv_connectors.gpu.memory import DeviceMemory  # noqa: PLC0415
+        from kv_connectors.gpu.runtime import CudaRuntime  # noqa: PLC0415
 
         planes = [list(planes_of(tensor, blocks)) for tensor in tensors]
-        return DeviceMemory(planes, uniform(LAYERS, BLOCK_SIZE, [BLOCK_BYTES]), device), tensors
+        shape = uniform(LAYERS, BLOCK_SIZE, [BLOCK_BYTES])
+        torch.cuda.synchronize(device)  # the tensors are filled: copies do not wait for it
+        return DeviceMemory(planes, shape, CudaRuntime(device)), tensors
     return HostMemory([[tensor.numpy()] for tensor in tensors], BLOCK_SIZE), tensors
 
 

@@ -92,8 +92,9 @@ def attention_backends(vllm_config: Any, names: Sequence[str]) -> dict[str, str]
     return {name: layers[name].get_attn_backend().get_name() for name in names}
 
 
-# vLLM 0.32 and later name layouts by their axes; earlier versions know two, by other names.
-HEADS_FIRST_LAYOUT = "LBHNC" if find_spec("vllm.v1.kv_cache_layout") else "HND"
+# The name of the layout in which the bytes of one head of a block are together. None before
+# vLLM 0.32, where the heads of a tensor are not known and blocks move whole.
+HEADS_TOGETHER = "LBHNC" if find_spec("vllm.v1.kv_cache_layout") else None
 
 
 # Hooks that vLLM has not --------------------------------------------------------------------------

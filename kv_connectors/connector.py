@@ -250,7 +250,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         model = vllm_config.model_config
         if vllm_config.device_config.device_type == "cpu" or model is None or model.use_mla:
             return None
-        return compat.HEADS_FIRST_LAYOUT
+        return compat.HEADS_TOGETHER
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:

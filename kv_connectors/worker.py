@@ -11,13 +11,16 @@ In each step vLLM calls, in this order:
 The setting `overlap` decides when KV is announced as final (`LayersComputed`): with "layer" during
 the step, with "chunk" at its end, with "off" when the prefill has finished. Blocks of a prefix
 cache hit are announced at the step's end: a request of the same step may compute them.
+
+On a GPU all of these calls come when the step's kernels were launched, not when they have ended.
+`gpu.facts` holds back what is not true before.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,13 +41,12 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from .gpu.facts import GpuFacts
+    from .gpu.runtime import Runtime
+
 log = logging.getLogger("vllm_disagg.worker")
 
 PROGRESS_BYTES = 2 << 20  # layers are announced in groups of this size, so that messages stay few
-
-
-def _record_nothing() -> None:
-    """Replaces `DeviceMemory.record_launch`: on a CPU no copy can overtake the computation."""
 
 
 class WorkerSide:
@@ -69,8 +71,8 @@ class WorkerSide:
         self._layout = NOTHING
         self._layers_per_event = 1  # in this step
         self._announced_layers = 0  # announced as final in this step
-        # Copies must come after all work launched before this call: see `gpu.memory`.
-        self._record_launch: Callable[[], None] = _record_nothing
+        self._runtime: Runtime | None = None  # None on a CPU
+        self._gpu_facts: GpuFacts | None = None  # None on a CPU
         self._serving_requests: dict[str, str] = {}  # transfer id -> vLLM's id of the sender
         self._loading_requests: dict[str, str] = {}  # transfer id -> vLLM's id of the receiver
         self._computing_transfers: list[str] = []  # this step computes a part of their prompts
@@ -94,6 +96,7 @@ class WorkerSide:
         device = next(iter(caches.values())).device.type
         chosen = transports.chosen(self._config, device)
         self._driver = Driver(self._config, self._key, memory, self._rank, chosen)
+        self._start_gpu_facts(self._driver)
         self.handshake = Handshake(self._driver.worker, names)
         log.info(
             "worker %d: control channel for KV transfers at %s",
@@ -111,13 +114,27 @@ class WorkerSide:
             return kv_layout.host_memory(
                 caches, config.kv_cache_groups, config.num_blocks, rank, self._vllm_config
             )
-        from .gpu.layout import device_memory  # noqa: PLC0415 - Triton, which CPUs need not have
+        # Triton, which CPUs need not have.
+        from .gpu.layout import device_memory  # noqa: PLC0415
+        from .gpu.runtime import CudaRuntime  # noqa: PLC0415
 
-        memory, names = device_memory(
-            caches, config.kv_cache_groups, config.num_blocks, rank, self._vllm_config
+        self._runtime = CudaRuntime(next(iter(caches.values())).device)
+        return device_memory(
+            caches,
+            config.kv_cache_groups,
+            config.num_blocks,
+            rank,
+            self._vllm_config,
+            self._runtime,
         )
-        self._record_launch = memory.record_launch
-        return memory, names
+
+    def _start_gpu_facts(self, driver: Driver) -> None:
+        if self._runtime is None:
+            return
+        from .gpu.facts import GpuFacts  # noqa: PLC0415 - as above
+
+        self._gpu_facts = GpuFacts(self._runtime, driver.submit)
+        self._gpu_facts.start()
 
     @property
     def driver(self) -> Driver:
@@ -125,6 +142,13 @@ class WorkerSide:
         if self._driver is None:
             raise RuntimeError("vLLM used the KV connector before it registered its KV caches")
         return self._driver
+
+    def _submit(self, facts: Sequence[events.Fact]) -> None:
+        """Submits facts to the driver: on a CPU now, on a GPU when its work makes them true."""
+        if self._gpu_facts is None:
+            self.driver.submit(facts)
+        else:
+            self._gpu_facts.submit(facts)
 
     # One step -------------------------------------------------------------------------------------
     def revoke_blocks(self, metadata: StepMetadata) -> None:
@@ -136,7 +160,7 @@ class WorkerSide:
             event for event in metadata.sender_events if isinstance(event, events.BlocksRevoked)
         ]
         if revoked:
-            self.driver.submit(revoked)
+            self._submit(revoked)
 
     def begin_step(self, metadata: StepMetadata) -> None:
         """Submits the scheduler's events to the driver, and prepares to announce layers."""
@@ -149,12 +173,9 @@ class WorkerSide:
             self._layers.begin_step()
             self._announced_layers = 0
         self._layers_per_event = self._count_layers_per_event(scheduled)
-        if metadata.receiver_events:
-            # A step launched earlier may still write into blocks that are now to be loaded.
-            self._record_launch()
         if metadata.sender_events or metadata.receiver_events:
             sender_events = self._with_final_layers(metadata.sender_events)
-            self.driver.submit([*sender_events, *metadata.receiver_events])
+            self._submit([*sender_events, *metadata.receiver_events])
 
     def _note_receiver_event(self, event: events.ForReceiver) -> None:
         if isinstance(event, events.LoadRequested):
@@ -229,7 +250,7 @@ class WorkerSide:
         self._submit_recomputed(self._computing_transfers)
 
     def _submit_recomputed(self, transfers: list[str]) -> None:
-        self.driver.submit([events.LayersRecomputed(transfer) for transfer in transfers])
+        self._submit([events.LayersRecomputed(transfer) for transfer in transfers])
 
     def end_step(self) -> None:
         """Announces all layers of the prompts that this step has computed."""
@@ -259,8 +280,7 @@ class WorkerSide:
         return True
 
     def _announce_layers(self, transfers: list[str], layers: int) -> None:
-        self._record_launch()
-        self.driver.submit([events.LayersComputed(transfer, layers) for transfer in transfers])
+        self._submit([events.LayersComputed(transfer, layers) for transfer in transfers])
 
     # Results --------------------------------------------------------------------------------------
     def take_results(self) -> tuple[set[str], set[str], set[str]]:
@@ -325,6 +345,8 @@ class WorkerSide:
         return blocks
 
     def close(self) -> None:
-        """Stops the driver."""
+        """Stops the threads: first the one that submits to the driver."""
+        if self._gpu_facts is not None:
+            self._gpu_facts.close()
         if self._driver is not None:
             self._driver.close()

@@ -39,7 +39,7 @@ from .config import Config
 from .errors import BadMessage
 from .fleet.keys import FleetKey
 from .kv.memory import Memory
-from .outcomes import Fact, Outcome, Outcomes
+from .outcomes import Outcome, Outcomes
 from .protocol import events, messages
 from .protocol.peers import WorkerInfo
 from .protocol.receiver import Receiver
@@ -76,7 +76,7 @@ class Driver:
         # have no effect (rule 4 of ARCHITECTURE.md).
         self.name = f"{secrets.token_hex(6)}/{rank}"
         self.counters = Counters()
-        self._inbox: deque[Fact] = deque()
+        self._inbox: deque[events.Fact] = deque()
         self._outcomes = Outcomes()
         self._trace = TransferTrace()
         self._wake_up, self._woken = socket.socketpair()
@@ -130,7 +130,7 @@ class Driver:
         self._thread.start()
 
     # vLLM's thread --------------------------------------------------------------------------------
-    def submit(self, facts: Iterable[Fact]) -> None:
+    def submit(self, facts: Iterable[events.Fact]) -> None:
         """Hands facts from vLLM to the machines, in order.  Does not block."""
         # Written here, read by the driver's thread: one reference, so it needs no lock.
         self._last_engine_step = time.monotonic()

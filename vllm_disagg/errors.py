@@ -5,6 +5,7 @@ DisaggError
   BadMessage        a peer sent bytes that are no message of this protocol
   BadGrant          a request has a grant that is forged, stale or for another engine
   Unmappable        the KV of two engines cannot be rearranged into each other
+  CopyFailed        KV memory could not be copied; the piece is lost
 """
 
 from __future__ import annotations
@@ -28,3 +29,7 @@ class BadGrant(DisaggError):
 
 class Unmappable(DisaggError):
     """The KV of one engine cannot become that of another; one line with the values of both."""
+
+
+class CopyFailed(DisaggError):
+    """KV memory could not be copied, as on a GPU without free memory; costs one piece."""

@@ -5,7 +5,8 @@ outcome that is lost keeps them for ever; one that is reported twice frees block
 request.
 
 Two threads share one object: vLLM's calls `expect` and `take`, the driver's calls `report` and
-`fail`.  No lock is needed: each call that changes shared state is one operation of a set or deque.
+`fail`.  On a GPU a third one calls `expect`, under a lock that it shares with vLLM's.  Else no lock
+is needed: each call that changes shared state is one operation of a set or deque.
 
     expect(fact) -> expected -> report(outcome) -> take()
                              -> fail(), where the driver's thread has failed
@@ -18,8 +19,6 @@ from collections.abc import Set
 
 from .protocol import events
 
-# The layers come from the worker's forward pass; all other facts come from the scheduler.
-Fact = events.ForSender | events.LayersComputed | events.LayersRecomputed | events.ForReceiver
 Outcome = events.ReleaseBlocks | events.LoadResult | events.LookupResult
 # The outcome with which each of these facts must end.  A lookup has none: its time is limited.
 EXPECTED_OUTCOMES: dict[type, type[Outcome]] = {
@@ -45,7 +44,7 @@ class Outcomes:
         return self._being_written is not None
 
     # vLLM's thread --------------------------------------------------------------------------------
-    def expect(self, fact: Fact) -> None:
+    def expect(self, fact: events.Fact) -> None:
         """Remembers the outcome with which this fact must end, if any."""
         outcome = EXPECTED_OUTCOMES.get(type(fact))
         if outcome is None:

@@ -32,6 +32,7 @@ from ..kv_layout import (
 )
 from .kernels import Plane
 from .memory import DeviceMemory
+from .runtime import Runtime
 
 
 def device_memory(
@@ -40,13 +41,14 @@ def device_memory(
     num_blocks: int,
     rank: RankCache,
     vllm_config: Any,
+    runtime: Runtime,
 ) -> tuple[DeviceMemory, list[str]]:
     """Returns caches in GPU memory as memory of the driver; see `kv_layout.host_memory`.
 
     Raises ConfigError for layouts that cannot be moved.
     """
     found = device_layout(caches, groups, num_blocks, rank, vllm_config)
-    memory = DeviceMemory(found.planes, found.shape, next(iter(caches.values())).device)
+    memory = DeviceMemory(found.planes, found.shape, runtime)
     memory.warm_up()
     return memory, found.names
 

@@ -14,25 +14,29 @@ from .kernels import checksum
 from .memory import DeviceMemory
 
 SLOT_ALIGNMENT_BYTES = 256
+SUM_BYTES = 8  # one int64
 
 
 class DeviceStaging:
     """Gathers and scatters between GPU blocks and slots; see `collective.worker.Staging`.
 
-    Gathers and scatters have separate streams, so that none waits behind a peer's receive.
+    Gathers and scatters have separate streams, so that none waits behind a peer's receive. Used by
+    the collective worker's thread, which calls `slots` before anything else.
     """
 
     def __init__(self, memory: DeviceMemory) -> None:
         """Creates the two streams."""
         self._memory = memory
-        self._gather_stream = memory.new_stream()
-        self._scatter_stream = memory.new_stream()
+        self._runtime = memory.runtime
+        self._gather_stream = self._runtime.new_stream()
+        self._scatter_stream = self._runtime.new_stream()
 
     def slots(self, count: int, size: int) -> Sequence[Slot]:
         """Returns new slots of at least `size` bytes in GPU memory."""
+        self._runtime.use_device()
         slot_bytes = -(-size // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
-        ring = torch.empty(count, slot_bytes, dtype=torch.uint8, device=self._memory.device)
-        return list(ring)
+        ring = self._runtime.empty(count * slot_bytes, self._gather_stream)
+        return list(ring.view(count, slot_bytes))
 
     def gather(self, piece: SendPiece, slot: Slot, link: Any) -> tuple[int, Poll]:
         """Starts to copy a piece into a slot; returns (bytes, poll for the checksum).
@@ -41,14 +45,12 @@ class DeviceStaging:
         """
         stream = self._gather_stream
         size = self._memory.move(piece.extent, piece.blocks, slot, stream, gather=True)
-        poll_sum = self._start_sum(slot[:size], stream)
-        if stream is not None:
-            link.stream.wait_stream(stream)
+        total, event = self._start_sum(slot[:size], stream)
+        link.stream.wait_event(event)
         seed = _checksum_seed(piece.transfer)
 
         def poll() -> int | None:
-            total = poll_sum()
-            return None if total is None else total ^ seed
+            return _value(total) ^ seed if event.query() else None
 
         return size, poll
 
@@ -58,40 +60,36 @@ class DeviceStaging:
         The copy starts only after size and checksum were right.
         """
         stream = self._scatter_stream
+        fits = size == self._memory.size_of(read.extent, read.blocks)
         seed = _checksum_seed(read.transfer)
-        poll_sum = self._start_sum(slot[:size], stream)
-        copies: list[Any] = []  # empty until the copy has started, then its event
+        total, sum_event = self._start_sum(slot[:size], stream)
+        copy_event: Any = None  # recorded when the copy has been launched
 
         def poll() -> bool | None:
-            if not copies:
-                total = poll_sum()
-                if total is None:
-                    return None
-                if total ^ seed != expected:
-                    return False
-                if read.remote_layout is not None or size != self._memory._size(
-                    read.extent, read.blocks
-                ):
-                    return False
-                self._memory.move(read.extent, read.blocks, slot, stream, gather=False)
-                copies.append(self._record_event(stream))
-            return True if copies[0] is None or copies[0].query() else None
+            nonlocal copy_event
+            if copy_event is not None:
+                return True if copy_event.query() else None
+            if not sum_event.query():
+                return None
+            if _value(total) ^ seed != expected or read.remote_layout is not None or not fits:
+                return False
+            self._memory.move(read.extent, read.blocks, slot, stream, gather=False)
+            copy_event = self._runtime.record_event(stream)
+            return None
 
         return poll
 
-    def _start_sum(self, wire: torch.Tensor, stream: Any) -> Poll:
-        """Starts a checksum on `stream`; returns a poll for it."""
-        with self._memory.on(stream):
-            total = torch.zeros(1, dtype=torch.int64, device=wire.device)
-            checksum(wire, total)
-            host = torch.empty(1, dtype=torch.int64, pin_memory=stream is not None)
-            host.copy_(total, non_blocking=True)
-        event = self._record_event(stream)
-        return lambda: int(host.item()) if event is None or event.query() else None
+    def _start_sum(self, wire: torch.Tensor, stream: Any) -> tuple[torch.Tensor, Any]:
+        """Starts a checksum; returns (pinned memory for it, event behind it)."""
+        total = self._runtime.upload([0], stream)
+        self._runtime.launch(stream, checksum, wire, total)
+        host = self._runtime.pinned(SUM_BYTES).view(torch.int64)
+        self._runtime.copy(host, total, stream)
+        return host, self._runtime.record_event(stream)
 
-    @staticmethod
-    def _record_event(stream: Any) -> Any:
-        return stream.record_event() if stream is not None else None
+
+def _value(total: torch.Tensor) -> int:
+    return int(total.item())
 
 
 def _checksum_seed(transfer: str) -> int:

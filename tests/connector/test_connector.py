@@ -46,13 +46,13 @@ def test_on_gpus_heads_are_contiguous(device: str, use_mla: bool, preferred: boo
         model_config=SimpleNamespace(use_mla=use_mla),
     )
     found = DisaggConnector.get_required_kvcache_layout(vllm_config)
-    assert found == (compat.HEADS_FIRST_LAYOUT if preferred else None)
+    assert found == (compat.HEADS_TOGETHER if preferred else None)
     vllm_config.model_config = None  # vLLM asks before it knows the model, too
     assert DisaggConnector.get_required_kvcache_layout(vllm_config) is None
 
 
 def test_the_preferred_layout_is_one_of_vllms() -> None:
     layouts = pytest.importorskip("vllm.v1.kv_cache_layout", reason="vLLM before 0.32")
-    preferred = layouts.KVCacheLayout[compat.HEADS_FIRST_LAYOUT]
+    preferred = layouts.KVCacheLayout[str(compat.HEADS_TOGETHER)]
     assert preferred.is_layer_compact
     assert preferred.is_block_contiguous

@@ -17,6 +17,7 @@ before. Bytes move by the planes' arithmetic; each 40th case by our kernels in T
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -54,7 +55,7 @@ from vllm.v1.worker.utils import (
     prepare_kernel_block_sizes,
 )
 
-from kv_connectors.gpu import kernels, memory
+from kv_connectors.gpu import kernels
 from kv_connectors.gpu.layout import device_layout
 from kv_connectors.gpu.memory import DeviceMemory
 from kv_connectors.kv_layout import RankCache
@@ -69,7 +70,9 @@ BLOCK_SIZES = (16, 32, 48, 64, 128, 256)
 ATTENTION_MODELS = ("full", "windows", "shared", "different", "states", "tp 2 to 1", "tp 1 to 2")
 LATENT_MODELS = ("latent", "indexer", "shared", "tp 2 to 1")
 HEADS = 2
-BLOCKS = 8  # of P; the prompt has three in each group
+HEAD_SIZE = 16  # of backends that take any
+LAYERS = 3
+BLOCKS = 7  # of P; the prompt has two in each of up to three groups
 WINDOW_TOKENS = 24
 STATE_FLOATS = 331
 INDEXER_BYTES = 132
@@ -124,6 +127,28 @@ def _cache_dtypes(backend: Any) -> list[str]:
     return [*wide[:1], *narrow[:1]]
 
 
+class HostRuntime:
+    """Stands in for CUDA's runtime: host memory, in which all work ends at once."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, *, is_interpreted: bool) -> None:
+        """Chooses between our kernels in the interpreter and the planes' arithmetic."""
+        self._move = kernels.move if is_interpreted else plane_arithmetic.move
+
+    def new_stream(self) -> None:
+        """Returns no stream: nothing waits."""
+
+    def upload(self, numbers: Sequence[int], stream: Any) -> torch.Tensor:
+        """Returns the numbers as int64."""
+        return torch.tensor(numbers)
+
+    def launch(self, stream: Any, kernel: Any, *arguments: Any, **keywords: Any) -> None:
+        """Moves blocks: nothing else is launched here."""
+        assert kernel is kernels.move
+        self._move(*arguments, **keywords)
+
+
 @dataclass
 class Rank:
     """The cache of one rank: vLLM's views and ours."""
@@ -141,7 +166,7 @@ class Rank:
 
 def specs(case: Case, backend: Any, heads: int) -> dict[str, Any]:
     """Returns vLLM's spec of each layer with KV of its own."""
-    size = min(backend.get_supported_head_sizes() or [64])
+    size = min(backend.get_supported_head_sizes() or [HEAD_SIZE])
     is_wide = case.cache_dtype in ("auto", "bfloat16")
     fields: dict[str, Any] = {
         "block_size": case.block_size,
@@ -150,12 +175,9 @@ def specs(case: Case, backend: Any, heads: int) -> dict[str, Any]:
         "dtype": torch.bfloat16 if is_wide else torch.uint8,
         "kv_quant_mode": get_kv_quant_mode(case.cache_dtype),
     }
-    if backend.is_mla():
-        plain: Any = MLAAttentionSpec(**fields)
-    elif case.backend.endswith("DIFFKV"):
-        plain = FullAttentionSpec(**fields, head_size_v=size // 2)
-    else:
-        plain = FullAttentionSpec(**fields)
+    if case.backend.endswith("DIFFKV"):
+        fields["head_size_v"] = size // 2
+    plain = MLAAttentionSpec(**fields) if backend.is_mla() else FullAttentionSpec(**fields)
     plain = customize_attention_spec(backend, plain)
     other = plain
     if case.model == "windows":
@@ -169,10 +191,12 @@ def specs(case: Case, backend: Any, heads: int) -> dict[str, Any]:
         other = MLAAttentionSpec(**narrow)
     elif case.model == "states":
         other = MambaSpec(block_size=1 << 20, shapes=((STATE_FLOATS,),), dtypes=(torch.float32,))
-    return {f"model.layers.{at}.attn": other if at % 2 else plain for at in range(4)}
+    return {f"model.layers.{at}.attn": other if at % 2 else plain for at in range(LAYERS)}
 
 
-def allocated(case: Case, backend: Any, number: int, size: int, blocks: int) -> Rank:
+def allocated(
+    case: Case, backend: Any, runtime: HostRuntime, number: int, size: int, blocks: int
+) -> Rank:
     """Returns the cache of rank `number` of `size`, filled at random. Raises RefusedByVllm."""
     heads = HEADS // size
     try:
@@ -181,8 +205,8 @@ def allocated(case: Case, backend: Any, number: int, size: int, blocks: int) -> 
         raise RefusedByVllm(str(error)) from None
     own = dict(views)
     if case.model == "shared":  # as both runners do for layers that use another's KV
-        views["model.layers.4.attn"] = views["model.layers.3.attn"]
-        views["model.layers.5.attn"] = views["model.layers.2.attn"]
+        views["model.layers.3.attn"] = views["model.layers.2.attn"]
+        views["model.layers.4.attn"] = views["model.layers.1.attn"]
     context = dict.fromkeys(views, SimpleNamespace(get_attn_backend=lambda: backend))
     vllm_config = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context=context)
@@ -193,7 +217,17 @@ def allocated(case: Case, backend: Any, number: int, size: int, blocks: int) -> 
     raw = torch.empty(0, dtype=torch.uint8)
     raw.set_(next(iter(views.values())).untyped_storage())
     fill(raw, number + blocks)
-    return Rank(config, own, DeviceMemory(found.planes, found.shape, raw.device), raw)
+    return Rank(config, own, DeviceMemory(found.planes, found.shape, runtime), raw)
+
+
+def copied(rank: Rank) -> Rank:
+    """Returns vLLM's views of a copy of the buffer; the memory is still that of the original."""
+    raw = rank.raw.clone()
+    views = {}
+    for name, view in rank.views.items():
+        whole = raw.view(view.dtype)
+        views[name] = whole.as_strided(view.size(), view.stride(), view.storage_offset())
+    return Rank(rank.config, views, rank.memory, raw)
 
 
 def fill(raw: torch.Tensor, seed: int) -> None:
@@ -294,15 +328,14 @@ def assign(
                 view[into_blocks.ids] = whole[:, :, first : first + share]
 
 
-def is_right(case: Case, backend: Any) -> bool:
+def is_right(case: Case, backend: Any, runtime: HostRuntime) -> bool:
     """Returns whether D's caches are what vLLM's views make of them. Raises RefusedByVllm."""
     senders, receivers = {"tp 2 to 1": (2, 1), "tp 1 to 2": (1, 2)}.get(case.model, (1, 1))
-    sources = [allocated(case, backend, at, senders, BLOCKS) for at in range(senders)]
-    readers = [allocated(case, backend, at, receivers, BLOCKS + 1) for at in range(receivers)]
-    expected = [allocated(case, backend, at, receivers, BLOCKS + 1) for at in range(receivers)]
-    for rank, copy in zip(readers, expected, strict=True):
-        copy.raw.copy_(rank.raw)
-    tokens = 2 * case.block_size + 1
+    made = functools.partial(allocated, case, backend, runtime)
+    sources = [made(at, senders, BLOCKS) for at in range(senders)]
+    readers = [made(at, receivers, BLOCKS + 1) for at in range(receivers)]
+    expected = [copied(rank) for rank in readers]
+    tokens = case.block_size + 1
     there = group_blocks(sources[0].config, tokens, seed=1)
     here = group_blocks(readers[0].config, tokens, seed=2)
     workers = [
@@ -323,11 +356,11 @@ def run(every: int = 1, *, verbose: bool = False) -> dict[str, Any]:
     known = backends()
     found: Counter[str] = Counter(right=0, refused=0, wrong=0, interpreted=0)
     for number, case in enumerate(list(cases(known))[::every]):
-        interpreted = number % INTERPRETED_EVERY == 0
-        memory.move = kernels.move if interpreted else plane_arithmetic.move
+        is_interpreted = number % INTERPRETED_EVERY == 0
+        runtime = HostRuntime(is_interpreted=is_interpreted)
         try:
-            outcome = "right" if is_right(case, known[case.backend]) else "wrong"
-            found["interpreted"] += interpreted
+            outcome = "right" if is_right(case, known[case.backend], runtime) else "wrong"
+            found["interpreted"] += is_interpreted
         except RefusedByVllm as refusal:
             outcome = "refused"
             if verbose:

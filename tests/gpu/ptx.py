@@ -61,7 +61,11 @@ class PtxLauncher:
             tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
             for held in [*tensors, *self.memory]:
                 memory.permit(*_place(held))
-            arguments = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args]
+            arguments = [
+                arg.data_ptr() if isinstance(arg, torch.Tensor) else arg
+                for arg, parameter in zip(args, self._kernel.params, strict=True)
+                if not parameter.is_constexpr
+            ]
             ptx_machine.launch(self._compile(args), memory, [*grid, 1, 1][:3], arguments)
             self._found["executed"] += 1
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from kv_connectors.kv_layout import RankCache
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.kv.extents import Extent
-from vllm_disagg.kv.layout import LayerLayout, uniform
+from vllm_disagg.kv.layout import uniform
 from vllm_disagg.protocol.events import PostRead, SendPiece
 
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
@@ -29,9 +29,11 @@ kernels = pytest.importorskip("kv_connectors.gpu.kernels")
 layout = importlib.import_module("kv_connectors.gpu.layout")
 FullAttentionSpec = importlib.import_module("vllm.v1.kv_cache_interface").FullAttentionSpec
 memory = importlib.import_module("kv_connectors.gpu.memory")
+runtime = importlib.import_module("kv_connectors.gpu.runtime")
 staging = importlib.import_module("kv_connectors.gpu.staging")
+simulated_gpu = importlib.import_module("simulated_gpu")
 
-HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HERE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 BLOCKS, TOKENS, HEADS, DIM = 11, 4, 3, 8
 # Before vLLM 0.32: shapes and orders of the axes in memory, as its backends have them.
 OLD_LAYOUTS = {
@@ -154,17 +156,28 @@ def test_a_slot_that_is_too_short_is_refused_before_anything_moves() -> None:
         kernels.move(planes_of([tensor]), torch.tensor([1], device=HERE), wire, gather=True)
 
 
-def staged(seed: int) -> tuple[torch.Tensor, object]:
+def made_runtime() -> Any:
+    """Returns CUDA's, or a simulated one whose kernels run in the interpreter."""
+    made = runtime.CudaRuntime(HERE)
+    if HERE.type == "cpu":
+        gpu = simulated_gpu.SimulatedGpu(are_kernels_interpreted=True)
+        made = simulated_gpu.SimulatedRuntime(gpu)
+    made.use_device()
+    return made
+
+
+def staged(seed: int) -> tuple[torch.Tensor, Any]:
     tensor = cache((2, BLOCKS, TOKENS, HEADS, DIM), (0, 1, 2, 3, 4), torch.bfloat16, seed)
     planes = planes_of([tensor])
     shape = uniform(1, TOKENS, [plane.block_bytes for plane in planes])
-    return tensor, memory.DeviceMemory([planes], shape, HERE)
+    return tensor, memory.DeviceMemory([planes], shape, made_runtime())
 
 
 class Link:
     """Has the only field in use: the stream."""
 
-    stream = torch.cuda.Stream() if HERE.type == "cuda" else None
+    def __init__(self, of: Any) -> None:
+        self.stream = of.runtime.new_stream()
 
 
 def ended(poll: Callable[[], object]) -> object:
@@ -179,7 +192,9 @@ def test_staging_there_and_back_and_what_a_checksum_finds() -> None:
     extent, transfer = Extent(0, 1, 0, 3 * TOKENS), "ab" * 16
     out, into = staging.DeviceStaging(source), staging.DeviceStaging(target)
     (slot,) = out.slots(1, 4096)
-    size, poll = out.gather(SendPiece(transfer, "d", "x:1", 0, extent, [3, 1, 8]), slot, Link())
+    size, poll = out.gather(
+        SendPiece(transfer, "d", "x:1", 0, extent, [3, 1, 8]), slot, Link(source)
+    )
     found = ended(poll)
     untouched = ours.clone()
     read = PostRead(transfer, 0, "p", "nccl:1", extent, [0, 2, 5])
@@ -194,10 +209,10 @@ def test_staging_there_and_back_and_what_a_checksum_finds() -> None:
         else:
             of = "cd" * 16
         bad_read = msgspec.structs.replace(read, transfer=of)
-        result = ended(into.scatter(bad_read, bad, length, found, Link()))
+        result = ended(into.scatter(bad_read, bad, length, found, Link(target)))
         assert result is False, damage
         assert torch.equal(ours, untouched)
-    assert ended(into.scatter(read, slot, size, found, Link())) is True
+    assert ended(into.scatter(read, slot, size, found, Link(target))) is True
     assert torch.equal(ours[:, [0, 2, 5]], theirs[:, [3, 1, 8]])
 
 
@@ -205,87 +220,37 @@ def test_by_way_of_the_host() -> None:
     theirs, source = staged(1)
     ours, target = staged(2)
     extent = Extent(0, 1, 0, 2 * TOKENS)
-    frames = source.read(extent, [9, 4])  # type: ignore[attr-defined]
-    assert not target.write(extent, [0, 1], [frames[0][:-1]])  # type: ignore[attr-defined]
-    assert target.write(extent, [0, 1], frames)  # type: ignore[attr-defined]
+    frames = source.read(extent, [9, 4])
+    assert not target.write(extent, [0, 1], [frames[0][:-1]])
+    assert target.write(extent, [0, 1], frames)
     assert torch.equal(ours[:, [0, 1]], theirs[:, [9, 4]])
 
 
-def spec(heads: int = HEADS) -> Any:
-    return FullAttentionSpec(
-        block_size=TOKENS, num_kv_heads=heads, head_size=DIM, dtype=torch.bfloat16
+def described(caches: dict[str, torch.Tensor], blocks: int) -> Any:
+    """Returns (memory, names) of caches, as the worker has them described."""
+    spec = FullAttentionSpec(
+        block_size=TOKENS, num_kv_heads=HEADS, head_size=DIM, dtype=torch.bfloat16
     )
-
-
-def described(caches: dict[str, torch.Tensor], groups: list[Any], **fields: Any) -> Any:
-    """Returns the memory of caches, as the worker has it described."""
-    backend = SimpleNamespace(get_name=lambda: fields.get("backend", "FLASH_ATTN"))
+    group = SimpleNamespace(layer_names=list(caches), kv_cache_spec=spec)
+    backend = SimpleNamespace(get_name=lambda: "FLASH_ATTN")
     context = dict.fromkeys(caches, SimpleNamespace(get_attn_backend=lambda: backend))
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
-    rank = fields.get("rank", RankCache(0, 1, {HEADS}))
-    blocks = fields.get("blocks", BLOCKS)
-    return layout.device_memory(caches, groups, blocks, rank, config)
-
-
-def group(names: Iterable[str], kv_cache_spec: Any) -> Any:
-    return SimpleNamespace(layer_names=list(names), kv_cache_spec=kv_cache_spec)
+    rank = RankCache(0, 1, {HEADS})
+    return layout.device_memory(caches, [group], blocks, rank, config, made_runtime())
 
 
 def test_the_memory_of_a_model_and_that_warming_up_changes_nothing() -> None:
     shape = (2, BLOCKS, TOKENS, HEADS, DIM)
     caches = {f"layer {at}": cache(shape, (1, 0, 2, 3, 4), torch.float16, at) for at in range(3)}
     before = [tensor.clone() for tensor in caches.values()]
-    made, names = described(caches, [group(caches, spec())])
+    made, names = described(caches, BLOCKS)
     assert names == list(caches)
     assert len(made.shape.layers) == 3
     assert {sum(kind.block_bytes) for kind in made.shape.kinds} == {2 * TOKENS * HEADS * DIM * 2}
     for tensor, old in zip(caches.values(), before, strict=True):
         assert torch.equal(tensor, old)
     with pytest.raises(ConfigError, match="does not know the KV layout of layer layer 0"):
-        described(caches, [group(caches, spec())], blocks=BLOCKS + 1)
+        described(caches, BLOCKS + 1)
     wild = {"a": torch.zeros(BLOCKS, 8, 8, 8, device=HERE)[:, ::2, ::4, ::3]}
     with pytest.raises(ConfigError, match=r"cannot move a KV block .* of layer a"):
-        described(wild, [group("a", spec())])
-
-
-def one_layer(name: str, heads: int, **fields: Any) -> LayerLayout:
-    tensor = cache((2, BLOCKS, heads, TOKENS, 2 * DIM), LAYOUTS[name], torch.bfloat16, 1)[0]
-    made, _ = described({"a": tensor}, [group("a", spec(heads))], **fields)
-    kind: LayerLayout = made.shape.kinds[0]
-    assert not kind.problem()
-    return kind
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_ranks_with_other_shares_of_the_heads(name: str) -> None:
-    whole = one_layer(name, HEADS)
-    assert (whole.heads, whole.head, whole.total_heads) == (HEADS, 0, HEADS)
-    part = one_layer(name, 1, rank=RankCache(2, HEADS, {HEADS}))
-    assert (part.heads, part.head, part.total_heads) == (1, 2, HEADS)
-    assert whole.fingerprint == part.fingerprint
-    assert whole.cut(1).has_equal_blocks(part)
-
-
-def test_what_makes_bytes_of_blocks_different_is_in_the_fingerprint() -> None:
-    plain = one_layer("LBHNC", HEADS)
-    assert plain.fingerprint == one_layer("BHLNC", HEADS).fingerprint  # equal within a block
-    assert plain.fingerprint != one_layer("LBNHC", HEADS).fingerprint
-    assert plain.fingerprint != one_layer("LBHNC", HEADS, backend="FLASHINFER").fingerprint
-
-
-def test_heads_that_cannot_be_told_apart_move_whole() -> None:
-    """With 2 or 4 heads in layers, one head at four ranks may be any or every second one."""
-    kind = one_layer("LBHNC", 1, rank=RankCache(3, 4, {2, 4}))
-    assert (kind.heads, kind.head, kind.total_heads) == (1, 3, 4)
-    assert not kind.is_known()
-
-
-def test_a_layer_that_uses_anothers_kv_is_not_there_twice() -> None:
-    """As with Gemma 3n: vLLM names it with the other's tensor, but in no group."""
-    tensors = two_layers("LBHNC", torch.bfloat16, 1)
-    caches = {"m.3.a": tensors[0], "m.0.a": tensors[0], "m.1.a": tensors[1], "m.2.a": tensors[1]}
-    made, names = described(caches, [group(("m.1.a", "m.0.a"), spec())])
-    assert names == ["m.0.a", "m.1.a"]
-    assert len(made.planes) == len(made.shape.layers) == 2
-    with pytest.raises(ConfigError, match=r"does not know the KV-cache group of layer m\.1\.a"):
-        described(caches, [group(("m.0.a",), spec())])
+        described(wild, BLOCKS)

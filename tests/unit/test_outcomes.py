@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from vllm_disagg.kv.reshard import ReshardPlan
-from vllm_disagg.outcomes import Fact, Outcome, Outcomes
+from vllm_disagg.outcomes import Outcome, Outcomes
 from vllm_disagg.protocol import events
 
 LOAD, HELD = "ab" * 16, "cd" * 16
@@ -74,7 +74,7 @@ def test_what_was_reported_does_not_fail(outcomes: Outcomes) -> None:
 )
 @pytest.mark.parametrize("is_late", [False, True])
 def test_each_fact_fails_with_its_own_outcome(
-    outcomes: Outcomes, fact: Fact, failure: list[Outcome], is_late: bool
+    outcomes: Outcomes, fact: events.Fact, failure: list[Outcome], is_late: bool
 ) -> None:
     if is_late:
         outcomes.fail(frozenset())

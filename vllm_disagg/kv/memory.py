@@ -37,7 +37,10 @@ class Memory(Protocol):
     shape: RankLayout
 
     def read(self, extent: Extent, blocks: Sequence[int]) -> list[memoryview]:
-        """Returns the extent's bytes in wire order, in frames."""
+        """Returns the extent's bytes in wire order, in frames.
+
+        Raises CopyFailed if the memory cannot be copied now.
+        """
 
     def write(
         self,
@@ -46,9 +49,9 @@ class Memory(Protocol):
         frames: Sequence[memoryview],
         remote_layout: RemoteLayout | None = None,
     ) -> bool:
-        """Writes frames into the extent's blocks.
+        """Writes frames into the extent's blocks; returns whether that succeeded.
 
-        Returns False, and writes nothing, if their size is wrong.
+        Writes nothing if their size is wrong.
         """
 
 

@@ -270,3 +270,5 @@ ReceiverEvent = (
 ReceiverAction = ConnectPeer | SendMessage | PostRead | CancelReads | LookupResult | LoadResult
 ForSender = BlocksScheduled | PrefillFinished | BlocksRevoked
 ForReceiver = LoadRequested | LookupRequested | LoadSkipped | LoadCancelled
+# The layers come from the worker's forward pass; all other facts come from the scheduler.
+Fact = ForSender | LayersComputed | LayersRecomputed | ForReceiver

@@ -19,13 +19,14 @@ import os
 import secrets
 import tempfile
 import time
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
 
-from ...errors import BadMessage
+from ...errors import BadMessage, CopyFailed
 from ...kv.memory import FRAME_BYTES, checksum
 from ...protocol import messages
 from ...protocol.events import (
@@ -89,11 +90,19 @@ class ZmqTransport:
         self._posted = PostedReads()
         self._unsent: list[_UnsentPiece] = []
         self._sending: list[tuple[SendPiece, zmq.MessageTracker]] = []
+        self._failed: deque[SendPiece] = deque()  # they could not be read
 
     # Sending half ---------------------------------------------------------------------------------
     def send(self, piece: SendPiece) -> None:
         """Sends a piece, or keeps it for CONNECT_SECONDS until its receiver is connected."""
-        frames = self._port.memory.read(piece.extent, piece.blocks)
+        try:
+            frames = self._port.memory.read(piece.extent, piece.blocks)
+        except CopyFailed as error:
+            log.warning("zmq: a piece of transfer %s was not sent: %s", piece.transfer, error)
+            # Lost, as on any network: the receiver requests it again. The next turn reports the
+            # end, because the sender is still handling the event from which this action follows.
+            self._failed.append(piece)
+            return
         # Once, however often the send is tried: hashing reads all bytes of the piece.
         digest = checksum(piece.transfer, frames)
         header = messages.PieceHeader(
@@ -133,7 +142,7 @@ class ZmqTransport:
     def next_deadline(self) -> float | None:
         """Returns when to look at unfinished sends again; ZMQ reports no end of a send."""
         # Their completions wait for the next `poll_events`, and no socket is ready for them.
-        if self._posted.has_cancelled:
+        if self._posted.has_cancelled or self._failed:
             return 0.0
         if self._unsent or self._sending:
             return time.monotonic() + UNSENT_POLL_SECONDS
@@ -173,6 +182,8 @@ class ZmqTransport:
                 self._sending.append((piece, tracker))
         for piece in completed:
             yield piece.completed()
+        while self._failed:
+            yield self._failed.popleft().completed()
         yield from self._posted.take_cancelled()
 
     # Receiving half -------------------------------------------------------------------------------

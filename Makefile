@@ -26,7 +26,7 @@ BIN    := $(VENV)/bin
 MODEL  := .cache/models/heavy
 # Tests that need neither an engine nor processes of their own; the first ones mostly wait, the others compute.
 WAITING   := $(addprefix tests/,proxy unit launcher bench transports/zmq transports/tcp transports/nixl) $(wildcard tests/transports/test_*.py)
-COMPUTING := $(addprefix tests/,protocol kv fleet connector planner workloads transports/collective simulation property)
+COMPUTING := $(addprefix tests/,protocol kv fleet connector planner workloads transports/collective simulation property gpu)
 QUICK     := $(WAITING) $(COMPUTING)
 
 .PHONY: setup demo check static quick-waiting quick-computing coverage test wide chaos versions mutants bench bench-proxy bench-transport goodput house clean

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import before_vllm  # noqa: F401 - its name puts it before vLLM
 import plane_arithmetic
@@ -58,6 +58,7 @@ from vllm.v1.worker.utils import (
 from kv_connectors.gpu import kernels
 from kv_connectors.gpu.layout import device_layout
 from kv_connectors.gpu.memory import DeviceMemory
+from kv_connectors.gpu.runtime import Runtime
 from kv_connectors.kv_layout import RankCache
 from vllm_disagg.kv import reshard
 from vllm_disagg.kv.extents import blocks_of
@@ -128,7 +129,7 @@ def _cache_dtypes(backend: Any) -> list[str]:
 
 
 class HostRuntime:
-    """Stands in for CUDA's runtime: host memory, in which all work ends at once."""
+    """The part of a `Runtime` that moves need, in host memory, where all work ends at once."""
 
     device = torch.device("cpu")
 
@@ -155,7 +156,7 @@ class Rank:
 
     config: KVCacheConfig
     views: dict[str, torch.Tensor]  # of the layers with KV of their own, by vLLM
-    memory: DeviceMemory
+    memory: DeviceMemory  # ours
     raw: torch.Tensor  # the whole buffer
 
     def blocks(self, name: str) -> torch.Tensor:
@@ -217,7 +218,8 @@ def allocated(
     raw = torch.empty(0, dtype=torch.uint8)
     raw.set_(next(iter(views.values())).untyped_storage())
     fill(raw, number + blocks)
-    return Rank(config, own, DeviceMemory(found.planes, found.shape, runtime), raw)
+    memory = DeviceMemory(found.planes, found.shape, cast(Runtime, runtime))
+    return Rank(config, own, memory, raw)
 
 
 def copied(rank: Rank) -> Rank:

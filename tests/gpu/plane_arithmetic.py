@@ -11,7 +11,10 @@ from kv_connectors.gpu.kernels import Plane
 
 
 def move(planes: Sequence[Plane], blocks: torch.Tensor, wire: torch.Tensor, *, gather: bool) -> int:
-    """Copies blocks to `wire` or back; returns the bytes."""
+    """Copies blocks to `wire` or back; returns the bytes. Raises ValueError as `kernels.move`."""
+    size = sum(plane.block_bytes for plane in planes) * len(blocks)
+    if size > wire.numel():
+        raise ValueError(f"a piece of {size} bytes does not fit into a slot of {wire.numel()}")
     on_wire = wire.data_ptr()
     for plane in planes:
         for block in blocks.tolist():
@@ -20,4 +23,4 @@ def move(planes: Sequence[Plane], blocks: torch.Tensor, wire: torch.Tensor, *, g
                 target, source = (on_wire, place) if gather else (place, on_wire)
                 ctypes.memmove(target, source, plane.row_bytes)
                 on_wire += plane.row_bytes
-    return on_wire - wire.data_ptr()
+    return size

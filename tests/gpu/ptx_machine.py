@@ -127,7 +127,7 @@ class Memory:
     def permit(self, address: int, size: int) -> None:
         """Permits access to `size` bytes of this process; the caller keeps them alive."""
         buffer = (ctypes.c_uint8 * size).from_address(address)
-        self.add(address, np.frombuffer(buffer, np.uint8))
+        self.add(address, np.frombuffer(memoryview(buffer).cast("B"), np.uint8))
 
     def add(self, address: int, content: npt.NDArray[np.uint8]) -> None:
         """Permits access to an array, at any address."""
@@ -296,6 +296,9 @@ class ThreadBlock:
             return self._specials[operand]
         if operand.startswith("%"):
             return self._registers[operand]
+        if operand.startswith("{"):  # mov.b64 %rd1, {%r1,%r2}
+            low, high = (self._value(register) for register in operand.strip("{}").split(","))
+            return low | (high << np.uint64(32))
         if operand == "global_smem":
             return self._constant(SHARED_ADDRESS)
         return self._constant(int(operand, 0))
@@ -333,8 +336,11 @@ def _calculate(name: str, kinds: Sequence[str], values: Sequence[Bits]) -> Bits:
     elif name == "shl":
         result = operands[0] << values[1]
     elif name == "shr":
-        result = convert(values[0], bits) >> values[1].astype(convert(values[0], bits).dtype)
-        result = result.astype(np.uint64)
+        if kind.startswith("s"):  # then the sign comes in from the left
+            shifted = _signed(values[0], bits) >> values[1].astype(np.int64)
+            result = shifted.astype(np.uint64)
+        else:
+            result = operands[0] >> values[1]
     elif name == "selp":
         result = np.where(values[2] != 0, operands[0], operands[1])
     else:

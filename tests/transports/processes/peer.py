@@ -13,6 +13,7 @@ JSON:
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -137,7 +138,12 @@ def digest(memory: HostMemory, blocks: int) -> str:
 
 def driver(memory: HostMemory, **settings: object) -> Driver:
     config = Config(**settings)  # type: ignore[arg-type]
-    return Driver(config, KEY, memory, 0, transports.chosen(config))
+    chosen = transports.chosen(config)
+    if "nixl" in chosen:
+        # As in vLLM's processes. Else NIXL imports it while it makes an agent. On a busy machine
+        # that alone takes longer than a receiver waits for the agent (PAIRING_SECONDS).
+        importlib.import_module("torch")
+    return Driver(config, KEY, memory, 0, chosen)
 
 
 def prefill(driver: Driver, transfer: str, tokens: int) -> None:

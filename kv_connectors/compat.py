@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -75,6 +76,25 @@ def window(spec: Any) -> int:
 def is_state(spec: Any) -> bool:
     """Returns whether a layer keeps an SSM state (Mamba, linear attention) instead of KV."""
     return isinstance(spec, MambaSpec)
+
+
+def content_bytes(spec: Any) -> int:
+    """Returns the bytes of one token in one head, key and value; 0 if vLLM does not report it.
+
+    vLLM 0.32 and later report it: their tensors have the axes blocks, heads, tokens, bytes.
+    """
+    return getattr(spec, "state_content_size_bytes", 0)
+
+
+def attention_backends(vllm_config: Any, names: Sequence[str]) -> dict[str, str]:
+    """Returns the names of the attention backends of layers, by layer name."""
+    layers = vllm_config.compilation_config.static_forward_context
+    return {name: layers[name].get_attn_backend().get_name() for name in names}
+
+
+# The name of the layout in which the bytes of one head of a block are together. None before
+# vLLM 0.32, where the heads of a tensor are not known and blocks move whole.
+HEADS_TOGETHER = "LBHNC" if find_spec("vllm.v1.kv_cache_layout") else None
 
 
 # Hooks that vLLM has not --------------------------------------------------------------------------

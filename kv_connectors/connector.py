@@ -241,6 +241,18 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Statistics -----------------------------------------------------------------------------------
     @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Returns the KV layout to prefer; None leaves the choice to vLLM.
+
+        On GPUs it keeps each head of a block contiguous: ranks that hold other heads then read long
+        runs. vLLM takes another layout, with a warning, where a kernel does not support this one.
+        """
+        model = vllm_config.model_config
+        if vllm_config.device_config.device_type == "cpu" or model is None or model.use_mla:
+            return None
+        return compat.HEADS_TOGETHER
+
+    @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
         """Returns statistics with this data, or empty ones."""
         return ConnectorStats(data=data) if data is not None else ConnectorStats()

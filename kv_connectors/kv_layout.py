@@ -38,7 +38,7 @@ class RankCache:
         """
         if self.size == 1:
             return 0, heads
-        fitting = [total for total in self.heads if self._fits(heads, total)]
+        fitting = self.possible_totals(heads)
         if len(fitting) == 1:
             return self.rank * fitting[0] // self.size, fitting[0]
         known = " or ".join(map(str, sorted(self.heads)))
@@ -52,6 +52,12 @@ class RankCache:
             f"DisaggConnector does not understand how {self.size} tensor parallel ranks share out"
             f" {known} KV heads: this one has {heads}; use --tensor-parallel-size 1"
         )
+
+    def possible_totals(self, heads: int) -> list[int]:
+        """Returns the numbers of heads that a layer may have, of which this rank has `heads`."""
+        if self.size == 1:
+            return [heads]
+        return [total for total in self.heads if self._fits(heads, total)]
 
     def _fits(self, heads: int, total: int) -> bool:
         """Returns whether a rank may have `heads` of a layer with `total` heads."""
@@ -127,33 +133,69 @@ def host_memory(
     (2, num_blocks, ...). A kernel may cut each block into several rows. The axes after that are
     free, but the bytes of one block must be contiguous. Raises ConfigError for other layouts.
     """
-    specs = _specs_by_name(groups)
-    is_mixed = len({getattr(spec, "dtype", "state") for _, spec in specs.values()}) > 1
-    names: list[str] = []
+    found = cached_layers(caches, groups)
+    is_mixed = len({getattr(spec, "dtype", "state") for spec in compat.all_specs(groups)}) > 1
     planes: list[list[Row]] = []
     kinds: list[LayerLayout] = []
     layers: list[int] = []
-    seen: set[tuple[int, int]] = set()
-    for name in in_computing_order(list(caches)):
-        tensor = caches[name]
-        group, spec = specs[name]
-        if (tensor.data_ptr(), group) in seen:
-            continue  # this layer uses another layer's KV
-        seen.add((tensor.data_ptr(), group))
-        parts = _split_planes(name, tensor, num_blocks)
+    for layer in found:
+        parts = split_planes(layer.name, layer.tensor, num_blocks)
         kind = _layer_layout(
-            parts, spec, group, num_blocks, rank, vllm_config, needs_equal_blocks=is_mixed
+            parts,
+            layer.spec,
+            layer.group,
+            num_blocks,
+            rank,
+            vllm_config,
+            needs_equal_blocks=is_mixed,
         )
         if kind not in kinds:
             kinds.append(kind)
-        names.append(name)
-        planes.append([_plane(part, num_blocks, name) for part in parts])
+        planes.append([_plane(part, num_blocks, layer.name) for part in parts])
         layers.append(kinds.index(kind))
-    return HostMemory(planes, RankLayout(kinds, layers)), names
+    return HostMemory(planes, RankLayout(kinds, layers)), [layer.name for layer in found]
+
+
+@dataclass(frozen=True)
+class CachedLayer:
+    """A layer with KV of its own, as vLLM allocated it."""
+
+    name: str
+    tensor: torch.Tensor
+    group: int  # KV-cache group
+    spec: Any
+
+
+def cached_layers(caches: Mapping[str, torch.Tensor], groups: Sequence[Any]) -> list[CachedLayer]:
+    """Returns the layers with KV of their own, in computing order.
+
+    Layers that use another layer's KV (Gemma 3n) are left out: their KV is final when that other
+    layer, which comes first, has been computed. vLLM names them in `caches`, with the tensor of the
+    other layer, but in no group. Raises ConfigError for other layers without a group.
+    """
+    specs = _specs_by_name(groups)
+    owned: list[CachedLayer] = []
+    seen: set[tuple[int, int]] = set()
+    for name in in_computing_order([name for name in caches if name in specs]):
+        group, spec = specs[name]
+        # Layers of different groups may share a tensor, in which each has other blocks.
+        place = caches[name].data_ptr(), group
+        if place in seen:
+            continue  # this layer uses another layer's KV
+        seen.add(place)
+        owned.append(CachedLayer(name, caches[name], group, spec))
+    addresses = {address for address, _ in seen}
+    for name, tensor in caches.items():
+        if name not in specs and tensor.data_ptr() not in addresses:
+            raise ConfigError(
+                f"DisaggConnector does not know the KV-cache group of layer {name}, which vLLM"
+                " gives KV of its own: this model cannot be served with it"
+            )
+    return owned
 
 
 def _specs_by_name(groups: Sequence[Any]) -> dict[str, tuple[int, Any]]:
-    """Returns (KV-cache group, spec) of each layer."""
+    """Returns (KV-cache group, spec) of each layer in a group."""
     specs = {}
     for group, vllm_group in enumerate(groups):
         shared = vllm_group.kv_cache_spec
@@ -175,7 +217,7 @@ def _layer_layout(
     """Returns the layout of a layer. `needs_equal_blocks`: P and D must have equal block sizes."""
     rows = [_row_bytes(part) * (part.shape[0] // num_blocks) for part in parts]
     if compat.is_state(spec) or compat.is_latent(spec):
-        return _opaque_layout(parts, spec, group, rank, rows)
+        return opaque_layout(parts, spec, group, rank, rows)
     first_head, total_heads = rank.share(spec.num_kv_heads)
     window = compat.window(spec)
     order = compat.kv_order(vllm_config, spec)
@@ -212,11 +254,20 @@ def _layer_layout(
     )
 
 
-def _opaque_layout(
-    parts: list[torch.Tensor], spec: Any, group: int, rank: RankCache, rows: list[int]
+def opaque_layout(
+    parts: Sequence[torch.Tensor],
+    spec: Any,
+    group: int,
+    rank: RankCache,
+    rows: list[int],
+    backend: str = "",
 ) -> LayerLayout:
-    """Returns the layout of SSM states or of MLA: blocks are copied whole between equal layouts."""
-    facts = [_describe(part) for part in parts]
+    """Returns the layout of SSM states or of MLA: blocks are copied whole between equal layouts.
+
+    `rows`: bytes of a block, by plane. `backend`: of the attention, if it orders the bytes.
+    """
+    facts = [describe_block(part) for part in parts]
+    facts += [backend] if backend else []
     facts += [f"{getattr(spec, name, '')}" for name in ("shapes", "dtypes")]
     digest = hashlib.sha256("; ".join(facts).encode()).hexdigest()[:12]
     form = f"{type(spec).__name__} {sum(rows)} B a block, {digest}"
@@ -274,14 +325,14 @@ def _regions(
     return []
 
 
-def _describe(part: torch.Tensor) -> str:
+def describe_block(part: torch.Tensor) -> str:
     """Returns the shape of a block, the number format, and the order of the axes in memory."""
     strides = part.stride()
     order = sorted(range(part.dim()), key=lambda axis: strides[axis], reverse=True)
     return f"{tuple(part.shape[1:])} {part.dtype} order {order}"
 
 
-def _split_planes(name: str, tensor: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
+def split_planes(name: str, tensor: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
     """Returns the planes of a layer's tensor; their first axis counts blocks, or rows of blocks."""
     if tensor.shape[0] % num_blocks == 0:
         return [tensor]

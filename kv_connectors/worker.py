@@ -120,7 +120,14 @@ class WorkerSide:
 
         self._runtime = CudaRuntime(next(iter(caches.values())).device)
         self._runtime.use_device()
-        return device_memory(caches, config.kv_cache_groups, config.num_blocks, rank, self._runtime)
+        return device_memory(
+            caches,
+            config.kv_cache_groups,
+            config.num_blocks,
+            rank,
+            self._vllm_config,
+            self._runtime,
+        )
 
     def _start_gpu_facts(self, driver: Driver) -> None:
         if self._runtime is None:

@@ -6,7 +6,7 @@ Not run on a GPU yet: they are checked in Triton's interpreter, on the CPU, agai
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -18,31 +18,47 @@ CHECKSUM_WORD_BYTES = 4
 WORD_TYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by bytes
 
 
-@triton.jit(do_not_specialize=["count"])
+# One variant by word and direction, whatever the numbers: a new one would be compiled during a
+# transfer. In 64 bits, as rows times their stride may exceed 2 GiB.
+@triton.jit(
+    do_not_specialize=[
+        "wire",
+        "bases",
+        "blocks",
+        "block_stride",
+        "rows",
+        "row_stride",
+        "words",
+        "part_bits",
+    ]
+)
 def _move_words(  # type: ignore[no-untyped-def]
     wire,
     bases,
     blocks,
-    count,
-    block_stride,
-    rows,
-    row_stride,
-    words,
+    block_stride: tl.int64,
+    rows: tl.int64,
+    row_stride: tl.int64,
+    words: tl.int64,
+    part_bits: tl.int64,
     WORDS: tl.constexpr,
     GATHER: tl.constexpr,
 ):
-    """Program (i, j): copies the j-th part of the i-th row on the wire.
+    """Program (i, j, k): copies a part of a row of the i-th block in the k-th plane.
 
-    Rows on the wire are ordered by plane, then block, then row of the block.
+    The last `part_bits` bits of j number the part, the others the row. Rows on the wire are ordered
+    by plane, then block, then row of the block.
     """
-    unit = tl.program_id(0)
-    block = tl.load(blocks + (unit // rows) % count)
-    base = tl.load(bases + unit // (rows * count))
-    start = base + block * block_stride + (unit % rows) * row_stride
+    number = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64) >> part_bits
+    part = tl.program_id(1) - (row << part_bits)
+    plane = tl.program_id(2).to(tl.int64)
+    start = tl.load(bases + plane) + tl.load(blocks + number) * block_stride + row * row_stride
     cache = start.to(wire.dtype)
-    offsets = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    offsets = part * WORDS + tl.arange(0, WORDS)
     mask = offsets < words
-    on_wire = wire + unit.to(tl.int64) * words + offsets
+    unit = (plane * tl.num_programs(0) + number) * rows + row
+    on_wire = wire + unit * words + offsets
     if GATHER:
         tl.store(on_wire, tl.load(cache + offsets, mask=mask), mask=mask)
     else:
@@ -83,6 +99,30 @@ class Plane:
         """The facts that all planes of one launch must share."""
         return self.block_stride, self.rows, self.row_stride, self.row_bytes, self._word_bytes
 
+    def of_heads(self, heads: int, head_stride: int, head: int, head_end: int) -> Plane:
+        """Returns the plane of some of a block's heads.
+
+        `heads`: in the block. `head_stride`: bytes from one head to the next in a block without
+        gaps. Raises ValueError where the result would not be rows at one distance.
+        """
+        run_bytes = heads * head_stride  # each head once
+        if self.rows * self.row_bytes == run_bytes and head_stride % self.row_bytes == 0:
+            rows_per_head = head_stride // self.row_bytes
+            return replace(
+                self,
+                base=self.base + head * rows_per_head * self.row_stride,
+                rows=(head_end - head) * rows_per_head,
+            )
+        if self.row_bytes != run_bytes and (self.rows > 1 or self.row_bytes % run_bytes):
+            raise ValueError(f"{heads} heads at {head_stride} bytes in {self}")
+        return replace(
+            self,
+            base=self.base + head * head_stride,
+            rows=self.rows * (self.row_bytes // run_bytes),
+            row_stride=self.row_stride if self.rows > 1 else run_bytes,
+            row_bytes=(head_end - head) * head_stride,
+        )
+
     @property
     def _word_bytes(self) -> int:
         """The largest word to which addresses and sizes are aligned."""
@@ -108,25 +148,26 @@ def move(planes: Sequence[Plane], blocks: torch.Tensor, wire: torch.Tensor, *, g
         bases = torch.tensor([plane.base for plane in run], dtype=torch.int64).to(
             wire.device, non_blocking=True
         )
-        units = len(bases) * len(blocks) * rows
+        count = len(bases) * len(blocks) * rows * row_bytes
         if start % word_bytes:  # the previous planes left `wire` unaligned for this word
             word_bytes = 1
         words = row_bytes // word_bytes
-        part = wire[start : start + units * row_bytes].view(WORD_TYPES[word_bytes])
-        grid = (units, triton.cdiv(words, MAX_WORDS_PER_PROGRAM))
+        part = wire[start : start + count].view(WORD_TYPES[word_bytes])
+        part_bits = (triton.cdiv(words, MAX_WORDS_PER_PROGRAM) - 1).bit_length()
+        grid = (len(blocks), rows << part_bits, len(bases))
         _move_words[grid](
             part,
             bases,
             blocks,
-            len(blocks),
             block_stride,
             rows,
             row_stride,
             words,
+            part_bits,
             MAX_WORDS_PER_PROGRAM,
             gather,
         )
-        start += units * row_bytes
+        start += count
     return size
 
 

@@ -1,20 +1,35 @@
 """The layout of vLLM's KV caches in GPU memory, as planes of rows.
 
-The order of bytes in a block is opaque, so it must be equal in both engines.
+vLLM 0.32 gives each layer a view (blocks, heads, tokens, channels) of one buffer, with the strides
+of one of six layouts; a token's key and value are channels of one head. A kernel may take smaller
+blocks than vLLM's: then several rows of the first axis make one block. Earlier versions have other
+axes, and may have keys and values apart.
+
+Bytes of a block are moved in the order that they have in memory, without its gaps. So that order
+must be equal in both engines, and is a part of the fingerprint. Where the axis of the heads is
+known, the ranks of the two engines may have different shares of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.kv.layout import LayerLayout, RankLayout, opaque
+from vllm_disagg.kv.layout import Axis, LayerLayout, RankLayout, StridedRegion, opaque
 
 from .. import compat
-from ..kv_layout import RankCache, in_computing_order
+from ..kv_layout import (
+    CachedLayer,
+    RankCache,
+    cached_layers,
+    describe_block,
+    opaque_layout,
+    split_planes,
+)
 from .kernels import Plane
 from .memory import DeviceMemory
 from .runtime import Runtime
@@ -25,72 +40,80 @@ def device_memory(
     groups: Sequence[Any],
     num_blocks: int,
     rank: RankCache,
+    vllm_config: Any,
     runtime: Runtime,
 ) -> tuple[DeviceMemory, list[str]]:
     """Returns caches in GPU memory as memory of the driver; see `kv_layout.host_memory`.
 
-    The order of bytes in a block is opaque, so it must be equal in both engines. Raises ConfigError
-    for layouts that cannot be moved.
+    Raises ConfigError for layouts that cannot be moved.
     """
-    specs = {}
-    for number, vllm_group in enumerate(groups):
-        for name in vllm_group.layer_names:
-            specs[name] = number, vllm_group.kv_cache_spec
-    names = in_computing_order(list(caches))
+    found = device_layout(caches, groups, num_blocks, rank, vllm_config)
+    memory = DeviceMemory(found.planes, found.shape, runtime)
+    memory.warm_up()
+    return memory, found.names
+
+
+@dataclass(frozen=True)
+class DeviceLayout:
+    """The layers with KV of their own, in computing order."""
+
+    names: list[str]
+    planes: list[list[Plane]]  # by layer
+    shape: RankLayout
+
+
+def device_layout(
+    caches: Mapping[str, torch.Tensor],
+    groups: Sequence[Any],
+    num_blocks: int,
+    rank: RankCache,
+    vllm_config: Any,
+) -> DeviceLayout:
+    """Describes caches. Raises ConfigError for layouts that cannot be moved."""
+    found = cached_layers(caches, groups)
+    backends = compat.attention_backends(vllm_config, [layer.name for layer in found])
     planes: list[list[Plane]] = []
     kinds: list[LayerLayout] = []
     layers: list[int] = []
-    for name in names:
-        tensor = caches[name]
-        group, spec = specs[name]
+    for layer in found:
+        parts = by_blocks(layer.name, layer.tensor, num_blocks)
         try:
-            parts = list(planes_of(tensor, num_blocks))
+            layer_planes = [plane_of(part) for part in parts]
         except ValueError as error:
-            raise ConfigError(f"DisaggConnector cannot move {error}, of layer {name}") from None
-        if compat.is_state(spec) or compat.specs_by_layer(spec):
-            raise ConfigError(f"DisaggConnector does not support {type(spec).__name__} on GPUs yet")
-        rows = [plane.block_bytes for plane in parts]
-        order = sorted(range(tensor.dim()), key=lambda axis: tensor.stride(axis), reverse=True)
-        form = (
-            f"{type(spec).__name__} {tuple(tensor.shape[2:])} {tensor.dtype} order {order},"
-            f" blocks of {spec.block_size}"
-        )
-        # Of MLA each rank holds the same, the only head.
-        first_head, total_heads = (0, 1) if compat.is_latent(spec) else (rank.rank, rank.size)
-        kind = LayerLayout(
-            form,
-            spec.block_size,
-            rows,
-            [opaque(row) for row in rows],
-            1,
-            first_head,
-            total_heads,
-            group,
-            compat.window(spec),
-        )
+            raise ConfigError(
+                f"DisaggConnector cannot move {error}, of layer {layer.name}"
+            ) from None
+        kind = _layer_layout(layer, parts, layer_planes, rank, backends[layer.name])
         if kind not in kinds:
             kinds.append(kind)
-        planes.append(parts)
+        planes.append(layer_planes)
         layers.append(kinds.index(kind))
-    memory = DeviceMemory(planes, RankLayout(kinds, layers), runtime)
-    memory.warm_up()
-    return memory, names
+    return DeviceLayout([layer.name for layer in found], planes, RankLayout(kinds, layers))
 
 
-def planes_of(tensor: torch.Tensor, num_blocks: int) -> Iterator[Plane]:
-    """Yields the planes of one layer's tensor, (num_blocks, ...) or (2, num_blocks, ...).
+def by_blocks(name: str, tensor: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
+    """Returns the planes of a layer's tensor as views (blocks, kernel blocks of a block, ...).
 
-    Strides are free. Raises ValueError for a block that is neither dense nor made of equal rows at
-    one distance.
+    vLLM's `group_kernel_blocks` does this for one plane. Raises ConfigError for a first axis that
+    does not count blocks.
     """
-    parts = [tensor] if tensor.shape[0] == num_blocks else list(tensor.unbind(0))
-    if len(parts) > 2 or parts[0].shape[0] != num_blocks:
-        raise ValueError(f"a KV tensor of shape {tuple(tensor.shape)} for {num_blocks} blocks")
-    for part in parts:
-        yield _plane_of(part)
+    views = []
+    for part in split_planes(name, tensor, num_blocks):
+        kernel_blocks = part.shape[0] // num_blocks
+        # Not by `unflatten`, which gives axes of one element another stride.
+        view = part.as_strided(
+            (num_blocks, kernel_blocks, *part.shape[1:]),
+            (part.stride(0) * kernel_blocks, *part.stride()),
+        )
+        views.append(view)
+    return views
 
 
-def _plane_of(part: torch.Tensor) -> Plane:
+def plane_of(part: torch.Tensor) -> Plane:
+    """Returns the memory of a view (blocks, ...) with any strides.
+
+    Raises ValueError for a block that is neither dense nor made of equal rows at one distance.
+    """
     item_bytes = part.element_size()
     # From the fastest axis to the slowest. All counts are in elements.
     axes = sorted(
@@ -118,3 +141,100 @@ def _plane_of(part: torch.Tensor) -> Plane:
         row_stride=row_distance * item_bytes,
         row_bytes=row_elements * item_bytes,
     )
+
+
+def _layer_layout(
+    layer: CachedLayer,
+    parts: Sequence[torch.Tensor],
+    planes: Sequence[Plane],
+    rank: RankCache,
+    backend: str,
+) -> LayerLayout:
+    """Returns the layout of a layer. `backend`: of its attention, which orders a token's bytes."""
+    spec = layer.spec
+    rows = [plane.block_bytes for plane in planes]
+    if compat.is_state(spec) or compat.is_latent(spec):
+        return opaque_layout(parts, spec, layer.group, rank, rows, backend)
+    window = compat.window(spec)
+    form = f"{type(spec).__name__} of {backend}, "
+    if window:
+        form += f"window {window}, "
+    totals = rank.possible_totals(spec.num_kv_heads)
+    axes = _axes(parts, spec)
+    if axes and len(totals) == 1 and _has_separate_heads(planes[0], axes):
+        first_head, total_heads = rank.share(spec.num_kv_heads)
+        heads = spec.num_kv_heads
+        form += f"{parts[0].dtype}, blocks of {_describe_axes(axes)}"
+        regions = [[StridedRegion(0, axes)]]
+    else:
+        # Blocks are copied whole, from the rank of the same number among equally many.
+        first_head, total_heads = rank.rank, rank.size
+        heads = 1
+        form += f"blocks of {spec.block_size}, " + ", ".join(map(describe_block, parts))
+        regions = [opaque(row) for row in rows]
+    return LayerLayout(
+        form,
+        spec.block_size,
+        rows,
+        regions,
+        heads,
+        first_head,
+        total_heads,
+        layer.group,
+        window,
+    )
+
+
+def _axes(parts: Sequence[torch.Tensor], spec: Any) -> list[Axis]:
+    """Returns the axes of a block without its gaps, from the slowest to the fastest, in bytes.
+
+    Empty unless the tensor's axes are heads, tokens and channels, as of vLLM 0.32.
+    """
+    part = parts[0]  # (blocks, kernel blocks, heads, tokens, channels)
+    content_bytes = compat.content_bytes(spec)
+    if len(parts) > 1 or part.dim() != 5 or not content_bytes:
+        return []
+    tokens = part.shape[1] * part.shape[3]
+    width = part.shape[4] * part.element_size()
+    if (part.shape[2], tokens, width) != (spec.num_kv_heads, spec.block_size, content_bytes):
+        return []
+    if part.stride(4) != 1:
+        return []
+    # An axis of one element has a stride without meaning. Only the one of the heads has a place
+    # all the same, so that one head of a rank is comparable with several of another rank: of two
+    # axes with one stride the longer one is the slower one.
+    order = sorted(
+        (axis for axis in (1, 2, 3) if part.shape[axis] > 1 or axis == 2),
+        key=lambda axis: (-part.stride(axis), -part.shape[axis]),
+    )
+    axes: list[Axis] = [("c", width, 1)]
+    step = width
+    previous = 0
+    for axis in reversed(order):
+        size = part.shape[axis]
+        if axis == 2:
+            axes.insert(0, ("h", size, step))
+        elif axis == 1 and previous == 3:
+            # Tokens of all kernel blocks follow each other, as if there were one.
+            axes[0] = ("t", size * part.shape[3], axes[0][2])
+        else:
+            axes.insert(0, ("t", size, step))
+        step *= size
+        previous = axis
+    return axes
+
+
+def _has_separate_heads(plane: Plane, axes: Sequence[Axis]) -> bool:
+    """Returns whether each run of heads of a block is made of rows at one distance."""
+    heads, stride = next((size, step) for name, size, step in axes if name == "h")
+    try:
+        plane.of_heads(heads, stride, 0, 1)
+    except ValueError:
+        return False
+    return True
+
+
+def _describe_axes(axes: Sequence[Axis]) -> str:
+    """Returns the axes in words. The number of heads is left out, since ranks may differ in it."""
+    words = {"h": "heads", "t": "{} tokens", "c": "{} B"}
+    return "[" + ", ".join(words[name].format(size) for name, size, _ in axes) + "]"

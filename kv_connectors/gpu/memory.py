@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from vllm_disagg.errors import CopyFailed
-from vllm_disagg.kv.extents import Extent
+from vllm_disagg.kv.extents import Extent, heads_of
 from vllm_disagg.kv.layout import RankLayout, RemoteLayout
 from vllm_disagg.kv.memory import FRAME_BYTES
 
@@ -90,8 +90,15 @@ class DeviceMemory:
         return self.size_of(extent, blocks)
 
     def _planes_of(self, extent: Extent) -> list[Plane]:
+        """Returns the memory of an extent's heads, in wire order."""
         layers = self.planes[extent.layer : extent.layer_end]
-        return [plane for layer in layers for plane in layer]
+        planes = [plane for layer in layers for plane in layer]
+        kind = self.shape.kind(extent.layer)
+        head, head_end = heads_of(extent, kind)
+        if head_end - head == kind.heads:
+            return planes
+        stride = next(step for name, _, step in kind.regions[0][0].axes if name == "h")
+        return [plane.of_heads(kind.heads, stride, head, head_end) for plane in planes]
 
     # The driver's thread: for ZMQ, through pinned host memory -------------------------------------
     # Each call waits for its own copy, of one piece, and for nothing else.

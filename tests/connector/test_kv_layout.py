@@ -14,6 +14,7 @@ from vllm import _custom_ops as ops
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from kv_connectors import compat, kv_layout
+from kv_connectors.layers import FinalLayers
 from vllm_disagg.errors import ConfigError, Unmappable
 from vllm_disagg.kv import reshard
 from vllm_disagg.kv.memory import HostMemory
@@ -243,6 +244,27 @@ def test_a_layer_that_uses_anothers_kv_is_not_there_twice() -> None:
     memory, names = kv_layout.host_memory(caches, groups, 2, kv_layout.RankCache(0, 1, {2}), CONFIG)
     assert names == ["m.0.attn", "m.1.attn"]
     assert len(memory.planes) == len(memory.shape.layers) == 2
+
+
+def test_layers_in_no_group() -> None:
+    """As with Gemma 3n: a layer that uses another layer's KV has its tensor, but no group."""
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=SIZE, dtype=torch.bfloat16)
+    own = {f"m.{at}.attn": torch.zeros(2, 2, 32, 2 * SIZE, dtype=torch.bfloat16) for at in (0, 1)}
+    caches = {**own, "m.2.attn": own["m.0.attn"], "m.3.attn": own["m.1.attn"]}
+    groups = [SimpleNamespace(layer_names=list(own), kv_cache_spec=spec)]
+    rank = kv_layout.RankCache(0, 1, {2})
+    memory, names = kv_layout.host_memory(caches, groups, 2, rank, CONFIG)
+    assert names == ["m.0.attn", "m.1.attn"]
+    assert len(memory.planes) == len(memory.shape.layers) == 2
+    # Its calls announce nothing: its KV was final before.
+    layers = FinalLayers(names)
+    for _ in range(2):
+        layers.begin_step()
+        announced = [layers.count_call(name) for name in caches]
+    assert announced == [1, 1, 1, 1]
+    caches["m.4.attn"] = torch.zeros_like(own["m.0.attn"])
+    with pytest.raises(ConfigError, match=r"group of layer m\.4\.attn, which vLLM gives KV of"):
+        kv_layout.host_memory(caches, groups, 2, rank, CONFIG)
 
 
 def test_windows() -> None:

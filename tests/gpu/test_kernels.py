@@ -27,6 +27,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton", reason="there is no Triton here")
 kernels = pytest.importorskip("kv_connectors.gpu.kernels")
 layout = importlib.import_module("kv_connectors.gpu.layout")
+FullAttentionSpec = importlib.import_module("vllm.v1.kv_cache_interface").FullAttentionSpec
 memory = importlib.import_module("kv_connectors.gpu.memory")
 runtime = importlib.import_module("kv_connectors.gpu.runtime")
 staging = importlib.import_module("kv_connectors.gpu.staging")
@@ -34,12 +35,23 @@ simulated_gpu = importlib.import_module("simulated_gpu")
 
 HERE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 BLOCKS, TOKENS, HEADS, DIM = 11, 4, 3, 8
-LAYOUTS = {  # shapes and orders of the axes in memory, as vLLM's backends have them
+# Before vLLM 0.32: shapes and orders of the axes in memory, as its backends have them.
+OLD_LAYOUTS = {
     "blocks first": ((BLOCKS, TOKENS, HEADS, DIM), (0, 1, 2, 3)),
     "keys and values apart": ((2, BLOCKS, TOKENS, HEADS, DIM), (0, 1, 2, 3, 4)),
+    "apart, in kernel blocks": ((2, 2 * BLOCKS, TOKENS // 2, HEADS, DIM), (0, 1, 2, 3, 4)),
     "heads before tokens": ((BLOCKS, TOKENS, HEADS, 2 * DIM), (0, 2, 1, 3)),
     "blocks outermost": ((2, BLOCKS, TOKENS, HEADS, DIM), (1, 0, 2, 3, 4)),
     "odd": ((BLOCKS, 3, 5, 1), (0, 1, 2, 3)),
+}
+# vLLM 0.32: the order in memory of the axes layers, blocks, heads, tokens, channels.
+LAYOUTS = {
+    "LBHNC": (0, 1, 2, 3, 4),
+    "LBNHC": (0, 1, 3, 2, 4),
+    "LHBNC": (0, 2, 1, 3, 4),
+    "BLHNC": (1, 0, 2, 3, 4),
+    "BLNHC": (1, 0, 3, 2, 4),
+    "BHLNC": (1, 2, 0, 3, 4),
 }
 
 
@@ -60,43 +72,74 @@ def in_memory_order(part: torch.Tensor) -> np.ndarray:
     return dense.view(torch.uint8).reshape(part.shape[0], -1).cpu().numpy()
 
 
+def two_layers(name: str, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+    """Returns the tensors of two layers as vLLM hands them over."""
+    if name in LAYOUTS:
+        shape = (2, BLOCKS, HEADS, TOKENS, 2 * DIM)
+        return list(cache(shape, LAYOUTS[name], dtype, seed))
+    return [cache(*OLD_LAYOUTS[name], dtype, seed + layer) for layer in range(2)]
+
+
+def by_blocks(tensor: torch.Tensor) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = layout.by_blocks("a", tensor, BLOCKS)
+    return found
+
+
+def planes_of(tensors: list[torch.Tensor]) -> list[Any]:
+    return [layout.plane_of(part) for tensor in tensors for part in by_blocks(tensor)]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, *OLD_LAYOUTS])
 def test_gather_and_scatter_against_numpy(name: str, dtype: torch.dtype) -> None:
-    shape, order = LAYOUTS[name]
-    theirs, ours = (
-        [cache(shape, order, dtype, seed) for seed in (1, 2)],
-        [cache(shape, order, dtype, 9) for _ in "ab"],
-    )
+    theirs = two_layers(name, dtype, 1)
+    ours = two_layers(name, dtype, 9)
     source, target = [7, 2, 3, 10], [0, 5, 4, 1]
-    planes = [plane for tensor in theirs for plane in layout.planes_of(tensor, BLOCKS)]
-    parts = [
-        part for tensor in theirs for part in ([tensor] if shape[0] == BLOCKS else tensor.unbind(0))
-    ]
+    parts = [part for tensor in theirs for part in by_blocks(tensor)]
     expected = np.concatenate([in_memory_order(part)[source].reshape(-1) for part in parts])
     wire = torch.zeros(expected.size + 64, dtype=torch.uint8, device=HERE)
-    assert (
-        kernels.move(planes, torch.tensor(source, device=HERE), wire, gather=True) == expected.size
+    ids = torch.tensor(source, device=HERE)
+    assert kernels.move(planes_of(theirs), ids, wire, gather=True) == expected.size
+    assert (wire.cpu().numpy()[: expected.size] == expected).all()
+    assert not wire[expected.size :].any()
+    before = [[part.clone() for part in by_blocks(tensor)] for tensor in ours]
+    ids = torch.tensor(target, device=HERE)
+    kernels.move(planes_of(ours), ids, wire, gather=False)
+    rest = [block for block in range(BLOCKS) if block not in target]
+    for tensor, reference, old_parts in zip(ours, theirs, before, strict=True):
+        for part, right, old in zip(
+            by_blocks(tensor), by_blocks(reference), old_parts, strict=True
+        ):
+            assert torch.equal(part[target], right[source])
+            assert torch.equal(part[rest], old[rest]), "wrote into other blocks"
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_some_heads_only(name: str) -> None:
+    """As P's rank sends them to a rank of D with fewer heads, or D's rank with more takes them."""
+    whole = two_layers(name, torch.bfloat16, 1)[1]
+    part = whole[:, 1:3]
+    (plane,) = planes_of([whole])
+    (cut,) = planes_of([part])
+    is_by_token = name.index("N") < name.index("H")
+    head_elements = 2 * DIM if is_by_token else TOKENS * 2 * DIM
+    found = plane.of_heads(HEADS, head_elements * whole.element_size(), 1, 3)
+    assert found.block_bytes == cut.block_bytes
+    wire, expected = (
+        torch.zeros(3 * cut.block_bytes, dtype=torch.uint8, device=HERE) for _ in "we"
     )
-    assert (wire.cpu().numpy()[: expected.size] == expected).all() and not wire[
-        expected.size :
-    ].any()
-    before = [tensor.clone() for tensor in ours]
-    back = [plane for tensor in ours for plane in layout.planes_of(tensor, BLOCKS)]
-    kernels.move(back, torch.tensor(target, device=HERE), wire, gather=False)
-    for tensor, reference, old in zip(ours, theirs, before, strict=True):
-        at = (lambda ids: ids) if shape[0] == BLOCKS else (lambda ids: (slice(None), ids))
-        assert torch.equal(tensor[at(target)], reference[at(source)])
-        rest = [block for block in range(BLOCKS) if block not in target]
-        assert torch.equal(tensor[at(rest)], old[at(rest)]), "wrote into blocks of somebody else"
+    ids = torch.tensor([4, 0, 9], device=HERE)
+    kernels.move([found], ids, wire, gather=True)
+    kernels.move([cut], ids, expected, gather=True)
+    assert torch.equal(wire, expected)
+    assert (expected.cpu().numpy() == in_memory_order(part)[[4, 0, 9]].reshape(-1)).all()
 
 
 @pytest.mark.skipif(HERE.type != "cpu", reason="the simulated GPU is on the CPU")
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, *OLD_LAYOUTS])
 def test_the_simulated_gpus_stand_ins_do_what_the_kernels_do(name: str) -> None:
-    shape, order = LAYOUTS[name]
-    tensor = cache(shape, order, torch.bfloat16, 1)
-    planes = list(layout.planes_of(tensor, BLOCKS))
+    tensor = two_layers(name, torch.bfloat16, 1)[0]
+    planes = planes_of([tensor])
     blocks = torch.tensor([7, 2, 10])
     blocks.numbers = (7, 2, 10)
     size = 3 * sum(plane.block_bytes for plane in planes)
@@ -120,31 +163,25 @@ def test_the_simulated_gpus_stand_ins_do_what_the_kernels_do(name: str) -> None:
     assert torch.equal(written, tensor)
 
 
-def test_some_heads_only() -> None:
-    """A slice of the heads has rows at a distance."""
-    whole = cache((BLOCKS, TOKENS, HEADS, DIM), (0, 1, 2, 3), torch.bfloat16, 1)
-    part = whole[:, :, 1:2]
-    (plane,) = layout.planes_of(part, BLOCKS)
-    assert plane.rows == TOKENS
-    wire = torch.zeros(3 * plane.block_bytes, dtype=torch.uint8, device=HERE)
-    kernels.move([plane], torch.tensor([4, 0, 9], device=HERE), wire, gather=True)
-    assert torch.equal(wire, part[[4, 0, 9]].contiguous().view(torch.uint8).reshape(-1))
+def test_heads_that_are_no_rows_at_one_distance() -> None:
+    plane = kernels.Plane(base=0, block_stride=4096, rows=4, row_stride=512, row_bytes=256)
+    with pytest.raises(ValueError, match="2 heads at 64 bytes"):
+        plane.of_heads(2, 64, 0, 1)
+    with pytest.raises(ValueError, match="2 heads at 256 bytes"):
+        plane.of_heads(2, 256, 0, 1)
 
 
-def test_what_has_no_rows_of_one_distance_is_refused() -> None:
+def test_rows_without_one_distance_are_refused() -> None:
     wild = torch.zeros(BLOCKS, 8, 8, 8)[:, ::2, ::4, ::3]
     with pytest.raises(ValueError, match="strides"):
-        list(layout.planes_of(wild, BLOCKS))
+        planes_of([wild])
 
 
 def test_a_slot_that_is_too_short_is_refused_before_anything_moves() -> None:
     tensor = cache((BLOCKS, TOKENS, HEADS, DIM), (0, 1, 2, 3), torch.float32, 1)
-    planes, wire = (
-        list(layout.planes_of(tensor, BLOCKS)),
-        torch.zeros(8, dtype=torch.uint8, device=HERE),
-    )
+    wire = torch.zeros(8, dtype=torch.uint8, device=HERE)
     with pytest.raises(ValueError, match="slot"):
-        kernels.move(planes, torch.tensor([1], device=HERE), wire, gather=True)
+        kernels.move(planes_of([tensor]), torch.tensor([1], device=HERE), wire, gather=True)
 
 
 def made_runtime() -> Any:
@@ -159,7 +196,7 @@ def made_runtime() -> Any:
 
 def staged(seed: int) -> tuple[torch.Tensor, Any]:
     tensor = cache((2, BLOCKS, TOKENS, HEADS, DIM), (0, 1, 2, 3, 4), torch.bfloat16, seed)
-    planes = list(layout.planes_of(tensor, BLOCKS))
+    planes = planes_of([tensor])
     shape = uniform(1, TOKENS, [plane.block_bytes for plane in planes])
     return tensor, memory.DeviceMemory([planes], shape, made_runtime())
 
@@ -217,22 +254,31 @@ def test_by_way_of_the_host() -> None:
     assert torch.equal(ours[:, [0, 1]], theirs[:, [9, 4]])
 
 
+def described(caches: dict[str, torch.Tensor], blocks: int) -> Any:
+    """Returns (memory, names) of caches, as the worker has them described."""
+    spec = FullAttentionSpec(
+        block_size=TOKENS, num_kv_heads=HEADS, head_size=DIM, dtype=torch.bfloat16
+    )
+    group = SimpleNamespace(layer_names=list(caches), kv_cache_spec=spec)
+    backend = SimpleNamespace(get_name=lambda: "FLASH_ATTN")
+    context = dict.fromkeys(caches, SimpleNamespace(get_attn_backend=lambda: backend))
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
+    rank = RankCache(0, 1, {HEADS})
+    return layout.device_memory(caches, [group], blocks, rank, config, made_runtime())
+
+
 def test_the_memory_of_a_model_and_that_warming_up_changes_nothing() -> None:
-    caches = {
-        f"layer {at}": cache((2, BLOCKS, TOKENS, HEADS, DIM), (1, 0, 2, 3, 4), torch.float16, at)
-        for at in range(3)
-    }
+    shape = (2, BLOCKS, TOKENS, HEADS, DIM)
+    caches = {f"layer {at}": cache(shape, (1, 0, 2, 3, 4), torch.float16, at) for at in range(3)}
     before = [tensor.clone() for tensor in caches.values()]
-    groups = [
-        SimpleNamespace(layer_names=list(caches), kv_cache_spec=SimpleNamespace(block_size=TOKENS))
-    ]
-    made, names = layout.device_memory(
-        caches, groups, BLOCKS, RankCache(0, 1, {HEADS}), made_runtime()
-    )
-    assert names == list(caches) and len(made.shape.layers) == 3
+    made, names = described(caches, BLOCKS)
+    assert names == list(caches)
+    assert len(made.shape.layers) == 3
     assert {sum(kind.block_bytes) for kind in made.shape.kinds} == {2 * TOKENS * HEADS * DIM * 2}
-    assert all(
-        torch.equal(tensor, old) for tensor, old in zip(caches.values(), before, strict=True)
-    )
-    with pytest.raises(ConfigError, match="cannot move a KV tensor of shape"):
-        layout.device_memory(caches, groups, BLOCKS + 1, RankCache(0, 1, {HEADS}), made_runtime())
+    for tensor, old in zip(caches.values(), before, strict=True):
+        assert torch.equal(tensor, old)
+    with pytest.raises(ConfigError, match="does not know the KV layout of layer layer 0"):
+        described(caches, BLOCKS + 1)
+    wild = {"a": torch.zeros(BLOCKS, 8, 8, 8, device=HERE)[:, ::2, ::4, ::3]}
+    with pytest.raises(ConfigError, match=r"cannot move a KV block .* of layer a"):
+        described(wild, BLOCKS)

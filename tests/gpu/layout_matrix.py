@@ -1,0 +1,397 @@
+"""Moves KV between caches that vLLM's own allocator made, in every layout; no GPU is needed.
+
+    python tests/gpu/layout_matrix.py [--json] [--every N]
+
+A case is an attention backend for GPUs, one of vLLM's KV layouts, a block size, a number format and
+a model: full attention, sliding windows beside it, MLA with and without an indexer, layers that
+share KV, layers that differ, SSM states beside attention, and P and D of different tensor
+parallelism. vLLM chooses groups, kernel blocks, strides and padding, and allocates on the CPU. It
+also refuses cases; we may refuse none.
+
+P's blocks are gathered and scattered into other blocks of D, whose cache has another number of
+blocks. Then the whole buffer of D must equal a second one, in which the same blocks were assigned
+through vLLM's own views: so each byte is right, and neighbours, padding and other blocks are as
+before. Bytes move by the planes' arithmetic; each 40th case by our kernels in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import before_vllm  # noqa: F401 - its name puts it before vLLM
+import plane_arithmetic
+import torch
+from vllm.config import CacheConfig
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.utils import (
+    get_supported_kv_cache_layouts,
+    resolve_kv_cache_layout,
+)
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    get_kv_quant_mode,
+    group_kernel_blocks,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.utils import (
+    allocate_kv_cache,
+    customize_attention_spec,
+    prepare_kernel_block_sizes,
+)
+
+from kv_connectors.gpu import kernels
+from kv_connectors.gpu.layout import device_layout
+from kv_connectors.gpu.memory import DeviceMemory
+from kv_connectors.gpu.runtime import Runtime
+from kv_connectors.kv_layout import RankCache
+from vllm_disagg.kv import reshard
+from vllm_disagg.kv.extents import blocks_of
+from vllm_disagg.protocol.events import GroupBlocks, LoadRequested
+from vllm_disagg.protocol.peers import WorkerInfo
+from vllm_disagg.protocol.read_plan import ReadPlan, read_plans
+
+OTHER_DEVICES = ("ROCM", "XPU", "CPU", "AMX", "TORCH", "NO_ATTENTION", "CUSTOM")
+BLOCK_SIZES = (16, 32, 48, 64, 128, 256)
+ATTENTION_MODELS = ("full", "windows", "shared", "different", "states", "tp 2 to 1", "tp 1 to 2")
+LATENT_MODELS = ("latent", "indexer", "shared", "tp 2 to 1")
+HEADS = 2
+HEAD_SIZE = 16  # of backends that take any
+LAYERS = 3
+BLOCKS = 7  # of P; the prompt has two in each of up to three groups
+WINDOW_TOKENS = 24
+STATE_FLOATS = 331
+INDEXER_BYTES = 132
+INTERPRETED_EVERY = 40
+NOISE = torch.randint(256, (1_000_003,), generator=torch.Generator().manual_seed(1)).byte()
+# vLLM refuses by these, and by no class of its own.
+REFUSALS = (ValueError, NotImplementedError, AssertionError)
+
+
+class Case(NamedTuple):
+    """One cell of the matrix."""
+
+    backend: str
+    layout: KVCacheLayout
+    block_size: int
+    cache_dtype: str
+    model: str
+
+
+class RefusedByVllm(Exception):
+    """Says that vLLM does not make such a cache."""
+
+
+def backends() -> dict[str, Any]:
+    """Returns vLLM's attention backends for CUDA that can be imported here, by name."""
+    found = {}
+    for member in AttentionBackendEnum:
+        if member.name.startswith(OTHER_DEVICES):
+            continue
+        try:
+            found[member.name] = member.get_class()
+        except (ImportError, AttributeError, AssertionError):
+            continue  # needs CUDA, or a package that is not here, to be imported
+    return found
+
+
+def cases(known: dict[str, Any]) -> Iterator[Case]:
+    """Yields all cells."""
+    for name, backend in known.items():
+        models = LATENT_MODELS if backend.is_mla() else ATTENTION_MODELS
+        for layout, block_size in product(KVCacheLayout, BLOCK_SIZES):
+            for number, cache_dtype in enumerate(_cache_dtypes(backend)):
+                for model in models[: 1 if number else None]:
+                    yield Case(name, layout, block_size, cache_dtype, model)
+
+
+def _cache_dtypes(backend: Any) -> list[str]:
+    """Returns two number formats of a backend: of 16 and of 8 bits, if it has both."""
+    known = backend.supported_kv_cache_dtypes
+    wide = [name for name in known if name in ("auto", "bfloat16")]
+    narrow = [name for name in known if name not in ("auto", "float16", "bfloat16")]
+    return [*wide[:1], *narrow[:1]]
+
+
+class HostRuntime:
+    """The part of a `Runtime` that moves need, in host memory, where all work ends at once."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, *, is_interpreted: bool) -> None:
+        """Chooses between our kernels in the interpreter and the planes' arithmetic."""
+        self._move = kernels.move if is_interpreted else plane_arithmetic.move
+
+    def new_stream(self) -> None:
+        """Returns no stream: nothing waits."""
+
+    def upload(self, numbers: Sequence[int], stream: Any) -> torch.Tensor:
+        """Returns the numbers as int64."""
+        return torch.tensor(numbers)
+
+    def launch(self, stream: Any, kernel: Any, *arguments: Any, **keywords: Any) -> None:
+        """Moves blocks: nothing else is launched here."""
+        assert kernel is kernels.move
+        self._move(*arguments, **keywords)
+
+
+@dataclass
+class Rank:
+    """The cache of one rank: vLLM's views and ours."""
+
+    config: KVCacheConfig
+    views: dict[str, torch.Tensor]  # of the layers with KV of their own, by vLLM
+    memory: DeviceMemory  # ours
+    raw: torch.Tensor  # the whole buffer
+
+    def blocks(self, name: str) -> torch.Tensor:
+        """Returns a layer's blocks as vLLM sees them: (blocks, kernel blocks, heads, ...)."""
+        view = group_kernel_blocks(self.views[name], self.config.num_blocks)
+        return view if view.dim() == 5 else view.unsqueeze(1)
+
+
+def specs(case: Case, backend: Any, heads: int) -> dict[str, Any]:
+    """Returns vLLM's spec of each layer with KV of its own."""
+    size = min(backend.get_supported_head_sizes() or [HEAD_SIZE])
+    is_wide = case.cache_dtype in ("auto", "bfloat16")
+    fields: dict[str, Any] = {
+        "block_size": case.block_size,
+        "num_kv_heads": 1 if backend.is_mla() else heads,
+        "head_size": size,
+        "dtype": torch.bfloat16 if is_wide else torch.uint8,
+        "kv_quant_mode": get_kv_quant_mode(case.cache_dtype),
+    }
+    if case.backend.endswith("DIFFKV"):
+        fields["head_size_v"] = size // 2
+    plain = MLAAttentionSpec(**fields) if backend.is_mla() else FullAttentionSpec(**fields)
+    plain = customize_attention_spec(backend, plain)
+    other = plain
+    if case.model == "windows":
+        window = SlidingWindowSpec(**fields, sliding_window=WINDOW_TOKENS)
+        other = customize_attention_spec(backend, window)
+    elif case.model == "different":
+        wide = FullAttentionSpec(**{**fields, "num_kv_heads": 2 * heads})
+        other = customize_attention_spec(backend, wide)
+    elif case.model == "indexer":
+        narrow = {**fields, "head_size": INDEXER_BYTES, "dtype": torch.uint8}
+        other = MLAAttentionSpec(**narrow)
+    elif case.model == "states":
+        other = MambaSpec(block_size=1 << 20, shapes=((STATE_FLOATS,),), dtypes=(torch.float32,))
+    return {f"model.layers.{at}.attn": other if at % 2 else plain for at in range(LAYERS)}
+
+
+def allocated(
+    case: Case, backend: Any, runtime: HostRuntime, number: int, size: int, blocks: int
+) -> Rank:
+    """Returns the cache of rank `number` of `size`, filled at random. Raises RefusedByVllm."""
+    heads = HEADS // size
+    try:
+        config, views = _by_vllm(case, backend, heads, blocks)
+    except REFUSALS as error:
+        raise RefusedByVllm(str(error)) from None
+    own = dict(views)
+    if case.model == "shared":  # as both runners do for layers that use another's KV
+        views["model.layers.3.attn"] = views["model.layers.2.attn"]
+        views["model.layers.4.attn"] = views["model.layers.1.attn"]
+    context = dict.fromkeys(views, SimpleNamespace(get_attn_backend=lambda: backend))
+    vllm_config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=context)
+    )
+    rank = RankCache(number, size, {HEADS, 2 * HEADS} if case.model == "different" else {HEADS})
+    found = device_layout(views, config.kv_cache_groups, config.num_blocks, rank, vllm_config)
+    assert found.names == sorted(own), f"layers are {found.names}"
+    raw = torch.empty(0, dtype=torch.uint8)
+    raw.set_(next(iter(views.values())).untyped_storage())
+    fill(raw, number + blocks)
+    memory = DeviceMemory(found.planes, found.shape, cast(Runtime, runtime))
+    return Rank(config, own, memory, raw)
+
+
+def copied(rank: Rank) -> Rank:
+    """Returns vLLM's views of a copy of the buffer; the memory is still that of the original."""
+    raw = rank.raw.clone()
+    views = {}
+    for name, view in rank.views.items():
+        whole = raw.view(view.dtype)
+        views[name] = whole.as_strided(view.size(), view.stride(), view.storage_offset())
+    return Rank(rank.config, views, rank.memory, raw)
+
+
+def fill(raw: torch.Tensor, seed: int) -> None:
+    """Writes random bytes, which repeat at a distance that no stride has."""
+    bytes_repeated = NOISE[seed:]
+    for start in range(0, len(raw), len(bytes_repeated)):
+        part = raw[start : start + len(bytes_repeated)]
+        part.copy_(bytes_repeated[: len(part)])
+
+
+def _by_vllm(
+    case: Case, backend: Any, heads: int, blocks: int
+) -> tuple[KVCacheConfig, dict[str, torch.Tensor]]:
+    """Does what vLLM's engine and worker do, from specs to tensors."""
+    cache_config = CacheConfig(block_size=case.block_size, num_gpu_blocks_override=blocks)
+    vllm_config: Any = SimpleNamespace(
+        cache_config=cache_config,
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        attention_config=SimpleNamespace(hisparse_config=None),
+        speculative_config=None,
+        kv_transfer_config=None,
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="llama")),
+    )
+    layers = specs(case, backend, heads)
+    os.environ["VLLM_KV_CACHE_LAYOUT"] = case.layout.name
+    supported = [layout.name for layout in get_supported_kv_cache_layouts([backend])]
+    resolve_kv_cache_layout(vllm_config, [supported], layers.values())
+    groups = get_kv_cache_groups(vllm_config, layers)
+    config = get_kv_cache_config_from_groups(vllm_config, groups, 1 << 40)
+    by_group = []
+    for group in groups:
+        by_layer = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+        of_group = {by_layer.get(name, group.kv_cache_spec) for name in group.layer_names}
+        by_group.append([SimpleNamespace(backend=backend, kv_cache_spec=spec) for spec in of_group])
+    sizes = prepare_kernel_block_sizes(config, by_group)  # type: ignore[arg-type]
+    views = allocate_kv_cache(
+        config, torch.device("cpu"), cache_config.get_resolved_kv_cache_layout(), sizes
+    )
+    return config, views
+
+
+def group_blocks(config: KVCacheConfig, tokens: int, seed: int) -> list[GroupBlocks]:
+    """Returns the blocks of a prompt by group: no block is in two groups, as vLLM has it."""
+    order = torch.randperm(config.num_blocks, generator=torch.Generator().manual_seed(seed))
+    free = iter(order.tolist())
+    found = []
+    for group in config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        size = tokens if isinstance(spec, MambaSpec) else spec.block_size
+        window = getattr(spec, "sliding_window", None)
+        first = max(0, tokens - window) // size * size if window else 0
+        count = -(-(tokens - first) // size)
+        found.append(GroupBlocks(first, [next(free) for _ in range(count)]))
+    return found
+
+
+def transfer(
+    sources: Sequence[Rank], readers: Sequence[Rank], there: list[GroupBlocks], event: LoadRequested
+) -> None:
+    """Moves all pieces of a prompt from P's ranks to D's."""
+    for number, reader in enumerate(readers):
+        for source, found in read_plans(event, number, reader.memory.shape).items():
+            for read_plan in found:
+                _read(read_plan, sources[source], reader, there, event.token_end)
+
+
+def _read(
+    read_plan: ReadPlan, source: Rank, reader: Rank, there: list[GroupBlocks], tokens: int
+) -> None:
+    blocks = there[read_plan.source_kind.group]
+    size = read_plan.source_kind.block_size
+    for extent, count in read_plan.cut(tokens, tokens, 0, tokens, 1 << 20):
+        target, into, remote_layout = read_plan.target(extent)
+        assert remote_layout is None, "a GPU cannot rearrange blocks"
+        wire = torch.empty(count, dtype=torch.uint8)
+        ids = blocks_of(extent, blocks.ids, blocks.token, size)
+        assert source.memory.move(extent, ids, wire, None, gather=True) == count
+        assert reader.memory.move(target, into, wire, None, gather=False) == count
+
+
+def assign(
+    sources: Sequence[Rank],
+    readers: Sequence[Rank],
+    there: list[GroupBlocks],
+    here: list[GroupBlocks],
+) -> None:
+    """Does the same through vLLM's own views, by the names of layers and the numbers of heads."""
+    for group, (from_blocks, into_blocks) in enumerate(zip(there, here, strict=True)):
+        for name in readers[0].config.kv_cache_groups[group].layer_names:
+            content = [source.blocks(name)[from_blocks.ids] for source in sources]
+            views = [reader.blocks(name) for reader in readers]
+            share = views[0].shape[2]  # heads of a rank
+            whole = torch.cat(content, dim=2)
+            # Otherwise each rank has all heads, as with MLA.
+            is_split = whole.shape[2] == share * len(readers)
+            for number, view in enumerate(views):
+                first = number * share if is_split else 0
+                view[into_blocks.ids] = whole[:, :, first : first + share]
+
+
+def is_right(case: Case, backend: Any, runtime: HostRuntime) -> bool:
+    """Returns whether D's caches are what vLLM's views make of them. Raises RefusedByVllm."""
+    senders, receivers = {"tp 2 to 1": (2, 1), "tp 1 to 2": (1, 2)}.get(case.model, (1, 1))
+    made = functools.partial(allocated, case, backend, runtime)
+    sources = [made(at, senders, BLOCKS) for at in range(senders)]
+    readers = [made(at, receivers, BLOCKS + 1) for at in range(receivers)]
+    expected = [copied(rank) for rank in readers]
+    tokens = case.block_size + 1
+    there = group_blocks(sources[0].config, tokens, seed=1)
+    here = group_blocks(readers[0].config, tokens, seed=2)
+    workers = [
+        WorkerInfo(str(at), "", "", holds=rank.memory.shape) for at, rank in enumerate(sources)
+    ]
+    plan = reshard.plan(
+        [rank.memory.shape for rank in sources], [rank.memory.shape for rank in readers]
+    )
+    transfer(sources, readers, there, LoadRequested("t", workers, plan, here, tokens, 1.0))
+    assign(sources, expected, there, here)
+    return all(
+        torch.equal(rank.raw, copy.raw) for rank, copy in zip(readers, expected, strict=True)
+    )
+
+
+def run(every: int = 1, *, verbose: bool = False) -> dict[str, Any]:
+    """Returns the counts of all cases, or of each `every`-th one."""
+    known = backends()
+    found: Counter[str] = Counter(right=0, refused=0, wrong=0, interpreted=0)
+    for number, case in enumerate(list(cases(known))[::every]):
+        is_interpreted = number % INTERPRETED_EVERY == 0
+        runtime = HostRuntime(is_interpreted=is_interpreted)
+        try:
+            outcome = "right" if is_right(case, known[case.backend], runtime) else "wrong"
+            found["interpreted"] += is_interpreted
+        except RefusedByVllm as refusal:
+            outcome = "refused"
+            if verbose:
+                print("refused by vLLM:", *case, refusal, file=sys.stderr)
+        except Exception as error:
+            outcome = "wrong"
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        if outcome == "wrong":
+            print("wrong:", *case, file=sys.stderr)
+        found[outcome] += 1
+    return {**found, "backends": len(known), "layouts": len(KVCacheLayout)}
+
+
+def main() -> None:
+    """Prints the counts; exits with 1 if any case is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print one line of JSON only")
+    parser.add_argument("--every", type=int, default=1, help="take each N-th case only")
+    parser.add_argument("--verbose", action="store_true", help="print why vLLM refuses")
+    args = parser.parse_args()
+    began = time.monotonic()
+    found = run(args.every, verbose=args.verbose)
+    if args.json:
+        print(json.dumps(found))
+    else:
+        print(", ".join(f"{name}: {count}" for name, count in found.items()))
+        print(f"{time.monotonic() - began:.0f} s")
+    raise SystemExit(found["wrong"] > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -5,7 +5,7 @@ The order of bytes in a block is opaque, so it must be equal in both engines.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,9 +72,20 @@ def device_memory(
             kinds.append(kind)
         planes.append(parts)
         layers.append(kinds.index(kind))
-    memory = DeviceMemory(planes, RankLayout(kinds, layers), runtime)
+    memory = DeviceMemory(planes, RankLayout(kinds, layers), runtime, storages_of(caches.values()))
     memory.warm_up()
     return memory, names
+
+
+def storages_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """Returns (address, bytes) of the memory behind the tensors, each once."""
+    # Not of each tensor: all layers of vLLM 0.32 are views of one buffer, and a transport registers
+    # it once.
+    found = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        found[storage.data_ptr()] = storage.nbytes()
+    return sorted(found.items())
 
 
 def planes_of(tensor: torch.Tensor, num_blocks: int) -> Iterator[Plane]:

@@ -110,6 +110,12 @@ def test_who_asks_after_layers_were_computed_again_is_refused() -> None:
     assert side.handle(PrefillFinished("t"), 0.1) == [ReleaseBlocks("t", delivered=False)]
 
 
+def test_a_prefill_that_finishes_after_its_blocks_were_revoked_is_released(side: Sender) -> None:
+    """Seldom in the worlds: vLLM would keep the blocks for ever without this answer."""
+    side.handle(BlocksRevoked("t"), 0.1)
+    assert side.handle(PrefillFinished("t"), 0.2) == [ReleaseBlocks("t", delivered=False)]
+
+
 def test_layers_that_were_final_stay_so(side: Sender) -> None:
     """Layers computed again must be withdrawn: receivers may have their earlier bytes."""
     side.handle(BlocksScheduled("t", 22, [[12], [13], []]), 0.0)

@@ -11,7 +11,7 @@ from vllm_disagg.errors import ConfigError
 from vllm_disagg.proxy.http import connection_pool, upstream
 from vllm_disagg.proxy.http.addresses import AllowedNetworks
 from vllm_disagg.proxy.http.connection_pool import ConnectionPool
-from vllm_disagg.proxy.http.stall_timer import patient
+from vllm_disagg.proxy.http.stall_timer import SLICES_PER_TIMEOUT, patient
 from vllm_disagg.proxy.http.upstream_response import Unreachable
 
 
@@ -279,6 +279,10 @@ async def test_patience_runs_out_when_we_run() -> None:
         time.sleep(0.4)
         await asyncio.sleep(0)
         await asyncio.sleep(0.03)  # what came meanwhile is read now
+    async with patient(0.2):  # as many times as it has slices, and more
+        for _ in range(SLICES_PER_TIMEOUT + 2):
+            time.sleep(0.08)
+            await asyncio.sleep(0)
     with pytest.raises(TimeoutError):
         async with patient(0.1):
             await asyncio.Event().wait()

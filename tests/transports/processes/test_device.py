@@ -41,7 +41,7 @@ def run(files: list[str], env: dict[str, str], seconds: float) -> str:
 
 def test_the_kernels_in_tritons_interpreter() -> None:
     env = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run(["tests/gpu/test_kernels.py", "tests/gpu/test_direct_memory.py"], env, 120)
+    run(["tests/gpu/test_kernels.py", "tests/gpu/test_direct_memory.py"], env, 600)
 
 
 @needs_nixl
@@ -50,9 +50,9 @@ def test_the_kernels_in_tritons_interpreter() -> None:
 def test_nixl_between_two_gpus_of_a_fake_driver(tmp_path: Path) -> None:
     fake_gpu.build(tmp_path)
     env = {**fake_gpu.environment(tmp_path), "PYTHONPATH": str(ROOT / "tests" / "gpu")}
-    output = run([f"{HERE}/test_nixl.py", f"{HERE}/test_nixl_vram.py"], env, 900)
+    output = run([f"{HERE}/test_nixl.py", f"{HERE}/test_nixl_vram.py"], env, 1200)
     # Else these processes have no fake GPU, and have tested host memory.
     assert "with a fake CUDA driver" not in output
     unlinked = {**env, "FAKE_NVLINKS": "0"}
-    output = run([f"{HERE}/test_nixl_vram.py", "-k", "nvlink or emulated"], unlinked, 300)
+    output = run([f"{HERE}/test_nixl_vram.py", "-k", "nvlink or emulated"], unlinked, 600)
     assert "3 passed" in output

@@ -144,6 +144,22 @@ def test_who_slept_asks_once_more_before_blaming_p(side: Receiver) -> None:
     assert "t" in side.transfers
 
 
+def test_time_in_which_this_process_slept_is_no_stall_of_p(side: Receiver) -> None:
+    """The load fails after `stall_timeout` in which it ran: since 0.1, without 1.5 to 61.0."""
+    side.handle(offer(4), 0.1)
+    side.handle(completed(0), 0.1)
+    for now in (0.5, 1.0, 61.0):
+        side.handle(offer(4), now)
+        assert said(side.handle(ClockTick(), now)) == ["TransferRequest"]
+    while side.transfers:
+        now += 0.5
+        side.handle(offer(4), now)
+        ended = side.handle(ClockTick(), now)
+    assert 89.6 <= now < 90.2
+    *_, report = ended
+    assert isinstance(report, LoadResult) and report.reason is Reason.TRANSFER_STALLED
+
+
 # Posted reads -------------------------------------------------------------------------------------
 def posts(actions: Sequence[object]) -> list[tuple[int, str]]:
     """Return (number, address) of each read that is posted."""

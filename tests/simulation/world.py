@@ -247,10 +247,10 @@ class World:
 
     def lie(self) -> None:
         """A reader asks for what it was never offered; a life of P that never was answers."""
-        transfer, reader = (
-            self.random.choice(sorted(self.lengths)),
-            self.random.choice(self.readers()).name,
-        )
+        transfer = self.random.choice(sorted(self.lengths))
+        rank = self.random.choice(self.readers())
+        self.forge(rank)
+        reader = rank.name
         self.post(reader, "reading", wire.encode(wire.Confirm(transfer, LIAR, reader, valid=True)))
         self.post(
             reader,
@@ -273,6 +273,13 @@ class World:
             "serving",
             wire.encode(wire.ReadRequest(transfer, p.name, reader, 10**6, extent)),
         )
+
+    def forge(self, reader: Rank) -> None:
+        """A worker that is no source sends pieces, with right checksums."""
+        for read in list(reader.reading.slow.posted._waiting.values()):
+            content = ["forged"] * reader.reading.cells(read)
+            piece = (LIAR, read.transfer, read.number, content, content)
+            self.network.append((reader.name, "piece", piece))
 
     def reroute(self) -> None:
         side, source = self.random.choice(self.readers()), self.random.choice(self.prefill.ranks)

@@ -276,7 +276,11 @@ class Serving(Half):
         if self.world.roll("damage"):
             bytes_now = [*bytes_now[:-1], "damaged"]
         self.world.network.append(
-            (action.address, "piece", (action.transfer, action.number, checksum, bytes_now))
+            (
+                action.address,
+                "piece",
+                (self.rank.name, action.transfer, action.number, checksum, bytes_now),
+            )
         )
         self.handle(action.completed())
 
@@ -402,14 +406,14 @@ class Reading(Half):
                 self.fast.completed.append(self.fast.posted.end(copy.read, copy.status))
         self.fast.posted.flush(source)
 
-    def arrive(self, address: str, data: tuple[str, int, list[str], list[str]]) -> None:
+    def arrive(self, address: str, data: tuple[str, str, int, list[str], list[str]]) -> None:
         """Bytes of a connection that has broken do not get here."""
         transport = self.fast if FAST in address else self.slow
         if transport is self.fast and address not in self.fast_addresses.values():
             return
-        transfer, number, checksum, content = data
+        source, transfer, number, checksum, content = data
         self.rank.drain()
-        read = transport.posted.begin(transfer, number)
+        read = transport.posted.begin(source, transfer, number)
         if read is not None:
             fits = len(content) == self.cells(read)
             transport.copies.append(Copy(read, checksum == content and fits, fits, content))

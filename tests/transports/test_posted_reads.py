@@ -32,13 +32,13 @@ def cancelled(posted: PostedReads) -> list[int]:
 
 def test_bytes_are_written_once() -> None:
     posted = PostedReads()
-    assert posted.begin("t", 0) is None, "not posted"
+    assert posted.begin("p", "t", 0) is None, "not posted"
     posted.post(read(), FAST)
-    assert posted.begin("t", 1) is None and posted.begin("u", 0) is None
-    assert posted.begin("t", 0) == read()
-    assert posted.begin("t", 0) is None, "a duplicate comes while the piece is being written"
+    assert posted.begin("p", "t", 1) is None and posted.begin("p", "u", 0) is None
+    assert posted.begin("p", "t", 0) == read()
+    assert posted.begin("p", "t", 0) is None, "a duplicate comes while the piece is being written"
     assert posted.end(read(), WRITTEN) == ReadCompleted("t", 0, WRITTEN)
-    assert posted.begin("t", 0) is None, "a duplicate comes late"
+    assert posted.begin("p", "t", 0) is None, "a duplicate comes late"
     assert not posted.has_cancelled
 
 
@@ -50,7 +50,7 @@ def test_a_cancelled_read_takes_no_bytes() -> None:
     assert not posted.has_cancelled
     posted.cancel("t", [0, 2, 7])
     assert posted.has_cancelled and cancelled(posted) == [0, 2] and not posted.has_cancelled
-    assert posted.begin("t", 0) is None and posted.begin("t", 1) is not None
+    assert posted.begin("p", "t", 0) is None and posted.begin("p", "t", 1) is not None
 
 
 @pytest.mark.parametrize("how", ["cancel", "flush"])
@@ -58,7 +58,7 @@ def test_a_read_that_is_being_written_ends_with_the_write(how: str) -> None:
     posted = PostedReads()
     posted.post(read(0), FAST)
     posted.post(read(1), FAST)
-    posted.begin("t", 0)
+    posted.begin("p", "t", 0)
     assert posted.transfers_being_written() == {"t"}
     if how == "cancel":
         posted.cancel("t", [0, 1])
@@ -76,14 +76,23 @@ def test_a_flush_ends_the_reads_of_one_source() -> None:
         posted.post(read(number, source), FAST)
     posted.flush("p")
     assert cancelled(posted) == [0, 2]
-    assert posted.begin("t", 0) is None and posted.begin("t", 1) is not None
+    assert posted.begin("p", "t", 0) is None and posted.begin("q", "t", 1) is not None
+
+
+def test_bytes_of_another_worker_than_the_source_are_dropped() -> None:
+    """Its transfer may be known to other members, and not all transports have a checksum."""
+    posted = PostedReads()
+    posted.post(read(0, "p"), FAST)
+    assert posted.begin("q", "t", 0) is None
+    assert posted.transfers_being_written() == set()
+    assert posted.begin("p", "t", 0) == read(0, "p")
 
 
 @pytest.mark.parametrize("in_use", ["", "fast:2"])
 def test_a_read_for_an_address_that_is_not_in_use_ends_at_once(in_use: str) -> None:
     posted = PostedReads()
     posted.post(read(3), in_use)
-    assert cancelled(posted) == [3] and posted.begin("t", 3) is None
+    assert cancelled(posted) == [3] and posted.begin("p", "t", 3) is None
 
 
 class Reads(RuleBasedStateMachine):
@@ -113,11 +122,12 @@ class Reads(RuleBasedStateMachine):
         self.starts[key] += 1
         self.posted.post(self.open[key], in_use)
 
-    @rule(key=keys)
-    def arrive(self, key: tuple[str, int]) -> None:
-        found = self.posted.begin(*key)
+    @rule(key=keys, source=st.sampled_from("pq"))
+    def arrive(self, key: tuple[str, int], source: str) -> None:
+        found = self.posted.begin(source, *key)
         if found is not None:
             assert found == self.open[key] and key not in self.writing
+            assert found.source == source
             self.writing[key] = found
 
     @rule(key=keys, status=st.sampled_from(ReadStatus))

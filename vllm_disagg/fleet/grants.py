@@ -59,6 +59,7 @@ class Grant(msgspec.Struct, frozen=True, array_like=True):
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Grant).decode
+_URL_SAFE = bytes.maketrans(b"+/", b"-_")
 
 
 def new_transfer() -> str:
@@ -101,7 +102,8 @@ def _mac(key: FleetKey, payload: bytes) -> bytes:
 
 
 def _b64(data: bytes) -> str:
-    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+    text = binascii.b2a_base64(data, newline=False).translate(_URL_SAFE)
+    return text.rstrip(b"=").decode()
 
 
 def _unb64(text: str) -> bytes:

@@ -534,6 +534,8 @@ class Receiver:
             # get one more keep-alive, sent below, and the rest of `peer_timeout` to answer it.
             for source in t.open_sources:
                 source.last_seen = max(source.last_seen, now - self.keepalive_interval)
+            # Nothing could be requested meanwhile, so the missed time is no stall of theirs.
+            t.last_progress = min(now, t.last_progress + now - t.retry_at)
         # One silent source is enough: without its layers or heads the load has no use.
         if any(now >= source.last_seen + self.peer_timeout for source in t.open_sources):
             return self._fail(name, Reason.PEER_TIMEOUT, now)

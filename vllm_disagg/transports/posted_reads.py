@@ -9,7 +9,8 @@
 Rules:
   1. Each read that is posted ends in exactly one ReadCompleted.
   2. A read that is being written ends when the write has ended, also if it is cancelled meanwhile.
-  3. Bytes for which `begin` returns None are dropped: the piece is late, repeated or cancelled.
+  3. Bytes for which `begin` returns None are dropped: the piece is late, repeated or cancelled, or
+     comes from another worker than the read's source.
 
 Used by the driver's thread alone.
 """
@@ -57,16 +58,20 @@ class PostedReads:
         assert not is_posted, f"{key} posted twice"
         self._waiting[key] = read
 
-    def begin(self, transfer: str, number: int) -> PostRead | None:
-        """Returns the read for bytes that have arrived, or None if they must be dropped.
+    def begin(self, source: str, transfer: str, number: int) -> PostRead | None:
+        """Returns the read for bytes of a source, or None if they must be dropped.
 
         The read is being written until `end`.
         """
         key = (transfer, number)
+        read = self._waiting.get(key)
+        # The source too: the Confirm of the right one would vouch for the bytes of another member.
+        # A checksum does not prevent that, and NIXL has none.
+        if read is None or read.source != source:
+            return None
         # Taken out: a duplicate that comes while the piece is being written finds no read.
-        read = self._waiting.pop(key, None)
-        if read is not None:
-            self._being_written[key] = read
+        del self._waiting[key]
+        self._being_written[key] = read
         return read
 
     def end(self, read: PostRead, status: ReadStatus) -> ReadCompleted:

@@ -18,6 +18,7 @@ from vllm_disagg.proxy.http import connection_state
 from vllm_disagg.proxy.http.limits import Limits
 from vllm_disagg.proxy.http.request import HttpRequest
 from vllm_disagg.proxy.http.server import Connection, Server
+from vllm_disagg.proxy.http.tcp_progress import has_unread_bytes
 from vllm_disagg.proxy.routing.fleet import Fleet
 from vllm_disagg.proxy.telemetry.metrics import Metrics
 from vllm_disagg.proxy.telemetry.record import RequestRecorder
@@ -451,6 +452,34 @@ async def test_a_last_answer_that_is_read_slowly_is_whole() -> None:
                 text += data
                 await asyncio.sleep(0.05)
         assert text.endswith(b"x" * 60_000)
+
+
+async def test_a_refused_client_that_still_sends_can_read_its_last_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Closing with unread bytes of the client resets the connection; the answers would be lost."""
+    monkeypatch.setattr(connection_state, "LINGER_SECONDS", 3600.0)
+    async with half_reading(request() + b"NONSENSE\r\n\r\n", 60.0) as (server, hand, writer):
+        hand.go.set()
+        await until(lambda: hand.answers)
+        (connection,) = server.connections
+        await until(lambda: connection._reader.state is connection_state.LINGERING)
+        sock = writer.get_extra_info("socket")
+        loop = asyncio.get_running_loop()
+        text = b""
+        with socket.fromfd(sock.fileno(), sock.family, sock.type) as plain:
+            plain.setblocking(False)
+            while not text.endswith(b"}}"):
+                if has_unread_bytes(connection._transport):
+                    connection._on_deadline()  # as if LINGER_SECONDS had passed
+                    await loop.sock_sendall(plain, b"x")
+                data = await loop.sock_recv(plain, 3000)
+                assert data, len(text)
+                text += data
+        assert STATUS.findall(text) == [b"200", b"400"] and text.count(b"x") >= 60_000
+        await until(lambda: not has_unread_bytes(connection._transport))
+        connection._on_deadline()
+        await until(lambda: not server.connections)
 
 
 async def test_who_reads_no_answers_gets_no_more_requests_served() -> None:

@@ -14,11 +14,12 @@ from vllm_disagg.proxy.http.connection_state import (
     AfterAnswer,
     ConnectionState,
     deadline,
+    lingers_on,
     refusal_at_deadline,
     step_after_answer,
     successor,
 )
-from vllm_disagg.proxy.http.limits import LINGER_SECONDS, Limits
+from vllm_disagg.proxy.http.limits import LINGER_SECONDS, MAX_LINGER_SECONDS, Limits
 
 FOLLOWS = {
     (IDLE, READING_HEAD),
@@ -58,6 +59,12 @@ def test_time_limits(state: ConnectionState, seconds: float, status: int | None)
     refusal = refusal_at_deadline(state)
     assert (refusal[0] if refusal else None) == status
     assert state.is_reading == (status is not None)
+
+
+def test_a_client_that_has_not_read_all_gets_more_time_within_a_limit() -> None:
+    assert lingers_on(LINGER_SECONDS, has_unread_bytes=True)
+    assert not lingers_on(LINGER_SECONDS, has_unread_bytes=False)
+    assert not lingers_on(MAX_LINGER_SECONDS, has_unread_bytes=True)
 
 
 def test_only_refused_connections_drop_bytes() -> None:

@@ -426,3 +426,24 @@ async def test_trailers_of_a_request_are_no_headers() -> None:
         body = b"%x\r\n%b\r\n0\r\nx-late: 1\r\nauthorization: Bearer k\r\n\r\n" % (len(BODY), BODY)
         assert (await w.raw(HEAD + b"transfer-encoding: chunked\r\n\r\n" + body)).status == 200
         assert not {"x-late", "authorization"} & w.d.calls[0].headers.keys()
+
+
+async def test_each_request_begins_an_idle_time() -> None:
+    """A connection is idle from its last answer on, however long its handlers took."""
+    idle_seconds = 0.6
+    handler_seconds = [0.9, 0.3]  # the first timer fires in a handler, the second one too early
+
+    async def handle(_: HttpRequest, client: Connection) -> None:
+        await asyncio.sleep(handler_seconds.pop(0))
+        client.answer(200, [], b"")
+
+    server = Server(handle, Limits(idle_seconds=idle_seconds))
+    port = await server.start("127.0.0.1", 0)
+    client = Client(*await asyncio.open_connection("127.0.0.1", port))
+    for _ in range(2):
+        client.send("GET", "/")
+        assert (await client.receive()).status == 200
+    began = time.monotonic()
+    assert await asyncio.wait_for(client.reader.read(), 20) == b""
+    assert time.monotonic() - began > idle_seconds * 0.9
+    await server.stop(0)

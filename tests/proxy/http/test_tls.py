@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import math
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +17,9 @@ from proxy_world import Client, ScriptedEngine, World, until, world
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.proxy.http.addresses import AllowedNetworks, check_url
 from vllm_disagg.proxy.http.connection_pool import ConnectionPool
+from vllm_disagg.proxy.http.limits import Limits
+from vllm_disagg.proxy.http.request import HttpRequest
+from vllm_disagg.proxy.http.server import Connection, Server
 from vllm_disagg.proxy.http.upstream_response import Unreachable
 
 
@@ -163,3 +168,118 @@ async def test_cors(origins: list[str], allowed: bool) -> None:
         assert reply.headers.get("access-control-allow-origin") == (
             "https://a" if allowed else None
         )
+
+
+# -- clients that read slowly ----------------------------------------------------------------------
+
+PART = b"x" * 100_000
+
+
+class Writer:
+    """Writes more than the kernel's buffers hold: a whole answer, or a stream until it must stop."""
+
+    def __init__(self) -> None:
+        self.done = asyncio.Event()
+
+    async def __call__(self, asked: HttpRequest, client: Connection) -> None:
+        sock = client._transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        if asked.path == "/stream":
+            client.start(200, [])
+            while not client.paused:
+                client.write(PART)
+            self.done.set()
+            await client.drained()
+            client.end()
+        else:
+            client.answer(200, [], 3 * PART)
+            self.done.set()
+
+
+class SlowClient:
+    """Reads one TLS record at a time, when the test wants it; its methods run in threads."""
+
+    def __init__(self, port: int, trust: ssl.SSLContext) -> None:
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.settimeout(20.0)
+        sock.connect(("127.0.0.1", port))
+        self.tls = trust.wrap_socket(sock, server_hostname="127.0.0.1")
+
+    def read(self) -> bytes:
+        """Returns the next bytes; none after the end, also if the end was a cut."""
+        try:
+            return self.tls.recv(16_384)
+        except (ssl.SSLEOFError, ConnectionResetError):
+            return b""
+
+
+@asynccontextmanager
+async def slow_reading(
+    papers: Papers, request: bytes
+) -> AsyncIterator[tuple[Server, Connection, SlowClient]]:
+    """Serves a client until the handler has written all that it can."""
+    writer = Writer()
+    server = Server(writer, Limits(stall_seconds=3600.0, idle_seconds=3600.0))
+    port = await server.start("127.0.0.1", 0, papers.listener())
+    trust = ssl.create_default_context(cafile=papers.ca)
+    client = await asyncio.to_thread(SlowClient, port, trust)
+    try:
+        client.tls.sendall(request)
+        await writer.done.wait()
+        (connection,) = server.connections
+        await until(lambda: connection.paused or not connection._handler_task)
+        yield server, connection, client
+    finally:
+        client.tls.close()
+        await server.stop(0.1)
+
+
+@pytest.mark.parametrize("how", ["last", "kept", "stream"])
+async def test_what_a_client_reads_slowly_over_tls_is_whole(papers: Papers, how: str) -> None:
+    """uvloop reports no byte of an answer that it holds below TLS."""
+    fields = b"connection: close\r\n" if how == "last" else b""
+    request = b"GET /%b HTTP/1.1\r\nhost: x\r\n%b\r\n" % (how.encode(), fields)
+    async with slow_reading(papers, request) as (_, connection, client):
+        if how == "kept":
+            connection._on_deadline()  # of an idle connection
+        timer = connection._stall_timer if how == "stream" else connection._closing_timer
+        assert timer
+        text = b""
+        while data := await asyncio.to_thread(client.read):
+            text += data
+            timer._check()  # as if stall_seconds / 2 had passed
+            if text.endswith(b"\r\n0\r\n\r\n"):
+                break
+        assert text.count(b"x") >= 3 * len(PART)
+        assert text.endswith(b"0\r\n\r\n" if how == "stream" else PART)
+
+
+async def test_who_reads_nothing_over_tls_is_cut(papers: Papers) -> None:
+    request = b"GET /last HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    async with slow_reading(papers, request) as (server, connection, _):
+        assert connection._closing_timer
+        # The kernels' buffers take their share for a while.
+        while server.connections:
+            connection._closing_timer._check()
+            await asyncio.sleep(0.01)
+
+
+async def test_uvloop_itself_does_not_limit_the_end_of_a_tls_connection(
+    papers: Papers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its limit counts time in which the client reads, too."""
+    loop = asyncio.get_running_loop()
+    create_server = loop.create_server
+    given: list[object] = []
+
+    async def create(*args: object, **fields: object) -> asyncio.Server:
+        given.append(fields["ssl_shutdown_timeout"])
+        return await create_server(*args, **fields)  # type: ignore[arg-type, call-overload]
+
+    monkeypatch.setattr(loop, "create_server", create)
+    for tls in (papers.listener(), None):
+        server = Server(Writer(), Limits())
+        await server.start("127.0.0.1", 0, tls)
+        await server.stop(0.1)
+    assert given == [math.inf, None]

@@ -68,6 +68,7 @@ class Pair:
         raw = json.dumps({"prompt": "hello", **fields}).encode()
         return RequestContext(
             HttpRequest("POST", path, body=raw),
+            [],
             cast(Connection, None),
             TrafficCounters(HistogramBuckets(())),
             bodies.parse(raw, SCHEMAS[path]),

@@ -172,6 +172,31 @@ async def test_prefill_refuses_verbatim(status: int, stream: bool) -> None:
         assert await w.metric("vllm_disagg_requests_total", 'outcome="client_error"') == 1
 
 
+@pytest.mark.parametrize(
+    ("decode_status", "answered"),
+    [(422, (422, "of D")), (500, (400, "of P")), (200, (400, "of P"))],
+)
+async def test_a_soon_refusal_of_decode_replaces_that_of_prefill(
+    decode_status: int, answered: tuple[int, str]
+) -> None:
+    """D refuses the client's request, P only its leg."""
+    async with world() as w:
+        prefill_refused = asyncio.Event()
+
+        async def refuse(call: Call) -> None:
+            await call.json("of P", 400)
+            prefill_refused.set()
+
+        async def answer_later(call: Call) -> None:
+            await prefill_refused.wait()
+            await asyncio.sleep(0.05)
+            await call.json("of D", decode_status)
+
+        w.p.script, w.d.script = refuse, answer_later
+        reply = await w.post()
+        assert (reply.status, reply.json()) == answered
+
+
 @pytest.mark.parametrize(("script", "reason"), [(fail, "5xx"), (reset, "reset")])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_prefill_fails_and_decode_does_it_all(

@@ -44,9 +44,9 @@ def test_removed_items_are_forgotten() -> None:
 
 
 def test_the_header_overrules_the_body() -> None:
-    assert priority([], 3) == 3
-    assert priority([(b"x-vllm-priority", b"-2")], 3) == -2
-    assert priority([(b"x-vllm-priority", b"soon")], 3) == 3
+    assert priority(b"", 3) == 3
+    assert priority(b"-2", 3) == -2
+    assert priority(b"soon", 3) == 3
 
 
 async def test_the_concurrency_limit() -> None:

@@ -14,6 +14,7 @@ JSON:
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -151,7 +152,12 @@ def digest(memory: HostMemory, blocks: int) -> str:
 def driver(memory: HostMemory, **settings: object) -> Driver:
     config = Config(**settings)  # type: ignore[arg-type]
     device = "cuda" if memory.place.kind == "VRAM" else "cpu"
-    return Driver(config, KEY, memory, 0, transports.chosen(config, device))
+    chosen = transports.chosen(config, device)
+    if "nixl" in chosen:
+        # As in vLLM's processes. Else NIXL imports it while it makes an agent. On a busy machine
+        # that alone takes longer than a receiver waits for the agent (PAIRING_SECONDS).
+        importlib.import_module("torch")
+    return Driver(config, KEY, memory, 0, chosen)
 
 
 def prefill(driver: Driver, transfer: str, tokens: int) -> None:

@@ -20,6 +20,7 @@ from vllm_disagg.protocol.events import PostRead, ReadCompleted, ReadStatus, Tra
 from vllm_disagg.protocol.peers import WorkerInfo
 from vllm_disagg.transports.base import Counters, DriverPort, TransportEvent
 from vllm_disagg.transports.tcp import notes
+from vllm_disagg.transports.tcp import transport as module
 from vllm_disagg.transports.tcp.transport import TcpState, TcpTransport
 
 TRANSFER = "ab" * 16
@@ -97,6 +98,19 @@ def test_a_piece_is_written_into_the_blocks_of_its_read_once(receiving: Receivin
     assert receiving.poll() == [completed(1, WRITTEN), completed(0, WRITTEN)]
     assert [receiving.block(number) for number in range(3)] == [1, 2, 0]
     assert receiving.port.counters.received == {"tcp": 2 * BLOCK_BYTES}
+
+
+def test_a_piece_that_ends_with_a_turn_is_complete(
+    receiving: Receiving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No byte may follow for long, and nothing else would wake the driver."""
+    receiving.post(0)
+    receiving.send(0)
+    in_kernel = receiving.source.connection
+    assert in_kernel is not None
+    size = len(in_kernel.recv(4 * BLOCK_BYTES, socket.MSG_PEEK))
+    monkeypatch.setattr(module, "BYTES_PER_TURN", size)
+    assert receiving.poll() == [completed(0, WRITTEN)]
 
 
 def test_a_read_that_is_cancelled_in_the_middle_of_its_piece_ends_with_it(

@@ -19,9 +19,15 @@ from vllm_disagg.config import Config
 from vllm_disagg.fleet import keys
 from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.memory import FRAME_BYTES, HostMemory
-from vllm_disagg.protocol.events import PostRead, ReadCompleted, ReadStatus, SendPiece
+from vllm_disagg.protocol.events import (
+    PostRead,
+    ReadCompleted,
+    ReadStatus,
+    SendPiece,
+    TransportChanged,
+)
 from vllm_disagg.protocol.peers import WorkerInfo
-from vllm_disagg.transports.base import Counters, DriverPort
+from vllm_disagg.transports.base import Counters, DriverPort, TransportEvent
 from vllm_disagg.transports.zmq import control, half_open
 from vllm_disagg.transports.zmq import transport as module
 from vllm_disagg.transports.zmq.transport import ZmqTransport
@@ -67,6 +73,21 @@ class Reader:
         self.link.rcvhwm, self.link.rcvtimeo = 1, 5000
         self.link.routing_id = self.name.encode()
         self.link.connect(transport.local)
+
+        until_shown(self.link, transport)
+
+
+def until_shown(link: zmq.Socket[bytes], transport: ZmqTransport) -> None:
+    """Waits for the empty message that shows to a receiver that its connection is up.
+
+    Nothing is sent, so only the poller can make ZMQ take up the connection.
+    """
+    end = time.monotonic() + 20
+    while not link.poll(0):
+        assert time.monotonic() < end
+        transport._port.poller.poll(10)
+        transport._control.answer_zap()
+    assert link.recv_multipart() == [b""]
 
 
 def send(transport: ZmqTransport, reader: str, count: int) -> None:
@@ -128,6 +149,101 @@ def test_a_cancelled_read_ends_without_a_wake_up(transport: ZmqTransport) -> Non
     completed = ReadCompleted("ab" * 16, 0, ReadStatus.CANCELLED)
     assert list(transport.poll_events(())) == [completed]
     assert transport.next_deadline() is None
+
+
+class Reading:
+    """A ZMQ transport that reads from `p/0`, whose ROUTER the test has; `ups` counts probes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sockets = control.Control(Config(transport="zmq"), keys.FleetKey(None), "d/0")
+        memory = HostMemory([[np.zeros((8, 64), np.uint8)]], 16)
+        port = DriverPort(
+            "d/0", Config(transport="zmq"), memory, Counters(), self.sockets.poller, ignore, ignore
+        )
+        self.transport = ZmqTransport(port, self.sockets)
+        self.ups = 0
+        on_link_up = ZmqTransport._on_link_up
+
+        def counted(*args: Any) -> Iterator[TransportEvent]:
+            self.ups += 1
+            return on_link_up(*args)
+
+        monkeypatch.setattr(ZmqTransport, "_on_link_up", counted)
+
+    def until_up(self, router: zmq.Socket[bytes], ups: int) -> list[TransportEvent]:
+        """Polls both ends until so many connections have come up; returns the events of that."""
+        events: list[TransportEvent] = []
+        end = time.monotonic() + 20
+        while self.ups < ups:
+            assert time.monotonic() < end
+            router.poll(0)
+            ready = [found for found, _ in self.sockets.poller.poll(10)]
+            events += self.transport.poll_events(ready)
+        return events
+
+    def post(self, number: int) -> None:
+        address, extent = self.transport.address, Extent(0, 1, 0, 16)
+        self.transport.post_read(PostRead("ab" * 16, number, "p/0", address, extent, [0]))
+
+    def close(self) -> None:
+        self.transport.close()
+        self.sockets.close()
+
+
+def listening_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
+    """Returns a ROUTER as a sender has it, and waits for the endpoint if it is still in use."""
+    router = context.socket(zmq.ROUTER)
+    router.linger = 0
+    router.rcvtimeo = 20_000
+    router.probe_router = True
+    end = time.monotonic() + 20
+    while True:
+        try:
+            router.bind(endpoint)
+            return router
+        except zmq.ZMQError:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+
+def endpoint_of(router: zmq.Socket[bytes]) -> str:
+    return router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+
+def test_pieces_that_a_broken_connection_lost_are_requested_when_it_is_up_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise their reads wait until `peer_timeout`."""
+    reading = Reading(monkeypatch)
+    with zmq.Context() as context:
+        router = listening_router(context, "tcp://127.0.0.1:*")
+        endpoint = endpoint_of(router)
+        reading.transport.connect(WorkerInfo("p/0", "", endpoint))
+        assert reading.until_up(router, 1) == []
+        reading.post(0)
+        router.close()
+        router = listening_router(context, endpoint)
+        assert reading.until_up(router, 2) == [
+            ReadCompleted("ab" * 16, 0, ReadStatus.CANCELLED),
+            TransportChanged("p/0", reading.transport.address),
+        ]
+        assert router.recv_multipart()[1:] == [b""], "a greeting of this connection"
+        router.close()
+    reading.close()
+
+
+def test_a_first_connection_cancels_no_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sender has kept the piece until then; it would come twice."""
+    reading = Reading(monkeypatch)
+    with zmq.Context() as context:
+        router = listening_router(context, "tcp://127.0.0.1:*")
+        reading.transport.connect(WorkerInfo("p/0", "", endpoint_of(router)))
+        reading.post(0)
+        assert reading.until_up(router, 1) == []
+        router.close()
+    reading.close()
 
 
 def test_an_immediate_refusal_is_no_error(
@@ -239,8 +355,10 @@ def test_another_password_is_not_accepted_at_the_data_port(
     if not known:
         link.plain_password = b"guessed"
     link.connect(transport.endpoint)
+    if known:
+        until_shown(link, transport)
     send(transport, "reader", 1)
-    assert sent(transport, 1, 5.0) == 1
+    assert sent(transport, 1, 20.0) == 1
     assert bool(transport._port.counters.bytes_sent) == known
     reader.sockets.close()
 
@@ -311,6 +429,29 @@ def test_members_with_unread_messages_are_not_closed() -> None:
     for link in links:
         link.disable_monitor()
     client.close()
+    sockets.close()
+
+
+def test_silent_connections_have_a_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their handshakes wait while the driver's thread is busy elsewhere."""
+    monkeypatch.setattr(half_open, "MAX_SILENT_CONNECTIONS", 2)
+    monkeypatch.setattr(half_open, "GRACE_SECONDS", 60.0)
+    sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "p/0")
+    host, port = sockets.address.removeprefix("tcp://").split(":")
+    crowd = [socket.create_connection((host, int(port))) for _ in range(5)]
+    end = time.monotonic() + 20
+    while len(sockets.silent_connections._accepted_at) < len(crowd):
+        assert time.monotonic() < end
+        sockets.silent_connections._read_monitor_events()
+        time.sleep(0.01)
+    for _ in range(3):
+        sockets.close_excess_connections()
+    assert len(sockets.silent_connections._accepted_at) == len(crowd)
+    monkeypatch.setattr(half_open, "GRACE_SECONDS", 0.0)
+    sockets.close_excess_connections()
+    assert len(sockets.silent_connections._accepted_at) == 2
+    for stranger in crowd:
+        stranger.close()
     sockets.close()
 
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from urllib.parse import urlsplit
 
 from .addresses import AllowedNetworks, check_url, split_rank
-from .headers import RANK_HEADER, Headers, end_to_end, head
+from .headers import RANK_HEADER, Headers, head
 from .reasons import Reason
 from .stall_timer import patient
 from .upstream import CLOSED_DETAIL, UpstreamConnection
@@ -65,6 +65,7 @@ class ConnectionPool:
     ) -> UpstreamResponse:
         """Sends a request; returns when the answer's head is here. The caller closes the answer.
 
+        `headers`: only end-to-end ones.
         `upgrade`: the protocol to offer, on a new connection; a status of 101 means that the
         instance has switched to it. Raises Unreachable.
         """
@@ -93,7 +94,7 @@ class ConnectionPool:
     def _request_head(
         self, method: str, path: str, headers: Headers, body_bytes: int, upgrade: bytes
     ) -> bytes:
-        fields = [(b"host", self._host), *end_to_end(headers, request=True)]
+        fields = [(b"host", self._host), *headers]
         if upgrade:
             fields += [(b"connection", b"Upgrade"), (b"upgrade", upgrade)]
         else:

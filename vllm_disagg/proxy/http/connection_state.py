@@ -9,18 +9,18 @@ States (`ConnectionState`):
 
 IDLE: no byte of the next request has come. READING_HEAD, READING_BODY: the parser works on one.
 REFUSED: an error ended the parsing; complete requests before the error are still answered.
-LINGERING: the error is sent, and further bytes are dropped until the client has read the error.
+LINGERING: the last answer is sent, and further bytes are dropped until the client has read it.
 SWITCHING: nothing is parsed any more.
 
-Deadlines: each state has one, and arriving bytes do not extend it. No deadline runs while a
-handler runs.
+Deadlines: each state has one, and arriving bytes do not extend it. That of LINGERING is extended
+while the client has not read all (`lingers_on`). No deadline runs while a handler runs.
 """
 
 from __future__ import annotations
 
 from enum import Enum, auto
 
-from .limits import LINGER_SECONDS, Limits
+from .limits import LINGER_SECONDS, MAX_LINGER_SECONDS, Limits
 from .request import Refusal
 
 
@@ -33,6 +33,9 @@ class ConnectionState(Enum):
     REFUSED = auto()
     LINGERING = auto()
     SWITCHING = auto()
+
+    # Enum's own is a function in Python, and the transitions of each request need it.
+    __hash__ = object.__hash__
 
     @property
     def is_reading(self) -> bool:
@@ -84,6 +87,14 @@ def deadline(state: ConnectionState, limits: Limits, now: float) -> float:
 def refusal_at_deadline(state: ConnectionState) -> Refusal | None:
     """Returns the answer to a request that came too slowly; None: the connection only closes."""
     return (408, "the request did not arrive in time") if state.is_reading else None
+
+
+def lingers_on(seconds: float, has_unread_bytes: bool) -> bool:
+    """Returns whether a connection that lingers since so many seconds does so for longer.
+
+    Its end may reset the connection, and then the client loses the unread bytes.
+    """
+    return has_unread_bytes and seconds < MAX_LINGER_SECONDS
 
 
 class AfterAnswer(Enum):

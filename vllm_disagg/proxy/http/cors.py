@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .headers import Headers, find
+from .headers import Headers
 from .request import HttpRequest
 from .server import Connection
 
@@ -16,9 +16,9 @@ def may_open(request: HttpRequest, origins: list[str]) -> bool:
     Browsers let any page open one and leave the check to the server. So a page must come from a
     named origin, or from the requested host. Clients that are no browsers send no origin.
     """
-    origin = find(request.headers, b"origin")
+    origin = request.header(b"origin")
     named = "*" in origins or origin.decode("latin-1") in origins
-    return not origin or named or origin.partition(b"://")[2] == find(request.headers, b"host")
+    return not origin or named or origin.partition(b"://")[2] == request.header(b"host")
 
 
 class Cors:
@@ -30,15 +30,15 @@ class Cors:
 
     def handle(self, request: HttpRequest, client: Connection) -> bool:
         """Adds headers to the answer; returns whether it answered the request (a preflight)."""
-        origin = find(request.headers, b"origin")
+        origin = request.header(b"origin")
         client.response.extra_headers = self._headers(origin)
-        method = find(request.headers, b"access-control-request-method")
+        method = request.header(b"access-control-request-method")
         if not (origin and method and request.method == "OPTIONS"):
             return False
         if not client.response.extra_headers:
             client.answer(403, [], b"")
             return True
-        fields = find(request.headers, b"access-control-request-headers") or b"*"
+        fields = request.header(b"access-control-request-headers") or b"*"
         client.answer(
             204,
             [

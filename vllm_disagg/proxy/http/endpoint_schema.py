@@ -32,6 +32,10 @@ _NOT_FOR_PREFILL = frozenset(
     }
 )
 _UNSET = (b"null", b"false")
+_SEQUENCE_COUNTS = frozenset(("n", "best_of"))
+# Fields of any endpoint that, when set, ask for several sequences or for more of the prompt than
+# its KV.
+_WHOLE = frozenset(("use_beam_search", "echo", "prompt_logprobs", "prompt_embeds"))
 
 
 class _ToolKind(msgspec.Struct):
@@ -52,8 +56,7 @@ class EndpointSchema:
     drop: frozenset[str] = _NOT_FOR_PREFILL  # fields that a prefill leg leaves out
     # Fields whose content precedes the prompt in the model's input.
     before: tuple[str, ...] = ()
-    # Fields that, when set, ask for several sequences or for more of the prompt than its KV.
-    whole: tuple[str, ...] = ()
+    whole: frozenset[str] = _WHOLE  # fields that, when set, require one instance
     nested: str = ""  # the field that holds the sampling parameters; empty: they are at the top
     list_of_texts: bool = False  # one request may have several prompts
     # `kv_transfer_params` of the prefill leg that vLLM's validation requires.
@@ -62,12 +65,12 @@ class EndpointSchema:
 
     def why_whole(self, fields: Fields, sampling: Fields) -> str:
         """Returns the field that requires aggregated service; empty if the work can be split."""
-        for name in (*_WHOLE, *self.whole):
-            for values in (fields, sampling):
-                if name in values and bytes(values[name]) not in _UNSET:
+        for values in (fields, sampling):
+            for name in self.whole.intersection(values):
+                if bytes(values[name]) not in _UNSET:
                     return name
-        for name in ("n", "best_of"):
-            if name in sampling and bytes(sampling[name]) not in (b"null", b"1"):
+        for name in _SEQUENCE_COUNTS.intersection(sampling):
+            if bytes(sampling[name]) not in (b"null", b"1"):
                 return name
         if bytes(sampling.get(self.caps[0], b"")) == b"0":
             return self.caps[0]
@@ -108,7 +111,6 @@ def _is_one_prompt(prompt: bytes) -> bool:
     return prompt.startswith(b"[") and prompt[1:].lstrip()[:1].isdigit()
 
 
-_WHOLE = ("use_beam_search", "echo", "prompt_logprobs", "prompt_embeds")
 _CHAT = (
     "model",
     "cache_salt",
@@ -136,13 +138,14 @@ RESPONSES = EndpointSchema(
     before=(*_CHAT, "instructions", "reasoning"),
     drop=_NOT_FOR_PREFILL | {"include", "max_tool_calls", "request_id"},
     # Stored or looked up at one instance.
-    whole=(
+    whole=_WHOLE
+    | {
         "background",
         "previous_response_id",
         "prompt",
         "conversation",
         "previous_input_messages",
-    ),
+    },
     stores=True,
 )
 MESSAGES = EndpointSchema(
@@ -158,7 +161,7 @@ GENERATE = EndpointSchema(
     before=("model", "cache_salt"),
     nested="sampling_params",
     drop=_NOT_FOR_PREFILL | {"prompt_logprobs", "flat_logprobs", "output_mode", "sampling_mask"},
-    whole=("features", "content_parts", "prompt_logprob_token_ids"),
+    whole=_WHOLE | {"features", "content_parts", "prompt_logprob_token_ids"},
 )
 
 SCHEMAS: dict[str, EndpointSchema] = {

@@ -17,7 +17,7 @@ _HOP = frozenset(
     b"te trailer transfer-encoding upgrade content-length".split()
 )
 # Without accept-encoding, since an encoded stream could not be cut at events.
-_REQUEST_ONLY = frozenset((b"host", b"expect", b"accept-encoding"))
+_HOP_OF_REQUESTS = _HOP | {b"host", b"expect", b"accept-encoding"}
 
 # RFC 3986, 3.2.2: a name or an address, and a port.
 _HOST = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]*|\[[0-9A-Za-z:.]+\])(?::[0-9]{0,5})?")
@@ -25,7 +25,7 @@ _HOST = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]*|\[[0-9A-Za-z:.]+\])(?::[0-
 
 def end_to_end(headers: Headers, request: bool = False) -> Headers:
     """Returns the headers that a proxy passes on."""
-    drop = _HOP | _REQUEST_ONLY if request else _HOP
+    drop = _HOP_OF_REQUESTS if request else _HOP
     for name, value in headers:
         if name == b"connection":
             drop = drop | {option.strip().lower() for option in value.split(b",")}
@@ -77,11 +77,8 @@ def plain_path(path: str) -> str:
 
 def head(start: bytes, headers: Headers) -> bytes:
     """Returns the bytes of a message head."""
-    lines = [start]
-    for name, value in headers:
-        lines.append(name + b": " + value)
-    lines.append(b"\r\n")
-    return b"\r\n".join(lines)
+    lines = [b": ".join(header) for header in headers]
+    return b"\r\n".join([start, *lines, b"\r\n"])
 
 
 def find(headers: Headers, name: bytes) -> bytes:

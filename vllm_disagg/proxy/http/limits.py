@@ -8,7 +8,8 @@ from .headers import Headers
 
 MAX_EARLY_BYTES = 64 * 1024  # of later requests, beside one body
 MAX_HEADERS = 240  # of a request; vLLM takes 256, and the proxy adds a few
-LINGER_SECONDS = 2.0  # time for a refused client to read the error
+LINGER_SECONDS = 2.0  # time for a refused client to read its last answer; extended in such steps
+MAX_LINGER_SECONDS = 60.0  # of a client that has not read all of it
 
 
 class Limits(msgspec.Struct, frozen=True):

@@ -11,9 +11,9 @@ is kept. Bodies and early bytes of all connections together have a limit too (`B
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 
 import httptools
+import msgspec
 
 from .connection_state import (
     IDLE,
@@ -27,7 +27,6 @@ from .connection_state import (
 )
 from .headers import (
     Headers,
-    find,
     head,
     host_problem,
     origin_form,
@@ -48,15 +47,14 @@ TOO_LONG = "the request's head is too large"
 ALL_BODIES = "the bodies of all requests are too large together"
 
 
-@dataclass(slots=True)
-class _IncomingRequest:
+class _IncomingRequest(msgspec.Struct, eq=False):
     """Holds the request that is being read, and what only its reading needs."""
 
-    request: HttpRequest = field(default_factory=HttpRequest)
+    request: HttpRequest = msgspec.field(default_factory=HttpRequest)
     url: bytes = b""
     is_http: bool = False  # the request line names HTTP
     # One buffer: many small chunks as objects would cost many times their bytes.
-    body: bytearray = field(default_factory=bytearray)
+    body: bytearray = msgspec.field(default_factory=bytearray)
     max_body_bytes: int = 0
 
 
@@ -243,7 +241,8 @@ class RequestReader:
         incoming = self._incoming
         request = incoming.request
         problem = self._head_problem(request.headers)
-        target, request.headers = origin_form(incoming.url, request.headers)
+        target, headers = origin_form(incoming.url, request.headers)
+        request.set_headers(headers)
         self._fill_request(request, target)
         if target is not incoming.url:  # the target named a host
             problem = problem or host_problem(request.headers, request.chunked_ok)
@@ -251,7 +250,7 @@ class RequestReader:
         self._part_bytes = 0
         self._framing_bytes = 0
         codings = [value.lower() for name, value in request.headers if name == b"transfer-encoding"]
-        length = int(find(request.headers, b"content-length") or 0)
+        length = int(request.header(b"content-length") or 0)
         if problem:
             self.refuse(*problem)
         elif codings not in ([], [b"chunked"]) or (codings and not request.chunked_ok):
@@ -284,7 +283,7 @@ class RequestReader:
         request.path = plain_path(path)
         request.chunked_ok = self._parser.get_http_version() == "1.1"
         if self._parser.should_upgrade() and request.chunked_ok:
-            protocol = find(request.headers, b"upgrade").lower()
+            protocol = request.header(b"upgrade").lower()
             request.upgrade = protocol if protocol == b"websocket" else b""
         request.keep_alive = self._parser.should_keep_alive() and request.chunked_ok
 
@@ -311,7 +310,7 @@ class RequestReader:
 
         HTTP/1.0 has none. It must not be sent twice for a head that is parsed once more.
         """
-        expects = find(request.headers, b"expect").lower() == b"100-continue"
+        expects = request.header(b"expect").lower() == b"100-continue"
         parsed_again = self._parser.should_upgrade()
         return expects and request.chunked_ok and not parsed_again
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import ssl
 from collections.abc import Awaitable, Callable
 from typing import cast
@@ -20,6 +21,7 @@ from .connection_state import (
     SWITCHING,
     AfterAnswer,
     deadline,
+    lingers_on,
     refusal_at_deadline,
     step_after_answer,
 )
@@ -29,6 +31,7 @@ from .request import BodyLimit, HttpRequest
 from .request_reader import RequestReader
 from .response import JSON, ResponseEncoder, error_body
 from .stall_timer import StallTimer
+from .tcp_progress import acknowledged_bytes, has_unread_bytes
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +48,9 @@ class Connection(asyncio.Protocol):
         self._server = server
         self._transport: asyncio.Transport
         self._reader = RequestReader(server.limits, server.budget, server.body_limit)
-        self._deadline_timer: asyncio.TimerHandle | None = None
+        self._lingering_since = 0.0
+        self._deadline: float | None = None  # of the present state; None while a handler runs
+        self._deadline_timer: asyncio.TimerHandle | None = None  # never later than the deadline
         self._handler_task: asyncio.Task[None] | None = None
         self._session_sink: Callable[[bytes], None] | None = None  # receives bytes after a switch
         self._reading_paused = False
@@ -137,7 +142,7 @@ class Connection(asyncio.Protocol):
         # that reads nothing.
         if paused and not self._stall_timer:
             self._stall_timer = StallTimer(
-                self._transport.get_write_buffer_size,
+                self._read_progress,
                 self._server.limits.stall_seconds,
                 self._abort_stalled_client,
             )
@@ -164,20 +169,26 @@ class Connection(asyncio.Protocol):
         # A transport that closes waits without a limit for a client that reads nothing. It has a
         # timer even if its buffer is empty: below TLS is another buffer, whose size is not known.
         self._closing_timer = StallTimer(
-            self._transport.get_write_buffer_size,
+            self._read_progress,
             self._server.limits.stall_seconds,
             self._abort_stalled_client,
         )
         # Last: TLS may report the client's end from within, which calls this again.
         self._transport.close()
 
+    def _read_progress(self) -> tuple[int, int]:
+        """Returns a value that changes with each byte that the client takes."""
+        return self._transport.get_write_buffer_size(), acknowledged_bytes(self._transport)
+
     def _abort_stalled_client(self) -> None:
         """Closes the connection of a client that reads nothing; its handler and legs end too."""
-        log.warning(
-            "http: client %s: connection closed: the client has read nothing for %g s",
-            self.peer,
-            self._server.limits.stall_seconds,
-        )
+        # Without unread bytes it has only not closed its end of TLS.
+        if has_unread_bytes(self._transport):
+            log.warning(
+                "http: client %s: connection closed: the client has read nothing for %g s",
+                self.peer,
+                self._server.limits.stall_seconds,
+            )
         self._transport.abort()
 
     def pause_reading(self, paused: bool) -> None:
@@ -228,25 +239,43 @@ class Connection(asyncio.Protocol):
 
     def _start_deadline(self) -> None:
         """Starts the time that the present state may last."""
-        if self._deadline_timer:
-            self._deadline_timer.cancel()
         loop = asyncio.get_running_loop()
         end = deadline(self._reader.state, self._server.limits, loop.time())
-        self._deadline_timer = loop.call_at(end, self._on_deadline)
+        self._deadline = end
+        timer = self._deadline_timer
+        if timer and timer.when() <= end:
+            return  # an earlier timer sets the next one: cheaper than a timer for each request
+        if timer:
+            timer.cancel()
+        self._deadline_timer = loop.call_at(end, self._on_deadline_timer)
+
+    def _on_deadline_timer(self) -> None:
+        """Ends a state that has lasted too long, else waits for its deadline."""
+        self._deadline_timer = None
+        loop = asyncio.get_running_loop()
+        if self._deadline is None:
+            return
+        if loop.time() < self._deadline:
+            self._deadline_timer = loop.call_at(self._deadline, self._on_deadline_timer)
+            return
+        self._on_deadline()
 
     def _on_deadline(self) -> None:
+        """Refuses what has not come in time; ends an idle connection."""
         refusal = refusal_at_deadline(self._reader.state)
         if refusal:
             self._refuse(*refusal)
+        elif self._is_still_read():
+            self._start_deadline()
         else:
-            self._transport.abort()
+            # Not `abort`: the client may still read its last answer, of which a part is buffered.
+            self._close()
 
     # -- answering ---------------------------------------------------------------------------------
 
     def _start_next_request(self) -> None:
         """Starts the handler of the oldest complete request, or answers its refusal."""
-        if self._deadline_timer:
-            self._deadline_timer.cancel()
+        self._deadline = None
         request = self._reader.ready.popleft()
         self.response = ResponseEncoder(request)
         if request.refusal:
@@ -269,11 +298,19 @@ class Connection(asyncio.Protocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Writes no more, and drops the client's bytes until the client has read the error."""
+        """Writes no more, and drops the client's bytes until the client has read the answer."""
         if self._transport.can_write_eof() and not self._transport.is_closing():
             self._transport.write_eof()
         self._reader.linger()
+        self._lingering_since = asyncio.get_running_loop().time()
         self._start_deadline()
+
+    def _is_still_read(self) -> bool:
+        """Returns whether the client of a connection that lingers has more to read."""
+        if self._reader.state is not LINGERING:
+            return False
+        seconds = asyncio.get_running_loop().time() - self._lingering_since
+        return lingers_on(seconds, has_unread_bytes(self._transport))
 
     async def _handle(self, request: HttpRequest) -> None:
         await self._server.handler(request, self)
@@ -300,6 +337,8 @@ class Connection(asyncio.Protocol):
             reads_slowly=self.paused,
         )
         match step:
+            case AfterAnswer.NEXT_REQUEST:  # the first, since nearly all answers end so
+                self._resume_requests()
             case AfterAnswer.ABORT:
                 self._transport.abort()
             case AfterAnswer.LINGER:
@@ -309,8 +348,6 @@ class Connection(asyncio.Protocol):
             case AfterAnswer.AWAIT_READER:
                 self._awaits_reader = True
                 self.pause_reading(paused=True)
-            case AfterAnswer.NEXT_REQUEST:
-                self._resume_requests()
 
     def _resume_requests(self) -> None:
         """Starts the next request, from the bytes that have come already."""
@@ -426,6 +463,9 @@ class Server:
             backlog=2048,
             ssl=tls,
             ssl_handshake_timeout=self.limits.header_seconds if tls else None,
+            # uvloop's own 30 s would also end for a client that still reads. `_closing_timer` has
+            # the limit: a time without progress.
+            ssl_shutdown_timeout=math.inf if tls else None,
             reuse_port=shared or None,
         )
         return int(self._listener.sockets[0].getsockname()[1])

@@ -17,11 +17,11 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol, cast
 
 import httptools
+import msgspec
 
 from .headers import Headers, find
 from .reasons import Reason
@@ -64,13 +64,12 @@ class ConnectionOwner(Protocol):
         """Takes back a connection whose exchange has ended."""
 
 
-@dataclass(slots=True)
-class _Exchange:
+class _Exchange(msgspec.Struct, eq=False):
     """Holds one request's part of a connection."""
 
     answer: UpstreamResponse | None = None  # until the answer has ended
     upgrade: bytes = b""  # the protocol that the request offers
-    headers: Headers = field(default_factory=list)
+    headers: Headers = []
     head_bytes: int = 0  # received until the answer's head is complete
     got_bytes: bool = False  # of the answer
     keep_alive: bool = False  # the connection may carry another exchange
@@ -255,8 +254,7 @@ class UpstreamConnection(asyncio.Protocol):
         elif exchange.answer and self._state is UpstreamState.AWAITING_HEAD:
             switches = status == 101
             self._state = UpstreamState.SWITCHING if switches else UpstreamState.READING_BODY
-            exchange.answer.headers = exchange.headers
-            exchange.answer.on_head(status)
+            exchange.answer.on_head(status, exchange.headers)
 
     def _accepts_switch(self) -> bool:
         """Returns whether a 101 names the protocol that the request has offered."""

@@ -57,6 +57,7 @@ class UpstreamResponse:
         self.sent_at = asyncio.get_running_loop().time()
         self.status = 0  # until the head is here
         self.headers: Headers = []
+        self.is_stream = False  # the body is a stream of server-sent events
         self._held: list[bytes] = []
         self._held_bytes = 0
         self._max_held_bytes = HOLD_BYTES
@@ -65,11 +66,6 @@ class UpstreamResponse:
         self._complete = False
         self._error: Unreachable | None = None
         self._changed: asyncio.Future[None] | None = None
-
-    @property
-    def is_stream(self) -> bool:
-        """Returns whether the body is a stream of server-sent events."""
-        return find(self.headers, b"content-type").startswith(b"text/event-stream")
 
     async def head(self) -> None:
         """Returns when status and headers are here."""
@@ -108,8 +104,9 @@ class UpstreamResponse:
 
     async def read(self) -> bytes:
         """Returns the whole body."""
-        self._reads_all = True
-        self.pause_reading(paused=False)
+        if not self._complete:
+            self._reads_all = True
+            self.pause_reading(paused=False)
         while not self._complete:
             await self._wait_change()
         return self.peek()
@@ -167,15 +164,21 @@ class UpstreamResponse:
         await self._changed
 
     def _notify(self) -> None:
-        if self._changed and not self._changed.done():
-            self._changed.set_result(None)
+        """Wakes the task that waits, if any."""
+        changed = self._changed
+        self._changed = None
+        if changed and not changed.done():
+            changed.set_result(None)
 
     # -- called by the connection ------------------------------------------------------------------
 
-    def on_head(self, status: int) -> None:
-        """Takes the status; `headers` are set already."""
+    def on_head(self, status: int, headers: Headers) -> None:
+        """Takes the answer's head."""
         self.status = status
-        self._notify()
+        self.headers = headers
+        self.is_stream = find(headers, b"content-type").startswith(b"text/event-stream")
+        if self._changed:
+            self._notify()
 
     def on_chunk(self, data: bytes) -> None:
         """Takes bytes of the body, and stops reading when too many are held."""
@@ -186,13 +189,15 @@ class UpstreamResponse:
         self._held_bytes += len(data)
         if self._held_bytes > self._max_held_bytes and not self._reads_all:
             self._connection.pause_reading(paused=True)
-        self._notify()
+        if self._changed:
+            self._notify()
 
     def on_complete(self) -> None:
         """Ends the body."""
         if not self._error:
             self._complete = True
-            self._notify()
+            if self._changed:
+                self._notify()
 
     def on_failure(self, error: Unreachable) -> None:
         """Ends the answer with an error, unless it has ended already."""

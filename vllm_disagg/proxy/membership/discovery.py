@@ -59,6 +59,18 @@ class _ModelList(msgspec.Struct):
     data: list[_ListedModel]
 
 
+class EngineReport(msgspec.Struct, frozen=True):
+    """The part of an EngineInfo by which each prefill leg's answer is verified.
+
+    The layouts of an engine's workers are large, and equal as long as the incarnation is.
+    """
+
+    incarnation: str
+    clock: float | None = None
+    rank: int | None = None
+    workers: msgspec.Raw = msgspec.Raw()  # empty in an EngineCard
+
+
 class _Completion(msgspec.Struct):
     kv_transfer_params: dict[str, msgspec.Raw] | None = None
 
@@ -80,6 +92,7 @@ _decode_models = msgspec.json.Decoder(_ModelList).decode
 _decode_completion = msgspec.json.Decoder(_Completion).decode
 _decode_engine = msgspec.json.Decoder(EngineInfo).decode
 _decode_card = msgspec.json.Decoder(EngineCard).decode
+_decode_report = msgspec.json.Decoder(EngineReport).decode
 
 # Errors of decoding bytes that another program sent.
 _DecodeErrors = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -97,6 +110,14 @@ def card_in(answer: bytes) -> EngineCard | None:
     """Returns an engine's card, which an answer has even if a grant was refused; else None."""
     try:
         return _decode_card((_decode_completion(answer).kv_transfer_params or {})[ANSWER_KEY])
+    except (KeyError, *_DecodeErrors):
+        return None
+
+
+def report_in(answer: bytes) -> EngineReport | None:
+    """Returns an engine's report from a completion's answer, without its workers' layouts."""
+    try:
+        return _decode_report((_decode_completion(answer).kv_transfer_params or {})[ANSWER_KEY])
     except (KeyError, *_DecodeErrors):
         return None
 

@@ -32,7 +32,7 @@ from ...errors import BadGrant, ConfigError
 from ...fleet.keys import ADMIN_KEY
 from ...fleet.registration import REGISTER_PATH as REGISTER
 from ..http.addresses import AllowedNetworks, check_url
-from ..http.headers import Headers, find
+from ..http.headers import Headers
 from ..http.request import HttpRequest
 from ..http.response import JSON, error_body
 from ..http.server import Connection
@@ -92,7 +92,7 @@ class Admin:
     def handle(self, request: HttpRequest, client: Connection) -> bool:
         """Answers a request that changes the fleet; returns whether it was one."""
         endpoint = (request.method, request.path)
-        if refused := self.refusal(request, client.peer):
+        if refused := self.refusal(request, client):
             client.answer(*refused)
         elif endpoint == ("POST", REGISTER) and self._registry:
             self._register(self._registry, request, client)
@@ -102,7 +102,9 @@ class Admin:
             return False
         return True
 
-    def refusal(self, request: HttpRequest, peer: str) -> tuple[int, Headers, bytes] | None:
+    def refusal(
+        self, request: HttpRequest, client: Connection
+    ) -> tuple[int, Headers, bytes] | None:
         """Returns (status, headers, body) for a request that may not see or change the fleet.
 
         Judges by the request's head alone; None for any other request.
@@ -113,13 +115,14 @@ class Admin:
                 return _error(403, CHANGES_ARE_OFF)
             if not _has_key(request, self._admin_keys):
                 return 401, [JSON], b'{"error":"Unauthorized"}'
-            if find(request.headers, b"content-type").partition(b";")[0].strip().lower() != JSON[1]:
+            if request.header(b"content-type").partition(b";")[0].strip().lower() != JSON[1]:
                 return _error(415, "content-type must be application/json")
         elif endpoint == ("GET", INSTANCES_PATH):
             keys = self._admin_keys + self._api_keys
             if keys and not _has_key(request, keys):
                 return 401, [JSON], b'{"error":"Unauthorized"}'
-            if not keys and not _is_local(request, peer):
+            # The peer is read only here, since it takes a system call.
+            if not keys and not _is_local(request, client.peer):
                 return _error(403, LOCAL_ONLY)
         return None
 
@@ -212,7 +215,7 @@ def _error(status: int, message: str) -> tuple[int, Headers, bytes]:
 
 
 def _has_key(request: HttpRequest, keys: list[bytes]) -> bool:
-    scheme, _, given = find(request.headers, b"authorization").partition(b" ")
+    scheme, _, given = request.header(b"authorization").partition(b" ")
     return scheme.lower() == b"bearer" and any(hmac.compare_digest(given, key) for key in keys)
 
 
@@ -222,7 +225,7 @@ def _is_local(request: HttpRequest, peer: str) -> bool:
     Forwarders that add no field for it speak HTTP/1.0, as nginx does by default, or keep the Host
     field of the client.
     """
-    host = find(request.headers, b"host").decode("latin-1")
+    host = request.header(b"host").decode("latin-1")
     name = host.partition(":")[0]
     if host.startswith("["):  # IPv6
         name = host.partition("]")[0].strip("[")

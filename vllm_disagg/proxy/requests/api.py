@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import uuid
+import secrets
 from collections.abc import Awaitable, Callable
 from urllib.parse import parse_qs
 
@@ -17,15 +17,16 @@ import msgspec
 
 from ...fleet.registration import REGISTER_PATH as REGISTER
 from ..http import routes
+from ..http.cancel_scope import TimeLimit
 from ..http.cors import Cors, may_open
 from ..http.endpoint_schema import SCHEMAS
 from ..http.error_replies import RequestFailed, answer_error
-from ..http.headers import Headers, find
+from ..http.headers import Headers
 from ..http.request import HttpRequest
 from ..http.response import JSON, error_body
 from ..http.routes import How
 from ..http.server import Connection
-from ..routing.concurrency_limit import ConcurrencyLimit, priority
+from ..routing.concurrency_limit import PRIORITY_HEADER, ConcurrencyLimit, priority
 from ..routing.fleet import Fleet, Instance
 from ..routing.pairing import choose_decode
 from ..routing.policies import RoutingQuery
@@ -75,6 +76,7 @@ class Api:
         self._cors = Cors(settings.origins) if settings.origins else None
         self._keys = [key.encode() for key in settings.api_keys]
         self._timeout = settings.request_timeout
+        self._time_limit = TimeLimit(settings.request_timeout)
         self._body_bytes = settings.limits.body_bytes
         self._own_paths: dict[str, PlainHandler] = {
             "/health": self._health,
@@ -108,8 +110,7 @@ class Api:
             await self._own_paths[request.path](request, client)
         else:
             _identify(request, client)
-            outcome = await self._run(self._engine_routes[how], request, client)
-            log.debug("api: %s %s: %s", request.method, request.path, outcome)
+            await self._run(self._engine_routes[how], request, client)
 
     def body_limit(self, request: HttpRequest) -> int:
         """Returns how many bytes of a body may be read; 0 if the head is refused."""
@@ -146,19 +147,19 @@ class Api:
         """Whether a request has a client's key, or needs none."""
         if not self._keys or not routes.guarded(request.path):
             return True
-        scheme, _, given = find(request.headers, b"authorization").partition(b" ")
+        scheme, _, given = request.header(b"authorization").partition(b" ")
         return scheme.lower() == b"bearer" and any(
             hmac.compare_digest(given, key) for key in self._keys
         )
 
-    async def _run(self, route: MeteredHandler, request: HttpRequest, client: Connection) -> str:
-        """Runs a route that needs an engine, within the time limit; returns its outcome."""
+    async def _run(self, route: MeteredHandler, request: HttpRequest, client: Connection) -> None:
+        """Runs a route that needs an engine, within the time limit, and records its outcome."""
         outcome = "cancelled"
         status = 499
         client.response.meter = meter = self._relay.metrics.meter()
         self._relay.tracing.begin(request)
         try:
-            async with asyncio.timeout(self._timeout):
+            with self._time_limit.start():
                 status = await route(request, client, meter)
             outcome = _outcome(status)
         except bodies.BadBody as error:
@@ -184,7 +185,6 @@ class Api:
             answer_error(client, 500, "the proxy failed; its log says why")
         finally:
             self._recorder.close(request, client, meter, outcome, status)
-        return outcome
 
     async def _generate(
         self, request: HttpRequest, client: Connection, meter: TrafficCounters
@@ -193,7 +193,7 @@ class Api:
         request.mode = "whole"
         started_at = asyncio.get_running_loop().time()
         body = await bodies.parse_async(request.body, SCHEMAS[request.path])
-        request.priority = priority(request.headers, body.priority)
+        request.priority = priority(request.header(PRIORITY_HEADER), body.priority)
         await self._enter(request, meter, started_at)
         try:
             if body.has_previous_response:
@@ -223,11 +223,11 @@ class Api:
             )
         started_at = asyncio.get_running_loop().time()
         if routes.is_form(request.path):
-            await bodies.check_form(find(request.headers, b"content-type"), request.body)
+            await bodies.check_form(request.header(b"content-type"), request.body)
             model = ""
         else:
             model = await bodies.check_json(request.body)
-        request.priority = priority(request.headers, 0)
+        request.priority = priority(request.header(PRIORITY_HEADER), 0)
         await self._enter(request, meter, started_at)
         try:
             return await self._relay.forwarder.forward(
@@ -253,7 +253,7 @@ class Api:
         if not may_open(request, self._origins):
             raise RequestFailed(403, "this page's origin is not among --allowed-origins")
         model = parse_qs(request.query).get("model", [""])[0]
-        request.priority = priority(request.headers, 0)
+        request.priority = priority(request.header(PRIORITY_HEADER), 0)
         await self._enter(request, meter, started_at)
         try:
             return await self._relay.forwarder.forward(
@@ -364,11 +364,10 @@ def _identify(request: HttpRequest, client: Connection) -> None:
 
     By this id the log lines of its engines can be joined.
     """
-    request_id = find(request.headers, REQUEST_ID)
+    request_id = request.header(REQUEST_ID)
     if not request_id:
-        request_id = uuid.uuid4().hex.encode()
-        others = [field for field in request.headers if field[0] != REQUEST_ID]
-        request.headers = [*others, (REQUEST_ID, request_id)]
+        request_id = secrets.token_hex(16).encode()
+        request.replace_header(REQUEST_ID, request_id)
     client.response.extra_headers.append((REQUEST_ID, request_id))
 
 

@@ -16,10 +16,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from ..http.headers import find
+import msgspec
+
+from ..http.headers import Headers
 from ..http.reasons import Reason
 from ..http.request import HttpRequest
 from ..http.server import Connection
@@ -42,14 +43,14 @@ LegName = Literal["prefill", "decode"]
 AttemptPlan = InstancePair | Instance  # both legs, or a decode instance alone
 
 
-@dataclass(slots=True, frozen=True)
-class RequestContext:
+class RequestContext(msgspec.Struct, frozen=True, eq=False):
     """One client request, with the connection for its answer.
 
     `started_at`: a time of the event loop's clock, as all times in this file.
     """
 
     request: HttpRequest
+    headers: Headers  # the request's end-to-end headers, which its legs have too
     client: Connection
     meter: TrafficCounters
     body: Body
@@ -59,7 +60,7 @@ class RequestContext:
     @property
     def request_id(self) -> str:
         """The request's id for log lines."""
-        request_id = find(self.request.headers, _REQUEST_ID_HEADER)
+        request_id = self.request.header(_REQUEST_ID_HEADER)
         return request_id[:MAX_LOGGED_ID_BYTES].decode("ascii", "replace")
 
 
@@ -71,8 +72,7 @@ class Leg(NamedTuple):
     sent_at: float
 
 
-@dataclass(slots=True, frozen=True)
-class AttemptFailure:
+class AttemptFailure(msgspec.Struct, frozen=True, eq=False):
     """A leg failed in a way in which another instance may succeed."""
 
     leg: LegName
@@ -91,13 +91,12 @@ class SuspectLeg(NamedTuple):
     ended_at: float
 
 
-@dataclass(slots=True)
-class RequestProgress:
+class RequestProgress(msgspec.Struct, eq=False):
     """The part of a request's state that outlives its attempts."""
 
-    history: AttemptHistory = field(default_factory=AttemptHistory)
-    failed_instances: list[Instance] = field(default_factory=list)  # not tried again
-    suspects: list[SuspectLeg] = field(default_factory=list)
+    history: AttemptHistory = msgspec.field(default_factory=AttemptHistory)
+    failed_instances: list[Instance] = []  # not tried again
+    suspects: list[SuspectLeg] = []
     recorder: StreamRecorder | None = None  # once a stream was started at the client
 
     def on_attempt_failed(self, reason: Reason, answer_started: bool) -> None:

@@ -21,6 +21,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import Self, TypeVar
 
 import msgspec
@@ -97,7 +98,7 @@ class Body:
         """Whether it continues a response, which one instance alone has stored."""
         return bytes(self._fields.get("previous_response_id", b"null")) != b"null"
 
-    @property
+    @cached_property
     def one_token(self) -> bool:
         """Whether the prompt's computation yields the whole answer, so that P may give it."""
         if self._schema.stores and bytes(self._fields.get("store", b"null")) != b"false":

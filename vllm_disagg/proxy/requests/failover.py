@@ -19,9 +19,10 @@ request. Three bounds keep failing requests from multiplying:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, get_args
+
+import msgspec
 
 from ..http.reasons import Reason
 
@@ -56,8 +57,7 @@ FALLBACK_REASONS = (
 )
 
 
-@dataclass(slots=True)
-class AttemptHistory:
+class AttemptHistory(msgspec.Struct):
     """The attempts of one request so far."""
 
     attempts: int = 0
@@ -67,8 +67,7 @@ class AttemptHistory:
     answer_resumable: bool = False  # another instance can continue these bytes
 
 
-@dataclass(slots=True, frozen=True)
-class Alternatives:
+class Alternatives(msgspec.Struct, frozen=True):
     """The steps that are possible now."""
 
     pair: bool

@@ -107,8 +107,9 @@ class Forwarder:
         with _counted(instance):
             answer: UpstreamResponse | None = None
             try:
+                headers = end_to_end(request.headers, request=True)
                 answer = await pool_of(self._pools, instance.url).send(
-                    request.method, request.target, request.headers, request.body, request.upgrade
+                    request.method, request.target, headers, request.body, request.upgrade
                 )
                 if answer.status == 101:
                     await join(client, answer)
@@ -194,8 +195,9 @@ class Forwarder:
         """Forwards a request and returns (status, headers, content); 502 if there is no answer."""
         answer: UpstreamResponse | None = None
         try:
+            headers = end_to_end(request.headers, request=True)
             answer = await pool_of(self._pools, instance.url).send(
-                request.method, request.target, request.headers, request.body
+                request.method, request.target, headers, request.body
             )
             return answer.status, end_to_end(answer.headers), await answer.read()
         except Unreachable as error:

@@ -11,7 +11,7 @@ from ..http.headers import find
 from ..http.reasons import Reason
 from ..http.request import HttpRequest
 from ..http.upstream_response import HOLD_BYTES, Unreachable, UpstreamResponse
-from ..membership.discovery import card_in, engine_in
+from ..membership.discovery import engine_in, report_in
 from ..routing.pairing import InstancePair
 from .attempt import Leg, RequestContext
 from .completeness import CompletenessCheck, doubtful
@@ -70,31 +70,35 @@ async def find_problem(
     content = answer.peek()
     if answer.status >= 500 or engine_failed(content):
         return AnswerProblem(failure_in(content), f"it answered {answer.status}", answer)
-    if await _is_aborted(context, leg, answer, completeness):
+    path = context.request.path
+    is_cut_off = _is_aborted(path, answer, content)
+    if not is_cut_off and _is_doubtful(context, leg, answer, content):
+        is_cut_off = not await completeness.is_engine_running(leg.instance)
+    if is_cut_off:
         return AnswerProblem("died", "it is being stopped", None)
     if not 200 <= answer.status < 500:
         return AnswerProblem("garbled", f"it answered {answer.status}", answer)
     return None
 
 
-async def _is_aborted(
-    context: RequestContext, leg: Leg, answer: UpstreamResponse, completeness: CompletenessCheck
-) -> bool:
+def _is_aborted(path: str, answer: UpstreamResponse, content: bytes) -> bool:
     """Whether a stopping engine aborted this answer; of a stream, its beginning is judged."""
-    path = context.request.path
-    content = answer.peek()
     if aborted(content):
         return True
-    if answer.status != 200 or answer.is_stream:
+    if path != "/v1/messages" or answer.status != 200 or answer.is_stream:
         return False
     # A whole message has a stop reason; an aborted one has not.
-    is_message = path == "/v1/messages" and b'"type":"message"' in content
-    if is_message and b'"stop_reason":' not in content:
-        return True
-    for_client = leg.name == "decode" or context.body.one_token
-    if not for_client or not doubtful(path, content):
+    return b'"type":"message"' in content and b'"stop_reason":' not in content
+
+
+def _is_doubtful(
+    context: RequestContext, leg: Leg, answer: UpstreamResponse, content: bytes
+) -> bool:
+    """Whether an answer for the client is whole and looks complete, but may have been cut off."""
+    if answer.status != 200 or answer.is_stream:
         return False
-    return not await completeness.is_engine_running(leg.instance)
+    for_client = leg.name == "decode" or context.body.one_token
+    return for_client and doubtful(context.request.path, content)
 
 
 def _error_detail(event: bytes) -> str:
@@ -109,25 +113,24 @@ def verify_prefill(path: str, pair: InstancePair, content: bytes, now: float) ->
     instances.
     """
     instance = pair.prefill
-    engine = engine_in(content)
-    card = card_in(content)
-    if card:
-        instance.set_clock(card.clock, now)
-    if card and not engine:
+    report = report_in(content)
+    if report and report.clock is not None:
+        instance.set_clock(report.clock, now)
+    if report and not report.workers:
         # Its clock may differ from what the proxy assumed. D's may too, and D reports nothing.
         instance.needs_probe = True
         pair.decode.needs_probe = True
         return "the prefill instance has refused its grant"
-    if not engine or engine.rank != instance.rank:
+    if not report or report.rank != instance.rank:
         # An old version of vLLM at a new endpoint ignores grants; or it was restarted without
         # the connector, or with more ranks.
         instance.unsupported_paths.add(path)
         instance.needs_probe = True
-        if engine:
+        if report:
             return "another data parallel rank answered"
         return "the prefill instance says nothing of KV transfers"
-    if not instance.engine or engine.incarnation != instance.engine.incarnation:
-        instance.on_probe_answered(instance.model, engine, instance.models)
+    if not instance.engine or report.incarnation != instance.engine.incarnation:
+        instance.on_probe_answered(instance.model, engine_in(content), instance.models)
         instance.needs_probe = True
         return "the prefill instance was restarted"
     return ""

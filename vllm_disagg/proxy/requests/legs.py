@@ -19,10 +19,10 @@ it.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from ...fleet.grants import MARGIN_SECONDS, REQUEST_KEY, VERSION, Grant, mint, new_transfer
 from ...fleet.keys import FleetKey
+from ..http.cancel_scope import CancelScope, TimeLimit
 from ..http.connection_pool import ConnectionPool, pool_of
 from ..http.upstream_response import Unreachable, UpstreamResponse
 from ..membership.discovery import NIXL_PREFILL, params_in
@@ -58,6 +58,7 @@ class LegRunner:
         self._tracing = tracing
         self._key = settings.key
         self._prefill_timeout = settings.prefill_timeout
+        self._prefill_limit = TimeLimit(settings.prefill_timeout)
 
     async def run_legs(self, attempt: Attempt) -> LegOutcome:
         """Returns an answer that has started, or the failure of a leg."""
@@ -106,26 +107,20 @@ class LegRunner:
         prefill = attempt.start_prefill_leg(
             pair, self._verified_prefill_leg(attempt, pair, prefill_body)
         )
-        decode = asyncio.create_task(self._send(attempt, "decode", pair.decode, decode_body))
-        try:
-            await _first_of(prefill, decode)
-            if decode.done():
-                return await decode
-            prefill_outcome = prefill.result()
-            if isinstance(prefill_outcome, AttemptFailure):
-                return prefill_outcome
-            if prefill_outcome.status != 200:
-                return await _better_refusal(prefill_outcome, decode)
-            return await decode
-        finally:
-            decode.cancel()
+        await asyncio.sleep(0)  # P's request is sent first: D waits for P
+        with CancelScope() as decode_leg:
+            prefill.add_done_callback(lambda _: _end_decode_leg(decode_leg, prefill))
+            outcome = await self._send(attempt, "decode", pair.decode, decode_body)
+            if not prefill.done() or _is_computed(prefill) or _is_refusal(outcome):
+                return outcome
+        return prefill.result()
 
     async def _prefill_leg(self, attempt: Attempt, pair: InstancePair, body: bytes) -> LegOutcome:
         """Runs a prefill leg within its timeout."""
         instance = pair.prefill
         started_at = _now()
         try:
-            async with asyncio.timeout(self._prefill_timeout):
+            with self._prefill_limit.start():
                 answer = await self._send(attempt, "prefill", instance, body)
         except TimeoutError:
             leg = Leg("prefill", instance, started_at)
@@ -171,10 +166,11 @@ class LegRunner:
         problem = await find_problem(attempt.context, leg, answer, error_event, self._completeness)
         if problem:
             return attempt.record_failure(leg, problem.reason, problem.detail, problem.answer)
-        instance.on_leg_succeeded(_now())
+        now = _now()
+        instance.on_leg_succeeded(now)
         if answer.status == 200:
-            instance.step_monitor.on_step_seen(_now())
-            attempt.progress.blame_suspects(_now())
+            instance.step_monitor.on_step_seen(now)
+            attempt.progress.blame_suspects(now)
         return answer
 
     async def _exchange(
@@ -186,7 +182,9 @@ class LegRunner:
         """
         request = attempt.context.request
         instance = leg.instance
-        headers = self._tracing.leg(request, instance.role, instance.url)
+        headers = attempt.context.headers
+        if request.spans:
+            headers = self._tracing.leg(request, headers, instance.role, instance.url)
         pool = pool_of(self._pools, instance.url)
         answer = await pool.send("POST", request.target, headers, body)
         try:
@@ -230,29 +228,29 @@ def mint_grants(key: FleetKey, pair: InstancePair, patience: float, now: float) 
     return mint(key, prefill_grant), mint(key, decode_grant)
 
 
-async def _better_refusal(
-    prefill_answer: UpstreamResponse, decode: asyncio.Task[LegOutcome]
-) -> LegOutcome:
-    """Returns D's refusal if it comes soon, otherwise P's."""
-    await asyncio.wait((decode,), timeout=DECODE_REFUSAL_SECONDS)
-    if decode.done():
-        outcome = decode.result()
-        if isinstance(outcome, UpstreamResponse) and 400 <= outcome.status < 500:
-            return outcome
-    return prefill_answer
+def _end_decode_leg(decode_leg: CancelScope, prefill: asyncio.Task[LegOutcome]) -> None:
+    """Ends a decode leg whose prefill leg has failed, or was refused some time ago."""
+    if prefill.cancelled():  # by the end of the attempt
+        return
+    if _is_computed(prefill):
+        return
+    if prefill.exception() or isinstance(prefill.result(), AttemptFailure):
+        decode_leg.cancel()
+    else:
+        loop = asyncio.get_running_loop()
+        loop.call_later(DECODE_REFUSAL_SECONDS, decode_leg.cancel)
 
 
-async def _first_of(*tasks: asyncio.Task[Any]) -> None:
-    """Waits until one of the tasks is done: `asyncio.wait` at two thirds of its time."""
-    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+def _is_computed(prefill: asyncio.Task[LegOutcome]) -> bool:
+    """Whether a prefill leg that has ended has computed the prompt."""
+    if prefill.exception():
+        return False
+    outcome = prefill.result()
+    return isinstance(outcome, UpstreamResponse) and outcome.status == 200
 
-    def on_done(_: asyncio.Task[Any]) -> None:
-        if not done.done():
-            done.set_result(None)
 
-    for task in tasks:
-        task.add_done_callback(on_done)
-    await done
+def _is_refusal(outcome: LegOutcome) -> bool:
+    return isinstance(outcome, UpstreamResponse) and 400 <= outcome.status < 500
 
 
 def _now() -> float:

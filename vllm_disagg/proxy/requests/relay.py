@@ -48,7 +48,7 @@ Blame. A failure counts against its instance at once, with these exceptions:
 from __future__ import annotations
 
 from ..http.connection_pool import ConnectionPool
-from ..http.headers import RANK_HEADER, find
+from ..http.headers import RANK_HEADER, end_to_end
 from ..http.request import HttpRequest
 from ..http.server import Connection
 from ..routing.fleet import Fleet
@@ -106,11 +106,12 @@ class Relay:
         In every case no leg runs and no place is taken afterwards. Raises RequestFailed for
         failures that the client has not been answered.
         """
-        session = find(request.headers, SESSION_HEADER)
+        session = request.header(SESSION_HEADER)
         query = body.routing_query(session, self.policy.name == "prefix_aware")
-        query.rank = find(request.headers, RANK_HEADER)
+        query.rank = request.header(RANK_HEADER)
         query.path = request.path
-        context = RequestContext(request, client, meter, body, query, started_at)
+        headers = end_to_end(request.headers, request=True)
+        context = RequestContext(request, headers, client, meter, body, query, started_at)
         progress = RequestProgress()
         plan = await self._plans.first_plan(context)
         while True:

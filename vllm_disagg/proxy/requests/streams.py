@@ -111,8 +111,10 @@ _decode_event = msgspec.json.Decoder(_TextEvent).decode
 
 def engine_failed(data: bytes) -> bool:
     """Whether bytes begin with an error event that is the engine's failure, not the request's."""
+    if not is_error(data):
+        return False
     event = data.partition(b"\n\n")[0]
-    return is_error(event) and sse.failed(sse.data_of(event) or b"")
+    return sse.failed(sse.data_of(event) or b"")
 
 
 def aborted(content: bytes) -> bool:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
-from ..http.headers import Headers, find
 from .prefill_queue import QueueFull, QueueTimeout
 from .priority_queue import PriorityQueue
 
+PRIORITY_HEADER = b"x-vllm-priority"
 
-def priority(headers: Headers, body_priority: int) -> int:
+
+def priority(header: bytes, body_priority: int) -> int:
     """Returns the priority that vLLM uses: the header's if it is an integer, else the body's."""
     try:
-        return int(find(headers, b"x-vllm-priority") or body_priority)
+        return int(header or body_priority)
     except ValueError:
         return body_priority
 

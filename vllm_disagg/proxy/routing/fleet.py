@@ -66,6 +66,7 @@ class Instance:
     models: frozenset[str] = frozenset()  # all names that it serves
     unsupported_paths: set[str] = field(default_factory=set)  # paths at which it ignores grants
     connector: Connector = "plain"
+    can_transfer: bool = False  # it can take part in disaggregation in its role, once up
     compatibility_key: str = ""  # instances of the other role with an equal key can be paired
     step_monitor: StepMonitor = field(default_factory=StepMonitor)
     worker_names: frozenset[str] = frozenset()
@@ -109,6 +110,7 @@ class Instance:
             self.connector = "nixl"
             self.compatibility_key = repr(("nixl", model))
         self.unavailable_reason = self._role_problem()
+        self.can_transfer = not self.unavailable_reason
 
     def _is_new_incarnation(self, engine: EngineInfo | None) -> bool:
         """Whether another process may run than at the last probe; True if either is unknown."""
@@ -198,15 +200,6 @@ class Instance:
     def active_requests(self) -> int:
         """The number of running requests and prefill legs."""
         return self.in_flight + self.prefill_legs
-
-    @property
-    def can_transfer(self) -> bool:
-        """Whether it can take part in disaggregation in its role, once up."""
-        return self.connector == "nixl" or (
-            self.engine is not None
-            and self.engine.role in (self.role, "both")
-            and self.engine.rank == self.rank
-        )
 
     @property
     def bidirectional(self) -> bool:

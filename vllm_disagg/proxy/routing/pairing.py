@@ -10,16 +10,17 @@ Pure: the fleet, the time and the policy's random generator are passed in.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from .fleet import Fleet, Instance, is_one_engine
-from .policies import Policy, RoutingQuery
+from .policies import CachedBytes, Policy, RoutingQuery
 
 
-@dataclass(slots=True, frozen=True, eq=False)
-class InstancePair:
+class InstancePair(msgspec.Struct, frozen=True, eq=False):
     """A place at a prefill instance for one request, and the decode instance that continues it."""
 
     prefill: Instance
@@ -59,14 +60,16 @@ def choose(
 
     "busy": every fitting prefill instance has `limit` running legs. "none": no two instances fit.
     """
-    groups = _compatible_groups(fleet, query, now, avoid)
+    cached = policy.cached_bytes(fleet.instances, query)
     found: list[tuple[float, Instance, Instance]] = []
     any_pair = False
-    for prefills, decodes in groups:
+    for prefills, decodes in _compatible_groups(fleet, query, now, avoid):
         free = [p for p in prefills if p.prefill_legs < limit]
         closed = [d for d in decodes if now >= d.open_until]
-        # A decode instance whose circuit breaker is open serves only if no other can.
-        best = _best_pair(policy, free, closed, query) or _best_pair(policy, free, decodes, query)
+        best = _best_pair(policy, free, closed, query, cached)
+        if not best:
+            # A decode instance whose circuit breaker is open serves only if no other can.
+            best = _best_pair(policy, free, decodes, query, cached)
         if best:
             found.append(best)
             any_pair = True
@@ -77,7 +80,7 @@ def choose(
     if not found:
         return "busy"
     _, prefill, decode = min(found, key=lambda f: (f[0], f[1].last_choice))
-    reuse = policy.is_reuse_worthwhile(prefill, decode, query)
+    reuse = policy.is_reuse_worthwhile(prefill, decode, query, cached)
     return InstancePair(prefill, decode, query, reuse)
 
 
@@ -86,7 +89,8 @@ def _compatible_groups(
 ) -> Iterator[tuple[list[Instance], list[Instance]]]:
     """Yields for each compatibility key its prefill and decode instances that serve the query."""
     known = _is_known_model(fleet, query.model)
-    groups: dict[str, tuple[list[Instance], list[Instance]]] = {}
+    prefills: defaultdict[str, list[Instance]] = defaultdict(list)
+    decodes: defaultdict[str, list[Instance]] = defaultdict(list)
     for i in fleet.instances:
         if not (i.up and i.can_transfer) or i in avoid:
             continue
@@ -94,30 +98,35 @@ def _compatible_groups(
             continue
         if query.path in i.unsupported_paths:
             continue
-        if i.role == "prefill" and now < i.open_until:
-            continue
-        group = groups.setdefault(i.compatibility_key, ([], []))
-        group[0 if i.role == "prefill" else 1].append(i)
-    yield from groups.values()
+        if i.role == "decode":
+            decodes[i.compatibility_key].append(i)
+        elif now >= i.open_until:
+            prefills[i.compatibility_key].append(i)
+    for key, group in prefills.items():
+        yield group, decodes[key]
 
 
 def _best_pair(
-    policy: Policy, prefills: list[Instance], decodes: list[Instance], query: RoutingQuery
+    policy: Policy,
+    prefills: list[Instance],
+    decodes: list[Instance],
+    query: RoutingQuery,
+    cached: CachedBytes,
 ) -> tuple[float, Instance, Instance] | None:
     """Returns (cost, P, D) of the best pair of instances that fit; None if all are one engine."""
     if not prefills or not decodes:
         return None
-    p_cost, p = policy.best(prefills, query)
-    d_cost, d = policy.best(decodes, query)
+    p_cost, p = policy.best(prefills, query, cached)
+    d_cost, d = policy.best(decodes, query, cached)
     if not is_one_engine(p, d):
         return p_cost + d_cost, p, d
     # The best two are one engine: keep one of them, and take the second best of the other role.
     found: list[tuple[float, Instance, Instance]] = []
     if other_decodes := [other for other in decodes if not is_one_engine(p, other)]:
-        cost, other = policy.best(other_decodes, query)
+        cost, other = policy.best(other_decodes, query, cached)
         found.append((p_cost + cost, p, other))
     if other_prefills := [other for other in prefills if not is_one_engine(other, d)]:
-        cost, other = policy.best(other_prefills, query)
+        cost, other = policy.best(other_prefills, query, cached)
         found.append((cost + d_cost, other, d))
     return min(found, key=lambda f: f[0], default=None)
 
@@ -141,7 +150,7 @@ def choose_decode(
         return None
     candidates = [d for d in candidates if _is_named_rank(d, query)] or candidates
     usable = [d for d in candidates if d.is_usable(now)]
-    return policy.best(usable or candidates, query)[1]
+    return policy.best(usable or candidates, query, policy.cached_bytes(candidates, query))[1]
 
 
 def _is_named_rank(instance: Instance, query: RoutingQuery) -> bool:
@@ -171,7 +180,9 @@ def choose_spill(fleet: Fleet, policy: Policy, now: float, query: RoutingQuery) 
     """
     idle = [d for d in fleet.with_role("decode") if d.is_usable(now) and not d.aggregated_requests]
     idle = _serving_model(fleet, idle, query)
-    return policy.best(idle, query)[1] if idle else None
+    if not idle:
+        return None
+    return policy.best(idle, query, policy.cached_bytes(idle, query))[1]
 
 
 def _serving_model(fleet: Fleet, instances: list[Instance], query: RoutingQuery) -> list[Instance]:

@@ -22,10 +22,12 @@ be used, or a D that is nearly full, is passed over.
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import xxhash
 
 from ...fleet.conventions import PolicyName
@@ -38,9 +40,11 @@ FULL_CACHE_RATIO = 0.9  # of the KV cache
 MIN_REUSE_BYTES = 1024
 _NO_PREFIX = PromptPrefix(b"")
 
+# By cache identity: how many bytes of a prompt are probably cached. Without zeros.
+CachedBytes = Mapping[object, int]
 
-@dataclass(slots=True)
-class RoutingQuery:
+
+class RoutingQuery(msgspec.Struct, eq=False):
     """The facts about a request that decide which instances serve it."""
 
     prompt_bytes: int
@@ -59,10 +63,13 @@ class Policy:
     chance: random.Random = field(default_factory=random.Random)
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
 
-    def best(self, candidates: Sequence[Instance], query: RoutingQuery) -> tuple[float, Instance]:
+    def best(
+        self, candidates: Sequence[Instance], query: RoutingQuery, cached: CachedBytes
+    ) -> tuple[float, Instance]:
         """Returns (cost, instance) of the best of at least one candidate of one role.
 
-        The cost is in bytes of work; for `round_robin`, in turns.
+        `cached`: the result of `cached_bytes`. The cost is in bytes of work; for `round_robin`, in
+        turns.
         """
         if query.session:
             chosen = max(
@@ -75,34 +82,31 @@ class Policy:
             return chosen.last_choice, chosen
         if self.name == "power_of_two" and len(candidates) > 2:
             candidates = self.chance.sample(candidates, 2)
-        cached = self.cached_bytes(candidates, query)
-        chosen = min(
-            candidates,
-            key=lambda i: (
-                _is_cache_full(i),
-                _load_bytes(i) - cached.get(i.cache_identity, 0),
-                i.last_choice,
-            ),
-        )
-        missing = query.prompt_bytes - cached.get(chosen.cache_identity, 0)
-        return _load_bytes(chosen) + missing, chosen
+        chosen = candidates[0]
+        least = (True, math.inf, 0)
+        for i in candidates:
+            missing = query.prompt_bytes - cached.get(i.cache_identity, 0)
+            rank = (_is_cache_full(i), _load_bytes(i) + missing, i.last_choice)
+            if rank < least:
+                least = rank
+                chosen = i
+        return least[1], chosen
 
-    def cached_bytes(
-        self, candidates: Iterable[Instance], query: RoutingQuery
-    ) -> dict[object, int]:
-        """Returns by cache identity how many bytes of the prompt are probably cached."""
+    def cached_bytes(self, candidates: Iterable[Instance], query: RoutingQuery) -> CachedBytes:
+        """Returns how many bytes of the prompt each candidate has probably cached."""
         if self.name != "prefix_aware":
             return {}
         return self.prefixes.longest_prefixes(query.prefix, {i.cache_identity for i in candidates})
 
-    def is_reuse_worthwhile(self, prefill: Instance, decode: Instance, query: RoutingQuery) -> bool:
+    def is_reuse_worthwhile(
+        self, prefill: Instance, decode: Instance, query: RoutingQuery, cached: CachedBytes
+    ) -> bool:
         """Whether P should read the KV that D holds of the prompt, most likely an earlier answer.
 
-        To be called before `record_choice`.
+        `cached`: the result of `cached_bytes`, before `record_choice`.
         """
         if self.name != "prefix_aware" or not (prefill.bidirectional and decode.bidirectional):
             return False
-        cached = self.cached_bytes((prefill, decode), query)
         at_prefill = cached.get(prefill.cache_identity, 0)
         at_decode = cached.get(decode.cache_identity, 0)
         # D also has the answer to the prompt's beginning, of unknown length.

@@ -17,15 +17,28 @@ may have evicted a prefix that is noted here: such a wrong guess costs as much a
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 import xxhash
 
 SHORT_PREFIX_BYTES = 128  # the first prefix, so that a short question is recorded too
 FIRST_PREFIX_BYTES = 512
 GROWTH_DIVISOR = 8  # each prefix is longer than the last by 1/8
+MAX_PREFIX_BYTES = 1 << 40  # longer than any body
 MAX_PREFIXES = 65536  # remembered prefixes, 41 MiB when full
 MAX_HOLDERS = 64  # remembered caches of each prefix, the latest
+
+
+def _prefix_lengths() -> Iterator[int]:
+    """Yields the lengths of the prefixes that are hashed, in bytes."""
+    yield SHORT_PREFIX_BYTES
+    length = FIRST_PREFIX_BYTES
+    while length <= MAX_PREFIX_BYTES:
+        yield length
+        length += max(FIRST_PREFIX_BYTES, length // GROWTH_DIVISOR)
+
+
+_PREFIX_LENGTHS = tuple(_prefix_lengths())
 
 
 class PromptPrefix:
@@ -37,16 +50,14 @@ class PromptPrefix:
         """`salt`: bytes that come before the prompt in an engine's cache keys."""
         self.hashes: list[tuple[int, int]] = []
         state = xxhash.xxh3_64(salt)
+        size = len(prompt)
         begin = 0
-        end = SHORT_PREFIX_BYTES
-        while end <= len(prompt):
+        for end in _PREFIX_LENGTHS:
+            if end > size:
+                return
             state.update(prompt[begin:end])
             self.hashes.append((end, state.intdigest()))
             begin = end
-            if end < FIRST_PREFIX_BYTES:
-                end = FIRST_PREFIX_BYTES
-            else:
-                end += max(FIRST_PREFIX_BYTES, end // GROWTH_DIVISOR)
 
 
 class PrefixIndex:
@@ -101,8 +112,13 @@ class PrefixIndex:
     ) -> dict[object, int]:
         """Returns how many bytes of a prompt each of these caches has seen, without zeros."""
         found: dict[object, int] = {}
+        holders_before: tuple[object, ...] = ()
         for length, prefix_hash in reversed(prefix.hashes):
-            for cache in self._holders.get(prefix_hash, ()):
+            holders = self._holders.get(prefix_hash, ())
+            if holders == holders_before:
+                continue  # these hold a longer prefix too
+            holders_before = holders
+            for cache in holders:
                 if cache in caches:
                     found.setdefault(cache, length)
             if len(found) == len(caches):

@@ -142,11 +142,12 @@ class TrafficCounters:
         start = tail.rfind(b'"usage":')
         if start < 0:
             return {}
-        found = {
-            name: number.search(tail, start, start + _MAX_USAGE_BYTES)
-            for name, number in _NUMBERS.items()
-        }
-        return {name: int(match[1]) for name, match in found.items() if match}
+        counts = {}
+        for name, number in _NUMBERS.items():
+            match = number.search(tail, start, start + _MAX_USAGE_BYTES)
+            if match:
+                counts[name] = int(match[1])
+        return counts
 
     def tpot(self, usage: dict[str, int]) -> float | None:
         """Returns seconds per token after the first; None without a second token."""

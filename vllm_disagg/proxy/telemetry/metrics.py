@@ -6,7 +6,6 @@ Every label has few values: roles, routes, reasons and the fleet's URLs.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 import msgspec
@@ -75,6 +74,15 @@ class LatencyObjectives(msgspec.Struct, frozen=True):
     tpot: float = 0.0
 
 
+class _PairSums(msgspec.Struct):
+    """Holds the sums over the requests of one pair, in seconds by phase."""
+
+    requests: int = 0
+    prefill: float = 0.0
+    handoff: float = 0.0
+    ttft: float = 0.0
+
+
 class Metrics:
     """Counts for one proxy worker, with a registry of its own: a process may hold several.
 
@@ -132,8 +140,7 @@ class Metrics:
             for value in values
         }
         self._goodput = 0
-        # Sums by the URLs of a pair, then by "requests" or phase (seconds).
-        self._pairs: dict[tuple[str, str], dict[str, float]] = {}
+        self._pairs: dict[tuple[str, str], _PairSums] = {}  # by the URLs of a pair
         self._registry.register(
             _LiveGauges([self._instances, self._phases, self._counts, self._pairings])
         )
@@ -155,9 +162,11 @@ class Metrics:
         `received`: bytes of the request's body.
         """
         key = (path, mode, outcome)
-        if key not in self._request_counters:
-            self._request_counters[key] = self._requests.labels(*key)
-        self._request_counters[key].inc()
+        counter = self._request_counters.get(key)
+        if not counter:
+            counter = self._requests.labels(*key)
+            self._request_counters[key] = counter
+        counter.inc()
         if not meter:
             return {}
         usage = meter.usage()
@@ -190,25 +199,35 @@ class Metrics:
         return merge(await self.all_workers()) if self.all_workers else self.render()
 
     def _observe(self, meter: TrafficCounters, ok: bool, usage: dict[str, int]) -> None:
+        counts = ok and not meter.is_session
+        if counts:
+            self.histograms["e2e"].observe(now() - meter.began)
+        if meter.prefill:
+            self._observe_pair(meter)
+        if not meter.first:  # a whole answer has no other latencies, and meets their objectives
+            self._goodput += counts
+            return
         ttft = meter.ttft
         tpot = meter.tpot(usage)
-        if ok and not meter.is_session:
-            self.histograms["e2e"].observe(now() - meter.began)
+        if counts:
             self._count_goodput(ttft, tpot)
         for name, value in (("ttft", ttft), ("tpot", tpot), ("handoff", meter.handoff)):
             if value is not None:
                 self.histograms[name].observe(value)
         if meter.second:
             self.histograms["first_decode_step"].observe(meter.second - meter.first)
-        if meter.prefill:
-            sums = self._pairs.setdefault((meter.prefill, meter.decode), defaultdict(float))
-            sums["requests"] += 1
-            for phase, seconds in (
-                ("prefill", meter.prefill_seconds),
-                ("handoff", meter.handoff),
-                ("ttft", ttft),
-            ):
-                sums[phase] += seconds or 0.0
+
+    def _observe_pair(self, meter: TrafficCounters) -> None:
+        pair = (meter.prefill, meter.decode)
+        sums = self._pairs.get(pair)
+        if not sums:
+            sums = _PairSums()
+            self._pairs[pair] = sums
+        sums.requests += 1
+        sums.prefill += meter.prefill_seconds
+        if meter.first:
+            sums.handoff += meter.handoff or 0.0
+            sums.ttft += meter.ttft or 0.0
 
     def _count_goodput(self, ttft: float | None, tpot: float | None) -> None:
         limits = self._objectives
@@ -288,9 +307,9 @@ class Metrics:
         urls = {instance.url for instance in (*self._fleet.instances, *self._fleet.leaving)}
         self._pairs = {pair: sums for pair, sums in self._pairs.items() if urls.issuperset(pair)}
         for pair, sums in self._pairs.items():
-            requests.add_metric(list(pair), sums["requests"])
+            requests.add_metric(list(pair), sums.requests)
             for phase in ("prefill", "handoff", "ttft"):
-                spent.add_metric([*pair, phase], sums[phase])
+                spent.add_metric([*pair, phase], getattr(sums, phase))
         yield from (requests, spent)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-from ..http.headers import find
 from ..http.request import HttpRequest
 from ..http.routes import template
 from ..http.server import Connection
@@ -64,7 +63,7 @@ class RequestRecorder:
         if self._log.is_on:
             line = {
                 "time": round(time.time(), 3),
-                "id": find(request.headers, b"x-request-id").decode("latin-1"),
+                "id": request.header(b"x-request-id").decode("latin-1"),
                 "client": client.peer,
                 "method": request.method,
                 "path": request.path,

@@ -57,10 +57,10 @@ class Tracing:
             name = f"{request.method} {template(request.path)}"
             request.spans = [self._tracer.start_span(name, context=parent, kind=kind)]
 
-    def leg(self, request: HttpRequest, leg: Literal["prefill", "decode"], url: str) -> Headers:
-        """Begins the span of a leg; returns the headers to send."""
-        if not request.spans:
-            return request.headers
+    def leg(
+        self, request: HttpRequest, headers: Headers, leg: Literal["prefill", "decode"], url: str
+    ) -> Headers:
+        """Begins the span of a leg of a request with spans; returns the headers to send."""
         parent = self._trace.set_span_in_context(request.spans[0])
         span = self._tracer.start_span(
             leg, context=parent, kind=self._trace.SpanKind.CLIENT, attributes={"server.url": url}
@@ -68,7 +68,7 @@ class Tracing:
         request.spans.append(span)
         carrier: dict[str, str] = {}
         self._propagator.inject(carrier, self._trace.set_span_in_context(span))
-        headers = [header for header in request.headers if header[0] not in CONTEXT_HEADERS]
+        headers = [header for header in headers if header[0] not in CONTEXT_HEADERS]
         return headers + [(name.encode(), value.encode()) for name, value in carrier.items()]
 
     def prefilled(self, request: HttpRequest) -> None:

@@ -273,11 +273,12 @@ class CollectiveTransport:
         if end is None or end.state is not ChannelState.UP or end.epoch != delivery.epoch:
             return  # its read was flushed, and the receiver requests the piece again
         piece = delivery.piece
-        read = self._posted.begin(piece.transfer, piece.number)
+        read = self._posted.begin(sender, piece.transfer, piece.number)
         if read is not None:
             self._scatter(read, sender, delivery)
             return
-        # The piece is late, repeated or cancelled. Its slot is needed for others all the same.
+        # The piece is late, repeated, cancelled or another sender's. Its slot is needed for others
+        # all the same.
         freed = channel.SlotFreed(delivery.epoch, delivery.slot)
         self._handle_as_receiver(sender, freed)
 

@@ -13,6 +13,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,7 +29,7 @@ log = logging.getLogger("vllm_disagg.collective")
 # Between checks of operations that do not signal their end. Only while one is under way: an idle
 # worker sleeps until its next job.
 POLL_SECONDS = 0.0002
-CLOSE_SECONDS = 3.0  # that the aborts of a worker that ends may take
+CLOSE_SECONDS = 3.0  # that aborts and copies may take when the worker ends
 JOIN_SECONDS = 5.0  # longer than CLOSE_SECONDS, so that the thread gives up first
 # Open or being aborted, of a worker. Each has SLOTS_PER_CHANNEL slots, and NCCL takes memory of its
 # own besides.
@@ -206,7 +207,9 @@ class CollectiveWorker:
         self._links: dict[Key, _OpenLink] = {}
         # Aborted links that have not ended. They count as communicators, and keep their slots.
         self._closing: list[_OpenLink] = []
-        self._pending: list[_Pending] = []
+        # In the order of their sends, in which they are reported: a receiver takes no other order.
+        self._gathers: deque[_Pending] = deque()
+        self._scatters: list[_Pending] = []
         # A daemon: a call into the library that hangs must not keep the process from ending.
         self._thread = threading.Thread(
             target=self._run,
@@ -276,12 +279,17 @@ class CollectiveWorker:
         self._jobs.put(lambda: self._close_link(key))
 
     def close(self) -> None:
-        """Aborts all links and ends the thread. Raises TimeoutError if the thread does not end."""
+        """Aborts all links and ends the thread, after the copies that are under way.
+
+        Raises TimeoutError if the thread or a write into blocks does not end.
+        """
         # The last job: those before it still run.
         self._jobs.put(None)
         self._thread.join(timeout=JOIN_SECONDS)
         if self._thread.is_alive():
             raise TimeoutError(f"the collective worker did not end within {JOIN_SECONDS:g} s")
+        if self._scatters:
+            raise TimeoutError(f"{len(self._scatters)} writes into blocks have not ended")
 
     # The worker's thread --------------------------------------------------------------------------
     def _run(self) -> None:
@@ -305,24 +313,26 @@ class CollectiveWorker:
         for key in list(self._links):
             self._close_link(key)
         end = time.monotonic() + CLOSE_SECONDS
-        while any(not opened.link.is_gone for opened in self._closing) and time.monotonic() < end:
+        while self._is_ending() and time.monotonic() < end:
             self._poll()
             time.sleep(POLL_SECONDS)
 
+    def _is_ending(self) -> bool:
+        """Returns whether a copy or an abort is under way."""
+        is_copying = bool(self._gathers or self._scatters)
+        return is_copying or any(not opened.link.is_gone for opened in self._closing)
+
     def _poll(self) -> bool:
         """Checks everything under way; returns whether to check again soon."""
-        # `_finish` puts copies that have not ended into the new list.
-        pending = self._pending
-        self._pending = []
-        for copy in pending:
-            self._finish(copy)
+        self._end_gathers()
+        self._end_scatters()
         is_busy = False
         # Closing links too: their `poll` keeps this loop awake until they are gone.
         for opened in [*self._links.values(), *self._closing]:
             if opened.link.is_polled and self._poll_link(opened):
                 is_busy = True
         self._forget_gone()
-        return bool(self._pending) or is_busy
+        return bool(self._gathers or self._scatters) or is_busy
 
     def _poll_link(self, opened: _OpenLink) -> bool:
         try:
@@ -408,7 +418,8 @@ class CollectiveWorker:
                 report(SlotGathered(epoch, seq, size, digest))
 
         # The send may be posted at once: the link orders it behind the gather.
-        self._finish(_Pending(poll, gathered, None))
+        self._gathers.append(_Pending(poll, gathered, None))
+        self._end_gathers()
         self._use(key, lambda opened: opened.link.send(seq, memory, size))
 
     def _scatter(
@@ -428,21 +439,37 @@ class CollectiveWorker:
             # Always: the posted read ends only with this report, and the load waits for its end.
             report(False)
             return
-        self._finish(_Pending(poll, report, False))
+        self._scatters.append(_Pending(poll, report, False))
+        self._end_scatters()
 
-    def _finish(self, copy: _Pending) -> None:
-        """Passes on the result of a copy, or keeps the copy for the next `_poll`."""
+    def _end_gathers(self) -> None:
+        """Passes on the results of the gathers that have ended, in order."""
+        # A later one may have ended since the oldest was checked: it waits for the next check.
+        while self._gathers and self._has_ended(self._gathers[0]):
+            self._gathers.popleft()
+
+    def _end_scatters(self) -> None:
+        """Passes on the results of the scatters that have ended."""
+        remaining = []
+        for copy in self._scatters:
+            if not self._has_ended(copy):
+                remaining.append(copy)
+        self._scatters = remaining
+
+    @staticmethod
+    def _has_ended(copy: _Pending) -> bool:
+        """Passes on the result of a copy if it has ended; returns whether it has."""
         try:
             result = copy.poll()
         except Exception as error:
             # `done` in any case: the blocks of a copy are held until its end is reported.
             log.warning("collective worker: a copy failed: %r", error)
             copy.done(copy.if_failed)
-            return
+            return True
         if result is None:
-            self._pending.append(copy)
-        else:
-            copy.done(result)
+            return False
+        copy.done(result)
+        return True
 
     def _close_link(self, key: Key) -> None:
         opened = self._links.pop(key, None)

@@ -496,9 +496,9 @@ class NixlTransport:
         # The path went down meanwhile, which has ended its posted reads.
         if piece.source.state is not PathState.UP:
             return
-        posted = self._posted.begin(piece.transfer, piece.number)
+        posted = self._posted.begin(piece.source.name, piece.transfer, piece.number)
         if posted is None:
-            return  # late, repeated or cancelled
+            return  # late, repeated, cancelled, or another sender's
         status = self._read_piece(piece.source, piece.runs, posted)
         if status is not None:
             yield self._posted.end(posted, status)
@@ -527,8 +527,10 @@ class NixlTransport:
         buffer = None
         if not same_layout:
             buffer = self._ready.reads.take_buffer(size)
+            # No byte is damaged: this path cannot read the piece, and another one can.
             if buffer is None:
-                return ReadStatus.DAMAGED
+                self._lose(source, f"registering {size} bytes for a read failed")
+                return ReadStatus.CANCELLED
             local_runs = runs_of([(buffer.address, size)])
         runs = cut(local_runs, remote_runs)
         opened = self._read(source, runs, posted, buffer)

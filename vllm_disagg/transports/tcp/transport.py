@@ -315,7 +315,7 @@ class TcpTransport:
     def _receive(self, source: TcpSource) -> Iterator[TransportEvent]:
         """Reads from a connection until it is empty, lost, or its turn is over."""
         received = 0
-        while received < BYTES_PER_TURN:
+        while True:
             # The driver may have disconnected this sender while handling an event.
             if source.connection is None or source.parser is None:
                 return
@@ -329,6 +329,9 @@ class TcpTransport:
                     else:
                         yield step
                     continue
+                # After the parser: no byte may follow for long, and a piece that is here must end.
+                if received >= BYTES_PER_TURN:
+                    return
                 count = source.connection.recv_into(source.unfilled)
             except BlockingIOError:
                 return
@@ -375,7 +378,7 @@ class TcpTransport:
                 peer_timeout,
             )
             # Not before the head is whole: from here on the blocks wait for this connection.
-            source.read = self._posted.begin(head.transfer, head.number)
+            source.read = self._posted.begin(source.worker.name, head.transfer, head.number)
             # The bytes are read all the same, because the next piece follows them in the stream.
             if source.read is None:
                 yield from self._skip(head.size)

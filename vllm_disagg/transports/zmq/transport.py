@@ -2,6 +2,7 @@
 
     receiver                                         sender
     connect()  DEALER under a random address ------> ROUTER (TCP, or a UNIX socket on one machine)
+               <------------------- one empty probe: the connection is up
                one empty greeting -----------------> the connection counts as a member's
     post_read(), then
     ReadRequest with that address (control) -------> SendPiece
@@ -9,6 +10,10 @@
 
 The address reaches the sender over the control channel. Bytes on this socket alone are worth
 nothing: the receiver needs the checksum of the header and the Confirm on the control channel.
+
+ZMQ connects again after a loss, and reports neither. What was on its way is lost then. So when a
+connection has come up again, the receiver ends the posted reads of that sender as CANCELLED, and
+their pieces are requested anew, under other numbers.
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ from ...protocol.events import (
     PostRead,
     ReadStatus,
     SendPiece,
+    TransportChanged,
 )
 from ...protocol.peers import WorkerInfo
 from ..base import DriverPort, TransportEvent, machine_id
@@ -77,16 +83,21 @@ class ZmqTransport:
         self._router.router_mandatory = True
         # A receiver that comes back after a broken connection uses its old address.
         self._router.router_handover = True
+        # An empty message to each receiver whose connection has come up.
+        self._router.probe_router = True
         self._router.sndhwm = 0  # bounded by the receivers' credits
         # A copied last frame would make ZMQ report all of a piece as sent.
         self._router.copy_threshold = 0
         self.endpoint, self._silent_connections = control.bind(self._router)
+        # ZMQ takes up new connections, and sends the probes, only while the socket is polled.
+        port.poller.register(self._router, zmq.POLLIN)
         # For receivers on this machine, which need no TCP stack between two processes.
         # mkdtemp makes the folder accessible to this user alone.
         self._socket_folder = tempfile.mkdtemp(prefix="vllm-disagg-")
         self.local = f"ipc://{self._socket_folder}/data"
         self._router.bind(self.local)
         self.links: dict[str, zmq.Socket[bytes]] = {}
+        self._were_up: set[str] = set()  # senders of `links` that have been connected
         self._posted = PostedReads()
         self._unsent: list[_UnsentPiece] = []
         self._sending: list[tuple[SendPiece, zmq.MessageTracker]] = []
@@ -112,9 +123,13 @@ class ZmqTransport:
         )
         address = piece.address.removeprefix("zmq:").encode()
         message: list[bytes | memoryview] = [address, messages.encode(header), *frames]
-        self._send(_UnsentPiece(piece, message, time.monotonic() + CONNECT_SECONDS))
+        unsent = _UnsentPiece(piece, message, time.monotonic() + CONNECT_SECONDS)
+        # The receiver's data connection may come up later than its control connection.
+        if not self._send(unsent):
+            self._unsent.append(unsent)
 
-    def _send(self, unsent: _UnsentPiece) -> None:
+    def _send(self, unsent: _UnsentPiece) -> bool:
+        """Begins to send a piece; returns False if its receiver is not connected."""
         message = unsent.message
         try:
             # Not copied: ZMQ's thread reads the KV cache itself, and the tracker reports when it
@@ -130,14 +145,13 @@ class ZmqTransport:
             # than each piece in turn.
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
-            # The receiver's data connection may come up later than its control connection.
-            self._unsent.append(unsent)
-            return
+            return False
         # Without the address, which ROUTER takes off, and without the header.
         frames = message[2:]
         self._port.counters.bytes_sent += sum(len(frame) for frame in frames)
         assert tracker is not None  # because of track=True
         self._sending.append((unsent.piece, tracker))
+        return True
 
     def next_deadline(self) -> float | None:
         """Returns when to look at unfinished sends again; ZMQ reports no end of a send."""
@@ -152,21 +166,23 @@ class ZmqTransport:
         """Receives pieces, and yields the ends of sends."""
         # A copy: while the driver handles an event it also takes in facts from vLLM, and a new load
         # connects one worker and may evict another.
-        for link in list(self.links.values()):
+        for sender, link in list(self.links.items()):
             if link in ready:
-                for message in receive(link):
-                    yield from self._on_piece(message)
+                yield from self._receive(sender, link)
         # Reading the ROUTER is also how ZMQ notices that a receiver has gone. Only then it drops
         # the pieces that are queued for that receiver.
         for greeting in receive(self._router):
             self._silent_connections.on_message(greeting)
         now = time.monotonic()
-        # Taken out first: `_send` puts back the pieces that still cannot go.
+        # Taken out first: handling an event may add another piece.
         unsent = self._unsent
         self._unsent = []
         for waiting in unsent:
+            # An overdue one too: this thread may have been busy since the connection came up.
+            if self._send(waiting):
+                continue
             if now < waiting.deadline:
-                self._send(waiting)
+                self._unsent.append(waiting)
             else:
                 # The piece is lost, as on any network: the receiver requests it again. Its blocks
                 # must not wait for a receiver that never connects.
@@ -205,10 +221,7 @@ class ZmqTransport:
         # timeout, and the next transfer tries again.
         if link is None:
             return
-        # Where connections are many, the sender closes those that send nothing. Again is raised
-        # if the sender has refused the connection already.
-        with contextlib.suppress(zmq.Again):
-            link.send(b"", zmq.NOBLOCK)
+        _greet(link)
         self._port.poller.register(link, zmq.POLLIN)
         self.links[worker.name] = link
 
@@ -219,8 +232,36 @@ class ZmqTransport:
         link = self.links.pop(sender, None)
         if link is not None:
             self._control.close_socket(link)
+            self._were_up.discard(sender)
 
-    def _on_piece(self, message: list[zmq.Frame]) -> Iterator[TransportEvent]:
+    def _receive(self, sender: str, link: zmq.Socket[bytes]) -> Iterator[TransportEvent]:
+        """Takes all pieces and probes that have arrived from a sender."""
+        for message in receive(link):
+            is_probe = len(message) == 1 and not len(message[0])
+            if is_probe:
+                yield from self._on_link_up(sender, link)
+            else:
+                yield from self._on_piece(sender, message)
+
+    def _on_link_up(self, sender: str, link: zmq.Socket[bytes]) -> Iterator[TransportEvent]:
+        """Has all pieces of a sender requested anew if its connection has come up again."""
+        # The first time nothing was lost: the sender has kept the pieces until now.
+        if sender not in self._were_up:
+            self._were_up.add(sender)
+            return
+        # The greeting of `connect` belongs to an earlier connection.
+        _greet(link)
+        self._posted.flush(sender)
+        cancelled = list(self._posted.take_cancelled())
+        if not cancelled:
+            return
+        log.info("zmq: %s is connected again; %d pieces requested anew", sender, len(cancelled))
+        yield from cancelled
+        # After the cancelled reads: the receiver posts those again at this event, and not only with
+        # its next keep-alive.
+        yield TransportChanged(sender, self.address)
+
+    def _on_piece(self, sender: str, message: list[zmq.Frame]) -> Iterator[TransportEvent]:
         try:
             header = messages.decode_header(message[0].bytes)
         except BadMessage as error:
@@ -228,9 +269,9 @@ class ZmqTransport:
             log.warning("zmq: dropped a piece with an invalid header: %s", error)
             return
         # Before the checksum: nothing is computed for bytes that are not wanted.
-        read = self._posted.begin(header.transfer, header.number)
+        read = self._posted.begin(sender, header.transfer, header.number)
         if read is None:
-            return  # late, repeated or cancelled
+            return  # late, repeated, cancelled, or another sender's
         frames = [frame.buffer for frame in message[1:]]
         is_written = self._write(read, frames, header.checksum)
         # The write has ended within this call, so a read of ZMQ is never cancelled while written.
@@ -282,3 +323,11 @@ class ZmqTransport:
         with contextlib.suppress(OSError):  # the folder may be gone already
             Path(self._socket_folder, "data").unlink(missing_ok=True)
             os.rmdir(self._socket_folder)
+
+
+def _greet(link: zmq.Socket[bytes]) -> None:
+    """Sends a sender one empty message."""
+    # Where connections are many, the sender closes those that send nothing. Again is raised if the
+    # sender has refused the connection already.
+    with contextlib.suppress(zmq.Again):
+        link.send(b"", zmq.NOBLOCK)

@@ -1,0 +1,90 @@
+"""Reads of pieces by the NIXL transport, with a scripted agent.
+
+tests/transports/processes/test_nixl.py has the real one.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import zmq
+
+from vllm_disagg.config import Config
+from vllm_disagg.kv.extents import Extent
+from vllm_disagg.kv.layout import RemoteLayout
+from vllm_disagg.kv.memory import ByteBuffer, HostMemory
+from vllm_disagg.kv.runs import runs_of
+from vllm_disagg.protocol.events import PostRead, ReadCompleted, ReadStatus, TransportChanged
+from vllm_disagg.transports.base import Counters, DriverPort
+from vllm_disagg.transports.nixl import notes
+from vllm_disagg.transports.nixl import sender as nixl_sender
+from vllm_disagg.transports.nixl import transport as nixl
+from vllm_disagg.transports.nixl.agent import NixlError
+from vllm_disagg.transports.nixl.reads import Reads
+from vllm_disagg.transports.nixl.transport import NixlReady, NixlSource, NixlTransport, PathState
+
+TRANSFER = "ab" * 16
+AGENT = "p/0#1"
+ADDRESS = f"nixl:{AGENT}"
+BLOCK_BYTES = 64
+
+
+class FullAgent:
+    """Stands for an agent whose device registers no more memory."""
+
+    def buffer(self, size: int) -> ByteBuffer:
+        raise NixlError("NIXL_ERR_BACKEND")
+
+    def remove(self, peer: str) -> None:
+        pass
+
+
+def receiving(monkeypatch: pytest.MonkeyPatch) -> NixlTransport:
+    """Returns a transport whose path to the sender `p/0` is up."""
+    never_over = SimpleNamespace(is_over=False, next_deadline=lambda now: now + 1.0)
+    for module in (nixl, nixl_sender):
+        monkeypatch.setattr(module, "Job", lambda do: never_over)
+    port = DriverPort(
+        name="d/0",
+        config=Config(transport="nixl"),
+        memory=HostMemory([[np.zeros((4, BLOCK_BYTES), np.uint8)]], 16),
+        counters=Counters(),
+        poller=zmq.Poller(),
+        send_to_receiver=lambda receiver, data: None,
+        send_to_sender=lambda sender, data: None,
+        fallback_address="zmq:1",
+    )
+    made = NixlTransport(port)
+    made._making = None
+    made._ready = NixlReady(Reads(FullAgent(), 2.0), 1e9)  # type: ignore[arg-type]
+    source = NixlSource("p/0", PathState.UP)
+    source.agent_info = notes.AgentInfo(AGENT, b"", [(0, 1 << 20)], (0, 1), b"")
+    source.regions = notes.registered(source.agent_info)
+    made._sources["p/0"] = source
+    return made
+
+
+def test_memory_that_cannot_be_registered_takes_the_path_down(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three damaged arrivals would fail the load, while another transport could carry it."""
+    caplog.set_level(logging.WARNING, "vllm_disagg")
+    transport = receiving(monkeypatch)
+    kind = transport._memory.shape.kinds[0]
+    for number in range(2):
+        extent = Extent(0, 1, 0, 16)
+        layout = RemoteLayout(kind, 0)
+        transport.post_read(PostRead(TRANSFER, number, "p/0", ADDRESS, extent, [number], layout))
+    [note] = notes.piece_notes(TRANSFER, 0, AGENT, runs_of([(0, BLOCK_BYTES)]))
+    transport.on_sender_note("p/0", note)
+    events = list(transport.poll_events([]))
+    assert events == [
+        ReadCompleted(TRANSFER, 0, ReadStatus.CANCELLED),
+        TransportChanged("p/0", "zmq:1"),
+        ReadCompleted(TRANSFER, 1, ReadStatus.CANCELLED),
+    ]
+    assert transport._sources["p/0"].state is PathState.DOWN
+    assert "registering 64 bytes for a read failed" in caplog.text

@@ -1,0 +1,117 @@
+"""Ends a block of a task's code early: cancel scopes, as in trio, and time limits made of them.
+
+Differences to `asyncio.timeout`: a scope needs no timer and no coroutine, and a `TimeLimit` has one
+timer for all tasks. Most blocks end in time, so most timers of their own would only be cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Any, Literal, Self
+
+
+class CancelScope:
+    """A block of a task's code that `cancel` ends early; a context manager.
+
+    The block's wait raises CancelledError, which the end of the block catches. A cancellation of
+    the task itself passes.
+    """
+
+    __slots__ = ("_cancellations_before", "_is_cancelled", "_task")
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[Any] | None = None  # while it runs the block
+        self._cancellations_before = 0  # of the task, by others
+        self._is_cancelled = False
+
+    def __enter__(self) -> Self:
+        task = asyncio.current_task()
+        if not task:
+            raise RuntimeError("a cancel scope needs a task")
+        self._task = task
+        self._cancellations_before = task.cancelling()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        task = self._task
+        self._task = None
+        if not task or not self._is_cancelled:
+            return False
+        is_last = task.uncancel() <= self._cancellations_before
+        return is_last and kind is asyncio.CancelledError
+
+    def cancel(self) -> None:
+        """Ends the block; does nothing after its end. Not to be called from within the block."""
+        if self._task and not self._is_cancelled:
+            self._is_cancelled = True
+            self._task.cancel()
+
+
+class TimeLimit:
+    """Bounds blocks of code to the same number of seconds: `with limit.start():`.
+
+    Blocks that begin earlier end earlier, so the oldest running one alone needs a timer.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._deadlines: dict[CancelScope, float] = {}  # of running blocks, the oldest first
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> CancelScope:
+        """Returns the scope of one block; it raises TimeoutError at the end of a late one."""
+        return _LimitedScope(self)
+
+    def add(self, scope: CancelScope) -> None:
+        """Takes a block that begins now."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._seconds
+        self._deadlines[scope] = deadline
+        if not self._timer:
+            self._timer = loop.call_at(deadline, self._cancel_late_blocks)
+
+    def remove(self, scope: CancelScope) -> None:
+        """Drops a block that has ended."""
+        self._deadlines.pop(scope, None)
+
+    def _cancel_late_blocks(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        self._timer = None
+        for scope, deadline in list(self._deadlines.items()):
+            if deadline > now:
+                self._timer = loop.call_at(deadline, self._cancel_late_blocks)
+                return
+            self.remove(scope)
+            scope.cancel()
+
+
+class _LimitedScope(CancelScope):
+    """A block of code within a TimeLimit."""
+
+    __slots__ = ("_limit",)
+
+    def __init__(self, limit: TimeLimit) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def __enter__(self) -> Self:
+        self._limit.add(self)
+        return super().__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> Literal[False]:
+        self._limit.remove(self)
+        if super().__exit__(kind, error, trace):
+            raise TimeoutError from error
+        return False

@@ -203,7 +203,9 @@ class GlooLink:
             self._group = None
 
 
-def transport_factory(config: Config) -> Callable[[DriverPort], CollectiveTransport]:
+def transport_factory(
+    config: Config, kv_device: str
+) -> Callable[[DriverPort], CollectiveTransport]:
     """Returns the maker of the transport, with one Gloo device for all links of this worker.
 
     Raises RuntimeError if this torch has no Gloo or Gloo cannot use the setting `host`, and

@@ -1,7 +1,7 @@
 """Loads the transports that the setting `transport` chooses in addition to ZMQ.
 
 ZMQ is always there, and carries KV if no other transport can. Each transport is a module with a
-function `transport_factory(config)`, which raises RuntimeError where it cannot run.
+function `transport_factory(config, kv_device)`, which raises RuntimeError where it cannot run.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ class TransportModule:
     is_automatic: bool = False  # part of `transport: auto`
 
 
+NIXL_MODULE = "vllm_disagg.transports.nixl.transport"
 # All transports except ZMQ. The automatic ones are tried in this order.
 TRANSPORTS: dict[TransportName, TransportModule] = {
-    "nixl": TransportModule("vllm_disagg.transports.nixl.transport", ("cpu",), is_automatic=True),
+    "nixl": TransportModule(NIXL_MODULE, ("cpu", "cuda"), is_automatic=True),
     "tcp": TransportModule("vllm_disagg.transports.tcp.transport", ("cpu",), is_automatic=True),
     "gloo": TransportModule("kv_connectors.gloo", ("cpu",)),
     "nccl": TransportModule("kv_connectors.gpu.nccl", ("cuda",)),
@@ -45,22 +46,32 @@ def chosen(config: Config, device: str = "cpu") -> dict[str, MakeTransport]:
         return {}
     is_auto = config.transport == "auto"
     found: dict[str, MakeTransport] = {}
-    for name in _candidates(config):
+    reasons: list[str] = []
+    for name in _candidates(config, device):
         try:
             found[name] = _load(name, config, device)
         # ImportError: a library that the transport needs is not installed.
         except (ImportError, RuntimeError) as error:
+            reasons.append(f"{name}: {error}")
             if is_auto:
                 log.info("transport is auto, without %s: %s", name, error)
             else:
                 log.warning("transport is %s, but KV goes by ZMQ: %s", name, error)
+    # In host memory TCP is always left, or the operator's own choice.
+    if is_auto and device != "cpu" and not found:
+        bounce = "transport is auto, but KV goes from GPU to GPU through host memory, by ZMQ: %s"
+        log.warning(bounce, "; ".join(reasons))
     return found
 
 
-def _candidates(config: Config) -> list[TransportName]:
+def _candidates(config: Config, device: str) -> list[TransportName]:
     if config.transport != "auto":
         return [config.transport]
-    return [name for name, module in TRANSPORTS.items() if module.is_automatic]
+    names: list[TransportName] = []
+    for name, module in TRANSPORTS.items():
+        if module.is_automatic and device in module.devices:
+            names.append(name)
+    return names
 
 
 def _load(name: TransportName, config: Config, device: str) -> MakeTransport:
@@ -69,5 +80,5 @@ def _load(name: TransportName, config: Config, device: str) -> MakeTransport:
         raise RuntimeError(
             f"{name} is for KV on {' or '.join(module.devices)} here, and this is on {device}"
         )
-    make: MakeTransport = importlib.import_module(module.path).transport_factory(config)
+    make: MakeTransport = importlib.import_module(module.path).transport_factory(config, device)
     return make

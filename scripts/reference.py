@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
@@ -191,8 +192,11 @@ def _type(of: Any) -> str:
     """Renders a field's type, as an operator writes it in JSON."""
     if get_origin(of) is Literal:
         return " or ".join(get_args(of))
+    if get_origin(of) in (Union, UnionType):
+        return " or ".join(_type(one) for one in get_args(of))
     kind = get_args(of)[0] if get_origin(of) is Annotated else of
-    return {str: "text", bool: "true or false", float: "seconds", int: "bytes"}[kind]
+    names = {str: "text", bool: "true or false", float: "seconds", int: "bytes", NoneType: "null"}
+    return names[kind]
 
 
 def _json(value: object) -> str:

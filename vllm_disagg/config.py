@@ -74,8 +74,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     piece_bytes: Bytes = 4 << 20
     # P offers KV every few layers, each chunk, or once
     overlap: Literal["layer", "chunk", "off"] = "layer"
-    # bytes in flight to D at a time, a small piece as 1/64 of it; bounds memory on both sides
-    window_bytes: Bytes = 32 << 20
+    # bytes in flight to D at a time, a small piece as 1/64 of it; null: 32 MiB, on GPUs 256 MiB
+    window_bytes: Bytes | None = None
 
     @property
     def proxies(self) -> list[str]:

@@ -38,7 +38,7 @@ import zmq
 from .config import Config
 from .errors import BadMessage
 from .fleet.keys import FleetKey
-from .kv.memory import Memory
+from .kv.memory import DirectMemory, Memory
 from .outcomes import Outcome, Outcomes
 from .protocol import events, messages
 from .protocol.peers import WorkerInfo
@@ -51,6 +51,11 @@ from .transports.set import TransportSet
 from .transports.zmq.control import Control, receive
 
 log = logging.getLogger("vllm_disagg.driver")
+
+# Defaults of the setting `window_bytes`.  On a GPU a small window would leave a link of 400 GB/s
+# idle between one piece and the next, and reads by address take no memory beside the blocks.
+WINDOW_BYTES = 32 << 20
+GPU_WINDOW_BYTES = 256 << 20
 
 T = TypeVar("T")
 
@@ -76,6 +81,7 @@ class Driver:
         # have no effect (rule 4 of ARCHITECTURE.md).
         self.name = f"{secrets.token_hex(6)}/{rank}"
         self.counters = Counters()
+        self._memory = memory
         self._inbox: deque[events.Fact] = deque()
         self._outcomes = Outcomes()
         self._trace = TransferTrace()
@@ -125,7 +131,7 @@ class Driver:
             peer_timeout=config.peer_timeout,
             engine_stall_timeout=config.engine_stall_timeout,
             piece_bytes=config.piece_bytes,
-            window_bytes=config.window_bytes,
+            window_bytes=_window_bytes(config, memory),
         )
         # Last: the thread uses all of the above, and from here on it alone uses most of it.
         self._thread.start()
@@ -168,6 +174,7 @@ class Driver:
     # The driver's thread --------------------------------------------------------------------------
     def _run(self) -> None:
         try:
+            self._memory.prepare_thread()
             while not self._closing:
                 self._turn()
         except Exception as error:  # the one place: see the head of this file
@@ -357,6 +364,14 @@ class Driver:
             self._handle_sender(action.completed())
         else:
             transport.send(action)
+
+
+def _window_bytes(config: Config, memory: Memory) -> int:
+    """Returns the window of the settings, or the default of this memory."""
+    if config.window_bytes is not None:
+        return config.window_bytes
+    is_on_gpu = isinstance(memory, DirectMemory) and memory.place.kind == "VRAM"
+    return GPU_WINDOW_BYTES if is_on_gpu else WINDOW_BYTES
 
 
 def _is_due(deadline: float | None, now: float) -> bool:

@@ -12,7 +12,7 @@ known, the ranks of the two engines may have different shares of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,7 @@ def device_memory(
     Raises ConfigError for layouts that cannot be moved.
     """
     found = device_layout(caches, groups, num_blocks, rank, vllm_config)
-    memory = DeviceMemory(found.planes, found.shape, runtime)
+    memory = DeviceMemory(found.planes, found.shape, runtime, storages_of(caches.values()))
     memory.warm_up()
     return memory, found.names
 
@@ -89,6 +89,17 @@ def device_layout(
         planes.append(layer_planes)
         layers.append(kinds.index(kind))
     return DeviceLayout([layer.name for layer in found], planes, RankLayout(kinds, layers))
+
+
+def storages_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """Returns (address, bytes) of the memory behind the tensors, each once."""
+    # Not of each tensor: all layers of vLLM 0.32 are views of one buffer, and a transport registers
+    # it once.
+    found = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        found[storage.data_ptr()] = storage.nbytes()
+    return sorted(found.items())
 
 
 def by_blocks(name: str, tensor: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:

@@ -23,8 +23,10 @@ import torch
 from vllm_disagg.errors import CopyFailed
 from vllm_disagg.kv.extents import Extent, heads_of
 from vllm_disagg.kv.layout import RankLayout, RemoteLayout
-from vllm_disagg.kv.memory import FRAME_BYTES
+from vllm_disagg.kv.memory import FRAME_BYTES, MemoryPlace
+from vllm_disagg.kv.runs import PlanePlace, Runs, plane_runs, runs_of
 
+from .buffer import DeviceBuffer
 from .kernels import Plane, checksum, move
 from .runtime import Runtime
 
@@ -39,13 +41,26 @@ class DeviceMemory:
     """
 
     def __init__(
-        self, planes: Sequence[Sequence[Plane]], shape: RankLayout, runtime: Runtime
+        self,
+        planes: Sequence[Sequence[Plane]],
+        shape: RankLayout,
+        runtime: Runtime,
+        storages: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Describes caches that are allocated already. `planes`: by layer."""
+        """Describes caches that are allocated already. `planes`: by layer.
+
+        `storages`: (address, bytes) of the memory that holds them, for transports that register it.
+        """
         self.planes = planes
+        self._storages = storages
         self.shape = shape
         self.runtime = runtime
         self._staging_stream = runtime.new_stream()
+
+    @property
+    def place(self) -> MemoryPlace:
+        """The GPU, as other libraries number it in this process."""
+        return MemoryPlace("VRAM", self.runtime.device.index or 0)
 
     @property
     def device(self) -> torch.device:
@@ -66,6 +81,27 @@ class DeviceMemory:
                 self.move(extent, [0], wire, stream, gather=gather)
             self.runtime.launch(stream, checksum, wire, self.runtime.upload([0], stream))
             self.runtime.record_event(stream).synchronize()
+
+    # Any thread, for transports that read and write by address ------------------------------------
+    def prepare_thread(self) -> None:
+        """Selects the GPU for the calling thread."""
+        self.runtime.use_device()
+
+    def runs(self, extent: Extent, blocks: Sequence[int]) -> Runs:
+        """Returns the runs of GPU memory that hold the extent, in the order of `read`."""
+        return plane_runs([_place_of(plane) for plane in self._planes_of(extent)], blocks)
+
+    def regions(self) -> Runs:
+        """Returns the memory that holds all caches: in vLLM 0.32 one buffer."""
+        return runs_of(self._storages)
+
+    def new_buffer(self, size: int) -> DeviceBuffer:
+        """Returns new memory of the GPU; raises MemoryError if there is too little."""
+        return DeviceBuffer(self.runtime, self._staging_stream, size)
+
+    def wait_for_device(self) -> None:
+        """Waits for all copies on the GPU, and for the work that vLLM has launched by now."""
+        self.runtime.synchronize()
 
     # Any thread -----------------------------------------------------------------------------------
     def size_of(self, extent: Extent, blocks: Sequence[int]) -> int:
@@ -150,6 +186,16 @@ class DeviceMemory:
             log.warning("gpu: %d bytes were not written into GPU memory: %s", size, error)
             return False
         return True
+
+
+def _place_of(plane: Plane) -> PlanePlace:
+    return PlanePlace(
+        address=plane.base,
+        block_stride=plane.block_stride,
+        rows=plane.rows,
+        row_stride=plane.row_stride,
+        row_bytes=plane.row_bytes,
+    )
 
 
 def _fill(host: torch.Tensor, frames: Sequence[memoryview]) -> None:

@@ -296,7 +296,9 @@ class NcclLink:
             )
 
 
-def transport_factory(config: Config) -> Callable[[DriverPort], CollectiveTransport]:
+def transport_factory(
+    config: Config, kv_device: str
+) -> Callable[[DriverPort], CollectiveTransport]:
     """Returns the maker of the transport.
 
     Raises RuntimeError without a GPU or NCCL, and ConfigError for `encrypt_data`. The maker raises

@@ -41,7 +41,7 @@ class GpuStream(Protocol):
 
 
 class Runtime(Protocol):
-    """One device. Every call returns at once, except `GpuEvent.synchronize`.
+    """One device. Every call returns at once, except `synchronize` here and of an event.
 
     Calls raise RuntimeError where the device fails, also for lack of memory.
     """
@@ -50,6 +50,9 @@ class Runtime(Protocol):
 
     def use_device(self) -> None:
         """Selects the device for the calling thread."""
+
+    def synchronize(self) -> None:
+        """Waits until all work on the device has ended, also that of other libraries."""
 
     def new_stream(self) -> Any:
         """Returns a GpuStream of the lowest priority."""
@@ -88,6 +91,10 @@ class CudaRuntime:
     def use_device(self) -> None:
         """Selects the device for the calling thread."""
         torch.cuda.set_device(self.device)
+
+    def synchronize(self) -> None:
+        """Waits for all streams of the device's context, which UCX shares."""
+        torch.cuda.synchronize(self.device)
 
     def new_stream(self) -> torch.cuda.Stream:
         """Returns a stream of the lowest priority."""

@@ -232,6 +232,10 @@ class SimulatedRuntime:
     def use_device(self) -> None:
         self._threads.add(threading.get_ident())
 
+    def synchronize(self) -> None:
+        self._called("synchronize")
+        self.gpu.finish()
+
     def _called(self, call: str) -> None:
         assert threading.get_ident() in self._threads, f"{call}: this thread has set no device"
         self.gpu.fault(call)

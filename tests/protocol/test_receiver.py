@@ -259,6 +259,20 @@ def test_a_piece_that_is_damaged_three_times_fails_the_load(side: Receiver) -> N
     assert isinstance(report, LoadResult) and report.reason is Reason.CORRUPT
 
 
+def test_a_transport_may_need_pieces_of_another_size(side: Receiver) -> None:
+    """The prompt has 40 bytes; only pieces that are cut from now on have the new size."""
+    side.piece_bytes = 10
+    side.handle(TransportChanged("p", "fast:1", piece_bytes=40), 0.1)
+    assert posts(side.handle(offer(8), 0.2)) == [(0, "fast:1")]
+
+
+def test_the_size_of_pieces_ends_with_its_transport(side: Receiver) -> None:
+    side.piece_bytes = 20
+    side.handle(TransportChanged("p", "fast:1", piece_bytes=40), 0.1)
+    side.handle(TransportChanged("p", ""), 0.1)
+    assert posts(side.handle(offer(8), 0.2)) == [(0, ""), (1, "")]
+
+
 def test_no_source_starves_beside_two_that_hold_the_window() -> None:
     many = uniform(layers=100, block_size=4, block_bytes=[10])
     side = Receiver("d", "", 0, many, piece_bytes=10, window_bytes=80)

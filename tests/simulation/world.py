@@ -18,7 +18,7 @@ import random
 from collections.abc import Iterable
 from typing import Any
 
-from world_ranks import BACK, FAST, LAYERS, LIAR, STATES, Rank, shapes
+from world_ranks import BACK, FAST, FAST_PIECE_BYTES, LAYERS, LIAR, STATES, Rank, shapes
 
 from vllm_disagg.kv import extents
 from vllm_disagg.protocol import events
@@ -314,7 +314,8 @@ class World:
             side.reading.break_down(source.name)
             if self.random.random() < 0.5:
                 self.network = [sent for sent in self.network if not self.is_by_fast(sent, side)]
-        side.inbox.append(events.TransportChanged(source.name, address))
+        piece_bytes = FAST_PIECE_BYTES if what == "connect" else 0
+        side.inbox.append(events.TransportChanged(source.name, address, piece_bytes))
 
     @staticmethod
     def is_by_fast(sent: tuple[str, str, Any], side: Rank) -> bool:

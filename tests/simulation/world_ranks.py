@@ -38,6 +38,7 @@ LIAR = "p0.99"
 BACK = "b"  # ends the name of a transfer from D to P, of the same prompt
 STATES = -1  # in place of a window: a state of the whole prompt
 FAST = "+fast"  # follows a rank's name in addresses of its second transport; then the epoch
+FAST_PIECE_BYTES = 200  # of one piece at that transport; five times those of the other
 FOR_SERVING = (
     events.BlocksScheduled,
     events.LayersComputed,

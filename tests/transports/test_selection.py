@@ -32,6 +32,16 @@ def test_the_preferred_transport_takes_the_pieces(selection: TransportSelection)
     assert change("slow", ZMQ) == ZMQ
 
 
+def test_the_size_of_pieces_is_that_of_the_transport_in_use(
+    selection: TransportSelection,
+) -> None:
+    fast = TransportChanged("p", "fast:1", piece_bytes=64)
+    assert selection.on_transport_changed("fast", fast) == fast
+    slow = TransportChanged("p", "slow:1")
+    assert selection.on_transport_changed("slow", slow) == fast
+    assert selection.on_transport_changed("fast", TransportChanged("p", ZMQ)) == slow
+
+
 def test_a_source_does_not_change_the_address_of_another(selection: TransportSelection) -> None:
     selection.on_transport_changed("fast", TransportChanged("p", "fast:1"))
     selection.on_transport_changed("slow", TransportChanged("q", "slow:1"))
@@ -45,4 +55,4 @@ def test_sources_without_a_transport_are_not_remembered(selection: TransportSele
         selection.on_transport_changed("fast", TransportChanged(source, "fast:1"))
         selection.on_transport_changed("fast", TransportChanged(source, ZMQ))
         selection.on_transport_changed("slow", TransportChanged(source, ZMQ))
-    assert not selection._addresses
+    assert not selection._changes

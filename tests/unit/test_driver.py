@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -12,12 +14,12 @@ import pytest
 import zmq
 
 from vllm_disagg.config import Config
-from vllm_disagg.driver import Driver
+from vllm_disagg.driver import GPU_WINDOW_BYTES, WINDOW_BYTES, Driver
 from vllm_disagg.fleet import keys
 from vllm_disagg.kv import reshard
 from vllm_disagg.kv.fp8 import DECODE, ENCODE
 from vllm_disagg.kv.layout import LayerLayout, RankLayout, StridedRegion
-from vllm_disagg.kv.memory import HostMemory
+from vllm_disagg.kv.memory import HostMemory, MemoryPlace
 from vllm_disagg.protocol import events, messages
 from vllm_disagg.transports.posted_reads import PostedReads
 from vllm_disagg.transports.zmq import half_open
@@ -122,6 +124,41 @@ def test_bytes_arrive_where_they_belong(
             assert (plane[target[1:]] == (rounded(sent) if "compress" in settings else sent)).all()
             untouched = [b for b in range(BLOCKS) if b not in target[1:]]
             assert not plane[untouched].any(), "wrote into blocks of somebody else"
+
+
+class RecordingMemory(HostMemory):
+    """Records which threads have prepared themselves."""
+
+    threads: ClassVar[list[str]] = []
+
+    def prepare_thread(self) -> None:
+        self.threads.append(threading.current_thread().name)
+
+
+def test_the_drivers_thread_prepares_itself_for_the_memorys_device(
+    start: Callable[..., Driver],
+) -> None:
+    ours = RecordingMemory(memory(48, None).planes, BLOCK_SIZE)
+    driver = start(ours)
+    driver.close()
+    assert ours.threads == ["vllm-disagg"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting", "expected"),
+    [
+        ("DRAM", None, WINDOW_BYTES),
+        ("VRAM", None, GPU_WINDOW_BYTES),
+        ("VRAM", 1 << 20, 1 << 20),
+    ],
+)
+def test_the_window_is_larger_on_gpus(
+    start: Callable[..., Driver], kind: Any, setting: int | None, expected: int
+) -> None:
+    ours = memory(48, None)
+    ours.place = MemoryPlace(kind, 0)
+    driver = start(ours, window_bytes=setting)
+    assert driver._receiver.window_bytes == expected
 
 
 def test_another_fleets_key_gets_nothing(start: Callable[..., Driver]) -> None:

@@ -71,6 +71,10 @@ class Fp8:
         self.shape = memory.shape
         self._has_warned = False
 
+    def prepare_thread(self) -> None:
+        """Prepares the calling thread, as `Memory.prepare_thread`."""
+        self._memory.prepare_thread()
+
     def read(self, extent: Extent, blocks: Sequence[int]) -> list[memoryview]:
         """Returns the extent's bytes as fp8: half as many as in memory."""
         return [self._encoded(frame) for frame in self._memory.read(extent, blocks)]

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Annotated, Literal, Protocol, runtime_checkable
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
@@ -19,6 +20,7 @@ import xxhash
 from .extents import Extent, heads_of
 from .layout import LayerLayout, RankLayout, RemoteLayout, uniform
 from .relayout import scatter
+from .runs import PlanePlace, Runs, plane_runs, runs_of
 
 # Larger frames fall out of the CPU's cache on their way; smaller ones cost one system call each.
 FRAME_BYTES = 512 << 10
@@ -35,6 +37,9 @@ class Memory(Protocol):
     """
 
     shape: RankLayout
+
+    def prepare_thread(self) -> None:
+        """Prepares the calling thread for calls that use the device, as its first such call."""
 
     def read(self, extent: Extent, blocks: Sequence[int]) -> list[memoryview]:
         """Returns the extent's bytes in wire order, in frames.
@@ -55,6 +60,66 @@ class Memory(Protocol):
         """
 
 
+class MemoryPlace(msgspec.Struct, frozen=True, array_like=True):
+    """The kind of memory and its device, as other processes address it."""
+
+    kind: Literal["DRAM", "VRAM"] = "DRAM"
+    # By the numbering of the process that holds the memory; 0 for DRAM.
+    device: Annotated[int, msgspec.Meta(ge=0, le=2**16)] = 0
+
+
+class ByteBuffer(Protocol):
+    """Memory beside a KV cache, of the same kind and on the same device.
+
+    Both methods raise CopyFailed if a device cannot copy.
+    """
+
+    address: int
+    size: int
+
+    def store(self, start: int, data: bytes) -> None:
+        """Writes bytes from the offset `start` on."""
+
+    def load(self, start: int, size: int) -> memoryview:
+        """Returns `size` bytes from the offset `start` on; a view where that is possible."""
+
+
+@runtime_checkable
+class DirectMemory(Memory, Protocol):
+    """A KV cache that a transport reads and writes by address, without this process's help."""
+
+    place: MemoryPlace
+
+    def runs(self, extent: Extent, blocks: Sequence[int]) -> Runs:
+        """Returns the runs of memory that hold the extent, in wire order."""
+
+    def regions(self) -> Runs:
+        """Returns the memory to register: it holds all runs."""
+
+    def new_buffer(self, size: int) -> ByteBuffer:
+        """Returns new memory; raises MemoryError if there is too little."""
+
+    def wait_for_device(self) -> None:
+        """Waits for all copies that were started on the device, by whichever library."""
+
+
+class HostBuffer:
+    """Bytes of this process, for transports that read or write them by address."""
+
+    def __init__(self, size: int) -> None:
+        self._bytes = np.zeros(size, np.uint8)
+        self.address = self._bytes.ctypes.data
+        self.size = size
+
+    def store(self, start: int, data: bytes) -> None:
+        """Writes bytes from the offset `start` on."""
+        self._bytes[start : start + len(data)] = np.frombuffer(data, np.uint8)
+
+    def load(self, start: int, size: int) -> memoryview:
+        """Returns a view of `size` bytes from the offset `start` on."""
+        return memoryview(self._bytes[start : start + size])  # type: ignore[arg-type]
+
+
 class HostMemory:
     """A KV cache in this process's memory.
 
@@ -62,13 +127,11 @@ class HostMemory:
     `shape` is the layout, or a block size: then all layers are of one opaque kind.
     """
 
+    place = MemoryPlace()
+
     def __init__(self, planes: Sequence[Sequence[Row]], shape: RankLayout | int) -> None:
         self.planes = planes
-        # By layer and plane: address, rows, bytes of a row, stride.
-        self._places = [
-            [(plane.ctypes.data, *plane.shape, plane.strides[0]) for plane in layer]
-            for layer in planes
-        ]
+        self._places = [[_place_of(plane) for plane in layer] for layer in planes]
         if isinstance(shape, int):
             shape = uniform(len(planes), shape, [plane.shape[1] for plane in planes[0]])
         self.shape = shape
@@ -116,31 +179,36 @@ class HostMemory:
         """Returns writable views of the extent's bytes in wire order."""
         return _frames(self._runs(extent, blocks))
 
-    def runs(self, extent: Extent, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yields (address, bytes) of the runs of memory that hold the extent, in wire order."""
+    def runs(self, extent: Extent, blocks: Sequence[int]) -> Runs:
+        """Returns the runs of memory that hold the extent, in wire order."""
         kind = self.shape.kind(extent.layer)
         head, head_end = heads_of(extent, kind)
         if head_end - head < kind.heads:
-            for run in self._cut_runs(extent, blocks, kind):
-                yield run.__array_interface__["data"][0], run.nbytes
-            return
-        spans = list(_spans(blocks))
-        # By arithmetic: numpy is slow to tell an array's address.
+            cut_runs = self._cut_runs(extent, blocks, kind)
+            return runs_of((run.__array_interface__["data"][0], run.nbytes) for run in cut_runs)
+        places: list[PlanePlace] = []
         for layer in range(extent.layer, extent.layer_end):
-            for address, rows, row_bytes, stride in self._places[layer]:
-                for first, count in spans:
-                    end = min(first + count, rows)
-                    if stride == row_bytes:
-                        yield address + first * stride, (end - first) * row_bytes
-                        continue
-                    for block in range(first, end):
-                        yield address + block * stride, row_bytes
+            places += self._places[layer]
+        return plane_runs(places, blocks)
 
-    def regions(self) -> Iterator[tuple[int, int]]:
-        """Yields (address, bytes) of all planes, from the first byte to the last."""
+    def regions(self) -> Runs:
+        """Returns (address, bytes) of all planes, from the first byte to the last."""
+        regions = []
         for layer in self.planes:
             for plane in layer:
-                yield plane.ctypes.data, (len(plane) - 1) * plane.strides[0] + plane.shape[1]
+                size = (len(plane) - 1) * plane.strides[0] + plane.shape[1]
+                regions.append((plane.ctypes.data, size))
+        return runs_of(regions)
+
+    def new_buffer(self, size: int) -> ByteBuffer:
+        """Returns new memory of this process."""
+        return HostBuffer(size)
+
+    def prepare_thread(self) -> None:
+        """Does nothing: each thread of a process may use its memory."""
+
+    def wait_for_device(self) -> None:
+        """Does nothing: no device copies this memory."""
 
     def _convert(
         self,
@@ -219,6 +287,11 @@ def plane_at(address: int, rows: int, row_bytes: int, stride: int) -> Row:
     """
     buffer = (ctypes.c_uint8 * ((rows - 1) * stride + row_bytes)).from_address(address)
     return np.ndarray((rows, row_bytes), np.uint8, buffer=memoryview(buffer), strides=(stride, 1))
+
+
+def _place_of(plane: Row) -> PlanePlace:
+    row_bytes = plane.shape[1]
+    return PlanePlace(plane.ctypes.data, plane.strides[0], 1, row_bytes, row_bytes)
 
 
 def _frames(runs: Iterator[Row] | Sequence[Row]) -> list[memoryview]:

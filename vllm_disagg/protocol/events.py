@@ -162,6 +162,8 @@ class TransportChanged(msgspec.Struct, frozen=True, tag=True):
 
     source: str
     address: str  # <transport>:<address>
+    # Limit of one piece, if the transport needs another one than the setting `piece_bytes`; 0: no.
+    piece_bytes: int = 0
 
 
 # Events for both ----------------------------------------------------------------------------------

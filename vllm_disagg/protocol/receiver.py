@@ -213,6 +213,8 @@ class Receiver:
         self.lookups = Lookups(name, rank, keepalive_interval)
         # By source: where its pieces arrive, if not at `address`.
         self.addresses: dict[str, str] = {}
+        # By source: the limit of one piece, if not `piece_bytes`.
+        self.piece_limits: dict[str, int] = {}
         # By source: (transfer, number) of pieces that wait for a credit.
         self.queues: dict[str, deque[tuple[str, int]]] = {}
         # By source: requested and not yet written.
@@ -333,6 +335,11 @@ class Receiver:
             self.addresses.pop(event.source, None)
         else:
             self.addresses[event.source] = event.address
+        # Of pieces that are cut from now on.  Each transport carries the others too.
+        if event.piece_bytes:
+            self.piece_limits[event.source] = event.piece_bytes
+        else:
+            self.piece_limits.pop(event.source, None)
         actions: list[ReceiverAction] = []
         # POSTED reads stay: bytes may be on their way to the old address.  If its path has broken,
         # the transport ends them as CANCELLED, before this event or after it.
@@ -474,8 +481,9 @@ class Receiver:
         # Only here, not with each answer: a sender that lives but computes nothing must run into
         # `stall_timeout`.
         t.last_progress = now
+        piece_bytes = self.piece_limits.get(source.name, self.piece_bytes)
         for read_plan in source.read_plans:
-            for extent, size in read_plan.cut(*progress, t.token_end, self.piece_bytes):
+            for extent, size in read_plan.cut(*progress, t.token_end, piece_bytes):
                 # Numbers are not reused: a late piece is never taken for another one.
                 number = t.pieces_created
                 t.pieces_created += 1

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from ..protocol.events import TransportChanged
 
 
@@ -31,31 +29,33 @@ class TransportSelection:
         self._fallback_address = fallback_address
         # By source and transport: all that work, also those not in use now, so that the next one
         # takes over at once when the preferred one breaks.
-        self._addresses: dict[str, dict[str, str]] = {}
+        self._changes: dict[str, dict[str, TransportChanged]] = {}
 
     def on_transport_changed(self, name: str, event: TransportChanged) -> TransportChanged:
         """Returns the event of transport `name` with the address that the source is to use."""
-        working = self._addresses.setdefault(event.source, {})
+        working = self._changes.setdefault(event.source, {})
         # A transport reports its break as the address of ZMQ: it does not know what else works.
         if event.address == self._fallback_address:
             # Without an entry too: a break that is reported twice gets the same answer.
             working.pop(name, None)
         else:
-            working[name] = event.address
+            working[name] = event
         # Peers come and go for months: without this each would leave an entry.
         if not working:
-            del self._addresses[event.source]
+            del self._changes[event.source]
         # Returned even if the address is the same as before: the receiver posts the reads that the
         # break has cancelled when it gets this event.
-        address = self.address(event.source)
-        return msgspec.structs.replace(event, address=address)
+        return self._preferred(event.source)
 
     def address(self, source: str) -> str:
         """Returns where this worker takes the pieces of a source."""
-        working = self._addresses.get(source, {})
+        return self._preferred(source).address
+
+    def _preferred(self, source: str) -> TransportChanged:
+        working = self._changes.get(source, {})
         # In the order of the settings, not in that of connecting: NIXL connects more slowly than
         # TCP, and still is preferred where it works.
         for name in self._names:
             if name in working:
                 return working[name]
-        return self._fallback_address
+        return TransportChanged(source, self._fallback_address)

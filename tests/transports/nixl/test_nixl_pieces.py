@@ -15,7 +15,8 @@ import zmq
 from vllm_disagg.config import Config
 from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.layout import RemoteLayout
-from vllm_disagg.kv.memory import HostMemory
+from vllm_disagg.kv.memory import ByteBuffer, HostMemory
+from vllm_disagg.kv.runs import runs_of
 from vllm_disagg.protocol.events import PostRead, ReadCompleted, ReadStatus, TransportChanged
 from vllm_disagg.transports.base import Counters, DriverPort
 from vllm_disagg.transports.nixl import notes
@@ -34,7 +35,7 @@ BLOCK_BYTES = 64
 class FullAgent:
     """Stands for an agent whose device registers no more memory."""
 
-    def buffer(self, size: int) -> np.ndarray:
+    def buffer(self, size: int) -> ByteBuffer:
         raise NixlError("NIXL_ERR_BACKEND")
 
     def remove(self, peer: str) -> None:
@@ -61,6 +62,7 @@ def receiving(monkeypatch: pytest.MonkeyPatch) -> NixlTransport:
     made._ready = NixlReady(Reads(FullAgent(), 2.0), 1e9)  # type: ignore[arg-type]
     source = NixlSource("p/0", PathState.UP)
     source.agent_info = notes.AgentInfo(AGENT, b"", [(0, 1 << 20)], (0, 1), b"")
+    source.regions = notes.registered(source.agent_info)
     made._sources["p/0"] = source
     return made
 
@@ -76,8 +78,8 @@ def test_memory_that_cannot_be_registered_takes_the_path_down(
         extent = Extent(0, 1, 0, 16)
         layout = RemoteLayout(kind, 0)
         transport.post_read(PostRead(TRANSFER, number, "p/0", ADDRESS, extent, [number], layout))
-    note = notes.PieceRuns(TRANSFER, 0, AGENT, 0, 1, [(0, BLOCK_BYTES)])
-    transport.on_sender_note("p/0", notes.encode(note))
+    [note] = notes.piece_notes(TRANSFER, 0, AGENT, runs_of([(0, BLOCK_BYTES)]))
+    transport.on_sender_note("p/0", note)
     events = list(transport.poll_events([]))
     assert events == [
         ReadCompleted(TRANSFER, 0, ReadStatus.CANCELLED),

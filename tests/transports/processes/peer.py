@@ -8,6 +8,7 @@ JSON:
     outcome                     wait for the LoadResult, or for another result
     received                    bytes written into blocks, by transport
     digest BLOCKS               hash of the first blocks
+    count WHAT DEVICE           a total of the fake CUDA driver
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+import fake_gpu
 import msgspec
 import numpy as np
 
@@ -33,6 +35,7 @@ from vllm_disagg.fleet import keys
 from vllm_disagg.kv import reshard
 from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.memory import HostMemory
+from vllm_disagg.kv.runs import Runs
 from vllm_disagg.protocol import events
 from vllm_disagg.protocol.peers import WorkerInfo
 from vllm_disagg.transports.nixl import transport as nixl
@@ -40,6 +43,8 @@ from vllm_disagg.transports.nixl import transport as nixl
 LAYERS, BLOCKS, BLOCK_SIZE = 4, 32, 16
 KEY = keys.FleetKey(b"k" * keys.KEY_BYTES)
 HERE = Path(__file__).resolve()
+# A peer has the first GPU, and the tests the second one.
+FIRST_GPU = {"FAKE_DEVICE": "0"} if fake_gpu.IS_ON_GPU else {}
 
 
 class Peer:
@@ -61,7 +66,7 @@ class Peer:
             stdout=subprocess.PIPE,
             text=True,
             cwd=HERE.parents[3],
-            env={**os.environ, "PYTHONPATH": str(HERE.parents[3]), **(env or {})},
+            env={**os.environ, "PYTHONPATH": str(HERE.parents[3]), **FIRST_GPU, **(env or {})},
         )
         self.worker = msgspec.convert(self._answer(), WorkerInfo)
 
@@ -90,28 +95,35 @@ class Peer:
                 pass
 
 
-class Liar(HostMemory):
-    """A memory that misreports its runs."""
+class Liar:
+    """A memory that misreports its runs; a base before the true memory's class.
+
+    `how`: "outside" of what it has registered, "short" by a byte, or "unregistered", while its
+    agent information claims all memory.
+    """
 
     how = ""
 
-    def runs(self, extent: Extent, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-        for address, size in super().runs(extent, blocks):
-            yield {
-                "outside": (4096, size),
-                "short": (address, size - 1),
-                "unregistered": (1 << 20, size),
-            }[self.how]
+    def runs(self, extent: Extent, blocks: Sequence[int]) -> Runs:
+        runs: Runs = super().runs(extent, blocks)  # type: ignore[misc]
+        match self.how:
+            case "outside":
+                runs[:, 0] = 4096
+            case "short":
+                runs[:, 1] -= 1
+            case "unregistered":
+                runs[:, 0] = 1 << 20
+        return runs
 
-    def regions(self) -> Iterator[tuple[int, int]]:
-        yield from super().regions()
+    def regions(self) -> Runs:
         if self.how == "unregistered":  # its card claims it all the same
             from vllm_disagg.transports.nixl import notes as nixl_notes
 
             honest = nixl_notes.AgentInfo
-            nixl_notes.AgentInfo = lambda agent, metadata, regions, *rest: honest(
-                agent, metadata, [*regions, (1, 1 << 40)], *rest
+            nixl_notes.AgentInfo = lambda regions, **others: honest(
+                regions=[*regions, (1, 1 << 40)], **others
             )
+        return super().regions()  # type: ignore[misc]
 
 
 def memory(row: int, seed: int | None) -> HostMemory:
@@ -125,7 +137,8 @@ def memory(row: int, seed: int | None) -> HostMemory:
             else np.zeros((BLOCKS, row), np.uint8)
         )
 
-    return HostMemory([[plane(), plane()] for _ in range(LAYERS)], BLOCK_SIZE)
+    made = HostMemory([[plane(), plane()] for _ in range(LAYERS)], BLOCK_SIZE)
+    return fake_gpu.in_vram(made) if fake_gpu.IS_ON_GPU else made
 
 
 def digest(memory: HostMemory, blocks: int) -> str:
@@ -138,7 +151,8 @@ def digest(memory: HostMemory, blocks: int) -> str:
 
 def driver(memory: HostMemory, **settings: object) -> Driver:
     config = Config(**settings)  # type: ignore[arg-type]
-    chosen = transports.chosen(config)
+    device = "cuda" if memory.place.kind == "VRAM" else "cpu"
+    chosen = transports.chosen(config, device)
     if "nixl" in chosen:
         # As in vLLM's processes. Else NIXL imports it while it makes an agent. On a busy machine
         # that alone takes longer than a receiver waits for the agent (PAIRING_SECONDS).
@@ -177,11 +191,10 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO)
     settings, row, seed, lie = json.loads(sys.argv[1])
     if os.environ.get("NIXL_ANYWHERE"):  # `auto` would leave it out without RDMA
-        nixl.unavailable_reason = lambda config: ""
+        nixl.unavailable_reason = lambda *_: ""
     ours = memory(row, seed)
     if lie:
-        ours = Liar(ours.planes, BLOCK_SIZE)
-        ours.how = lie
+        ours.__class__ = type("LyingMemory", (Liar, type(ours)), {"how": lie})
     made = driver(ours, **settings)
     print(json.dumps(msgspec.to_builtins(made.worker)), flush=True)
     for line in sys.stdin:
@@ -197,6 +210,8 @@ def main() -> None:
             answer = made.counters.received
         elif what == "digest":
             answer = digest(ours, int(args[0]))
+        elif what == "count":
+            answer = fake_gpu.count(args[0].replace("_", " "), int(args[1]))
         print(json.dumps(answer), flush=True)
     made.close()
 

@@ -2,117 +2,44 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from listening import beyond_loopback, listening
-from peer import BLOCK_SIZE, BLOCKS, LAYERS, Peer, driver, memory, want
+from nixl_pair import (
+    QUICK,
+    Sink,
+    Source,
+    broken_read,
+    freeze_at_second_read,
+    in_host_memory,
+    lenient,
+    real,
+    wait,
+)
+from peer import BLOCKS, LAYERS, memory
 
 from kv_connectors import transports
 from vllm_disagg.config import Config
 from vllm_disagg.errors import BadMessage, ConfigError
-from vllm_disagg.kv.memory import HostMemory
+from vllm_disagg.kv.memory import MemoryPlace
+from vllm_disagg.kv.runs import runs_of
 from vllm_disagg.protocol import events
 from vllm_disagg.transports.nixl import agent as nixl_agent
 from vllm_disagg.transports.nixl import notes as nixl_notes
-from vllm_disagg.transports.nixl import path as nixl_path
 from vllm_disagg.transports.nixl import transport as nixl
 from vllm_disagg.transports.zmq import control
-
-real = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
-QUICK = {"peer_timeout": 4.0, "keepalive_interval": 0.5}
-
-
-def Source(
-    row: int = 4096, lie: str = "", env: dict[str, str] | None = None, **settings: object
-) -> Peer:
-    return Peer(row, settings={"transport": "nixl", **settings}, lie=lie, env=env)
-
-
-class Sink:
-    """The driver of a receiving worker, in this process."""
-
-    def __init__(self, row: int = 4096, **settings: object) -> None:
-        self.memory = memory(row, None)
-        self.driver = driver(self.memory, **{"transport": "nixl", **settings})
-
-    def want(self, source: Peer, count: int = 5, *, prefill: bool = True) -> str:
-        transfer, tokens = secrets.token_hex(16), count * BLOCK_SIZE - 5
-        if prefill:
-            source(f"prefill {transfer} {tokens}")
-        want(self.driver, transfer, tokens, source.worker, first=count)
-        return transfer
-
-    def outcome(self, seconds: float = 30.0) -> events.LoadResult:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if taken := self.driver.take():
-                assert len(taken) == 1 and isinstance(taken[0], events.LoadResult)
-                return taken[0]
-            time.sleep(0.001)
-        raise AssertionError("nothing came")
-
-    def expect_exact(self, source: Peer, count: int = 5) -> str:
-        """Load some blocks, check them, and return the transports that moved them."""
-        for planes in self.memory.planes:
-            for plane in planes:
-                plane[:] = 0
-        before = dict(self.driver.counters.received)
-        self.want(source, count)
-        report = self.outcome()
-        assert report.reason is None, report
-        expected: HostMemory = memory(source.row, 1)
-        for ours, theirs in zip(self.memory.planes, expected.planes, strict=True):
-            for plane, reference in zip(ours, theirs, strict=True):
-                assert (plane[count : 2 * count] == reference[:count]).all()
-                assert not plane[:count].any() and not plane[2 * count :].any(), (
-                    "wrote into blocks of somebody else"
-                )
-        after = self.driver.counters.received
-        return " ".join(sorted(name for name in after if after[name] > before.get(name, 0)))
-
-    @property
-    def transport(self) -> nixl.NixlTransport:
-        return self.driver._transports["nixl"]  # type: ignore[return-value]
-
-    def path_state(self, source: Peer) -> nixl.PathState:
-        return self.transport._sources[source.worker.name].state
-
-    def pair(self, source: Peer, wanted: nixl.PathState = nixl.PathState.UP) -> None:
-        """Load once, probably by ZMQ, then wait for the state of the NIXL path."""
-        self.expect_exact(source)
-        wait(lambda: self.path_state(source) is wanted)
-
-
-def wait(done: Callable[[], bool], seconds: float = 40.0) -> None:
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end, "not in time"
-        time.sleep(0.002)
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Any]]:
-    made: list[Peer | Sink] = []
-
-    def make(kind: Callable[..., Peer | Sink], *args: Any, **settings: Any) -> Peer | Sink:
-        made.append(kind(*args, **settings))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.stop() if isinstance(one, Peer) else one.driver.close()
 
 
 @real
@@ -143,6 +70,7 @@ def test_it_listens_on_the_loopback_only(start: Callable[..., Any]) -> None:
     assert not beyond_loopback(source.process.pid) and not beyond_loopback(os.getpid())
 
 
+@in_host_memory
 @pytest.mark.parametrize(("transport", "count"), [("zmq", 2), ("auto", 3), ("tcp", 3), ("gloo", 3)])
 def test_only_expected_ports_listen_on_the_loopback(
     start: Callable[..., Any], transport: str, count: int
@@ -217,6 +145,7 @@ def test_a_wrong_nonce_takes_the_path_down(
 
 
 @real
+@in_host_memory  # test_nixl_vram.py has another one
 @pytest.mark.parametrize(
     ("tls", "number"), [("", signal.SIGKILL), ("tcp", signal.SIGKILL), ("tcp", signal.SIGSTOP)]
 )
@@ -228,7 +157,7 @@ def test_a_sender_that_dies_or_freezes(
     Emulated paths are refused otherwise; here they stand for hardware whose reads take time.
     """
     if tls:
-        monkeypatch.setattr(nixl.NixlTransport, "_decide", _lenient)
+        monkeypatch.setattr(nixl.NixlTransport, "_decide", lenient)
         monkeypatch.setenv("UCX_TLS", tls)
     row = 100_000
     source, sink = start(Source, row), start(Sink, row, **QUICK)
@@ -254,38 +183,6 @@ def test_a_sender_that_dies_or_freezes(
     assert sink.expect_exact(another) == "nixl"
 
 
-def freeze_at_second_read(source: Peer, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Freezes a sender before a second read of it is posted, which then cannot end.
-
-    The event is set after that. Reads are too short to be met in the middle by looking for them.
-    """
-    read = nixl_agent.Agent.read
-    names: list[str] = []
-    is_frozen = threading.Event()
-
-    def freezing_read(agent: nixl_agent.Agent, peer: str, *runs: Any) -> nixl_agent.Read | None:
-        names.append(peer)
-        if len(names) == 2:
-            os.kill(source.process.pid, signal.SIGSTOP)
-        posted = read(agent, peer, *runs)
-        if len(names) == 2:
-            is_frozen.set()
-        return posted
-
-    monkeypatch.setattr(nixl_agent.Agent, "read", freezing_read)
-    return is_frozen
-
-
-def _lenient(
-    transport: nixl.NixlTransport,
-    source: nixl.NixlSource,
-    probe: nixl_path.OneSidedProbe,
-    original: Any = nixl.NixlTransport._decide,
-) -> None:
-    probe.step = nixl_path.ProbeStep.PROVED
-    original(transport, source, probe)
-
-
 @real
 def test_recovery_after_a_failure(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
@@ -294,7 +191,7 @@ def test_recovery_after_a_failure(
     monkeypatch.setattr(nixl, "RETRY_SECONDS", 0.3)
     source, sink = start(Source), start(Sink)
     sink.pair(source)
-    monkeypatch.setattr(nixl_agent.Agent, "read", _broken)
+    monkeypatch.setattr(nixl_agent.Agent, "read", broken_read)
     assert sink.expect_exact(source) == "zmq"
     monkeypatch.undo()
     time.sleep(0.4)
@@ -302,22 +199,19 @@ def test_recovery_after_a_failure(
     assert sink.expect_exact(source) == "nixl"
 
 
-def _broken(*_: object) -> None:
-    raise nixl_agent.NixlError("a scripted failure")
-
-
 @real
+@in_host_memory
 def test_auto_takes_nixl_and_then_tcp(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nixl, "unavailable_reason", lambda config: "")  # as with RDMA
+    monkeypatch.setattr(nixl, "unavailable_reason", lambda *_: "")  # as with RDMA
     source, sink = (
         start(Source, env={"NIXL_ANYWHERE": "1"}, transport="auto"),
         start(Sink, transport="auto"),
     )
     sink.pair(source)
     assert sink.expect_exact(source) == "nixl"
-    monkeypatch.setattr(nixl_agent.Agent, "read", _broken)
+    monkeypatch.setattr(nixl_agent.Agent, "read", broken_read)
     assert "nixl" not in sink.expect_exact(source)
     assert sink.expect_exact(source) == "tcp"
 
@@ -350,6 +244,7 @@ def test_nixl_missing_here(
 
 
 @real
+@in_host_memory
 @pytest.mark.parametrize(("transport", "by"), [("auto", "tcp"), ("nixl", "nixl")])
 def test_a_slow_path_is_logged(
     start: Callable[..., Any],
@@ -360,7 +255,7 @@ def test_a_slow_path_is_logged(
 ) -> None:
     caplog.set_level("INFO", "vllm_disagg")
     monkeypatch.setattr(nixl, "zmq_speed", lambda: 1e15)
-    monkeypatch.setattr(nixl, "unavailable_reason", lambda config: "")
+    monkeypatch.setattr(nixl, "unavailable_reason", lambda *_: "")
     source = start(Source, env={"NIXL_ANYWHERE": "1"}, transport=transport)
     sink = start(Sink, transport=transport)
     sink.pair(source, nixl.PathState.UP if by == "nixl" else nixl.PathState.DOWN)
@@ -371,6 +266,7 @@ def test_a_slow_path_is_logged(
 
 
 @real
+@in_host_memory
 def test_an_emulated_path_is_refused(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -406,7 +302,7 @@ def test_invalid_notes_are_rejected() -> None:
     assert nixl_notes.decode_agent_info(nixl_notes.encode(card), "a") == card
     good = [
         *nixl_notes.agent_info_notes(1, card),
-        *nixl_notes.piece_notes("ab", 1, "a#1", [(1000, 1)] * 10),
+        *nixl_notes.piece_notes("ab", 1, "a#1", runs_of([(1000, 1)] * 10)),
         nixl_notes.encode(card),
     ]
     chance = random.Random(4)
@@ -435,26 +331,26 @@ def test_invalid_notes_are_rejected() -> None:
             )
 
 
-def test_runs() -> None:
-    assert nixl_notes.merged([(0, 4), (4, 4), (10, 2)]) == [(0, 8), (10, 2)]
-    assert nixl_notes.cut([(0, 8), (100, 4)], [(50, 3), (60, 9)]) == (
-        [(0, 3), (3, 5), (100, 4)],
-        [(50, 3), (60, 5), (65, 4)],
-    )
-    regions = nixl_notes.joined_regions([(4, 4), (100, 1), (0, 4)])
-    assert regions == [(0, 8), (100, 1)]
-    assert nixl_notes.is_inside([(5, 3), (0, 8), (100, 1)], regions)
-    for run in ((5, 4), (8, 1), (2**62, 2**40), (99, 1)):
-        assert not nixl_notes.is_inside([run], regions)
-    long = [(at * 10, 5) for at in range(7000)]
-    said = [
-        nixl_notes.decode_sender_note(note) for note in nixl_notes.piece_notes("ab", 1, "a#1", long)
-    ]
-    assert [run for note in said for run in note.runs] == long  # type: ignore[union-attr]
-    assert (
-        max(map(len, nixl_notes.piece_notes("a" * 256, 1, "a" * 256, [(2**62 - 1, 2**40)] * 7000)))
-        < nixl_notes.MAX_NOTE_BYTES
-    )
+def test_runs_travel_in_notes() -> None:
+    runs = runs_of((index * 10, 5) for index in range(7000))
+    encoded = nixl_notes.piece_notes("ab", 1, "a#1", runs)
+    parts = [nixl_notes.decode_sender_note(note) for note in encoded]
+    decoded = [nixl_notes.decode_runs(part) for part in parts]  # type: ignore[arg-type]
+    assert (np.concatenate(decoded) == runs).all()
+    largest = runs_of([(2**62 - 1, 2**40)] * 7000)
+    longest = nixl_notes.piece_notes("a" * 256, 2**31, "a" * 256, largest)
+    assert max(map(len, longest)) < nixl_notes.MAX_NOTE_BYTES
+
+
+@pytest.mark.parametrize("run", [(-1, 1), (2**62, 1), (0, 0), (0, 2**40 + 1), (5, -5)])
+def test_runs_that_no_memory_has_are_rejected(run: tuple[int, int]) -> None:
+    [encoded] = nixl_notes.piece_notes("ab", 1, "a#1", runs_of([(1, 1), run]))
+    note = nixl_notes.decode_sender_note(encoded)
+    assert isinstance(note, nixl_notes.PieceRuns)
+    with pytest.raises(BadMessage, match="a run that no memory has"):
+        nixl_notes.decode_runs(note)
+    with pytest.raises(BadMessage, match="15 bytes of runs"):
+        nixl_notes.decode_runs(msgspec.structs.replace(note, runs=note.runs[:15]))
 
 
 def test_environment_of_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,6 +358,19 @@ def test_environment_of_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nixl_agent.environment(Config(), {"UCX_TLS": "tcp"}) == {}
     assert nixl_agent.environment(Config(host="10.0.0.1"), {}) == {"UCX_TLS": "^tcp"}
     assert nixl_agent.environment(Config(host="10.0.0.1", transport="nixl"), {}) == {}
+
+
+def test_environment_of_ucx_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = MemoryPlace("VRAM", 1)
+    config = Config(host="10.0.0.1")
+    reads = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y"}
+    monkeypatch.setattr(nixl_agent, "rdma_devices", lambda: [])
+    assert nixl_agent.environment(config, {}, gpu) == {**reads, "UCX_NET_DEVICES": "lo"}
+    monkeypatch.setattr(nixl_agent, "rdma_devices", lambda: ["mlx5_0"])
+    assert nixl_agent.environment(config, {}, gpu) == {**reads, "UCX_TLS": "^tcp"}
+    assert nixl_agent.environment(config, {"UCX_TLS": "rc,cuda"}, gpu) == reads
+    of_user = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "n", "UCX_TLS": "rc,cuda"}
+    assert nixl_agent.environment(config, of_user, gpu) == {}
 
 
 def test_two_agents_made_at_once_are_both_kept_to_the_loopback(
@@ -473,6 +382,7 @@ def test_two_agents_made_at_once_are_both_kept_to_the_loopback(
     """
     for name in ("UCX_TLS", "UCX_NET_DEVICES"):
         monkeypatch.delenv(name, raising=False)
+    ours = memory(8, 1)
     told: list[str | None] = []
     waiting = threading.Semaphore(0)  # how many have come as far as the lock
 
@@ -495,7 +405,7 @@ def test_two_agents_made_at_once_are_both_kept_to_the_loopback(
     api = SimpleNamespace(nixl_agent=make_agent, nixl_agent_config=lambda **_: None)
     monkeypatch.setattr(nixl_agent, "_environment_lock", Lock())
     monkeypatch.setattr(nixl_agent.importlib, "import_module", lambda _: api)
-    make = lambda: nixl_agent.Agent("a", Config(), [])  # noqa: E731
+    make = lambda: nixl_agent.Agent("a", Config(), ours)  # noqa: E731
     jobs = [threading.Thread(target=make) for _ in range(2)]
     for job in jobs:
         job.start()

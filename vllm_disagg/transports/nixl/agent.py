@@ -11,6 +11,9 @@ found):
   (`close`), nothing can be written any more.
 * UCX authenticates no peer. So UCX is restricted to the loopback or to RDMA devices, unless the
   user has set UCX's variables (`environment`).
+* Between two GPUs of one machine UCX copies by CUDA's own means (cuda_ipc), and still needs TCP or
+  RDMA to set the connection up: its shared memory cannot report a peer that has died.
+* A GPU may go on with copies when UCX is gone, so `close` waits for the device as well.
 """
 
 from __future__ import annotations
@@ -25,22 +28,23 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import zmq
 
 from ...config import Config
-from ...kv.memory import FRAME_BYTES
-from .notes import Run
+from ...kv.memory import FRAME_BYTES, ByteBuffer, DirectMemory, MemoryPlace
+from ...kv.runs import Runs, joined, runs_of
 
 RDMA_DEVICES_PATH = Path("/sys/class/infiniband")
 AGENT_GONE_SECONDS = 5.0  # until a closed agent must have no reference any more
 AGENT_GONE_POLL_SECONDS = 0.02
 SPEED_TEST_MILLISECONDS = 2000  # after which measuring ZMQ fails
+IN_HOST_MEMORY = MemoryPlace()
+ZERO_COPY_READS = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
 
 _environment_lock = threading.Lock()
 T = TypeVar("T")
@@ -50,14 +54,15 @@ class NixlError(Exception):
     """A failure of NIXL or UCX; the text is the library's."""
 
 
-def unavailable_reason(config: Config) -> str:
+def unavailable_reason(config: Config, kv_device: str) -> str:
     """Returns why NIXL is not used here; empty where it can be."""
     if importlib.util.find_spec("nixl") is None:
         return "nixl is not installed (pip install 'vllm-disagg[nixl]')"
     if config.encrypt_data:
         return "encrypt_data is on, and NIXL does not encrypt"
-    # The operator has chosen NIXL, with what UCX accepts from strangers; `auto` must not.
-    if config.transport != "auto":
+    # The operator has chosen NIXL, with what UCX accepts from strangers; `auto` must not. On a GPU
+    # it does: the others are slower by far there, and only this machine reaches UCX's port.
+    if config.transport != "auto" or kv_device != "cpu":
         return ""
     tcp_is_better = "TCP is as fast here, and accepts only receivers with a token"
     if not rdma_devices():
@@ -72,15 +77,34 @@ def rdma_devices() -> list[str]:
     return sorted(os.listdir(RDMA_DEVICES_PATH)) if RDMA_DEVICES_PATH.is_dir() else []
 
 
-def environment(config: Config, given: Mapping[str, str]) -> dict[str, str]:
-    """Returns environment variables for UCX; none if the user has set its transports or devices."""
-    # One of ours beside one of the user's could leave UCX without any transport.
+def environment(
+    config: Config,
+    given: Mapping[str, str],
+    place: MemoryPlace = IN_HOST_MEMORY,
+) -> dict[str, str]:
+    """Returns environment variables for UCX, beside those that the user has `given`."""
+    settings = _allowed_transports(config, given, place)
+    # Without NVLink UCX emulates reads between GPUs, through host memory and with the peer's help.
+    if place.kind == "VRAM" and ZERO_COPY_READS not in given:
+        settings[ZERO_COPY_READS] = "y"
+    return settings
+
+
+def _allowed_transports(
+    config: Config, given: Mapping[str, str], place: MemoryPlace
+) -> dict[str, str]:
+    # None if the user has set one: one of ours beside it could leave UCX without any transport.
     if "UCX_TLS" in given or "UCX_NET_DEVICES" in given:
         return {}
     if ipaddress.ip_address(config.host).is_loopback:
         return {"UCX_NET_DEVICES": "lo"}
+    if config.transport != "auto":
+        return {}
+    # UCX would have no transport at all. GPUs of this machine are reached all the same.
+    if place.kind == "VRAM" and not rdma_devices():
+        return {"UCX_NET_DEVICES": "lo"}
     # All transports but TCP, which would listen on every interface and serve any host's reads.
-    return {"UCX_TLS": "^tcp"} if config.transport == "auto" else {}
+    return {"UCX_TLS": "^tcp"}
 
 
 class Read:
@@ -99,27 +123,43 @@ class Agent:
 
     # One thread, because NIXL takes no locks in an agent without a listener (sync mode NONE).
 
-    def __init__(self, name: str, config: Config, regions: Sequence[Run]) -> None:
+    def __init__(self, name: str, config: Config, memory: DirectMemory) -> None:
         self.name = name
-        self.regions = list(regions)
+        self.place = memory.place
+        # One each for the whole backing storage, however many layers it holds: registering pins
+        # pages, and costs a network card an entry.
+        self.regions = joined(memory.regions())
+        self._memory = memory
+        memory.prepare_thread()
         # Imported here: the package is optional, and importing it loads UCX.
-        with _nixl_errors(), _ucx_environment(config):
+        with _nixl_errors(), _ucx_environment(config, memory.place):
             api = importlib.import_module("nixl._api")
             settings = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
             self._agent: Any = api.nixl_agent(name, settings)
             if "UCX" not in self._agent.backends:
                 raise NixlError("this build of NIXL has no UCX")
-            self._agent.register_memory([(*region, 0, "") for region in regions], "DRAM")
-        # Registered besides the regions. Referred to until the agent is gone: numpy would free
-        # memory into which UCX may still write.
-        self._buffers: list[npt.NDArray[np.uint8]] = []
+            self._register(self.regions)
+        # Registered besides the regions. Referred to until the agent is gone: their memory would
+        # be freed while UCX may still write into it.
+        self._buffers: list[ByteBuffer] = []
         self._open: set[Read] = set()
 
-    def buffer(self, size: int) -> npt.NDArray[np.uint8]:
+    def _register(self, regions: Runs) -> None:
+        place = self.place
+        rows = [(address, size, place.device, "") for address, size in regions.tolist()]
+        try:
+            self._agent.register_memory(rows, place.kind)
+        except Exception as error:
+            where = f"{int(regions[:, 1].sum())} bytes of {place.kind} {place.device}"
+            needs = ": UCX needs CUDA, and a GPU whose memory other processes may map (not MIG)"
+            hint = needs if place.kind == "VRAM" else ""
+            raise NixlError(f"UCX does not register {where} ({error}){hint}") from None
+
+    def buffer(self, size: int) -> ByteBuffer:
         """Returns new memory, registered as long as the agent exists."""
-        made = np.zeros(size, np.uint8)
         with _nixl_errors():
-            self._agent.register_memory([(made.ctypes.data, size, 0, "")], "DRAM")
+            made = self._memory.new_buffer(size)
+            self._register(runs_of([(made.address, size)]))
         self._buffers.append(made)
         return made
 
@@ -141,21 +181,16 @@ class Agent:
         with contextlib.suppress(NixlError), _nixl_errors():
             self._agent.remove_remote_agent(peer)
 
-    def read(self, peer: str, local: Sequence[Run], remote: Sequence[Run]) -> Read | None:
-        """Starts to read the peer's runs into local ones of the same lengths, pair by pair.
+    def read(self, peer: str, local: Runs, remote: Runs, place: MemoryPlace) -> Read | None:
+        """Starts to read the peer's runs, which are at `place`, into local ones, pair by pair.
 
-        Returns None if the read has ended already. Raises NixlRefused before anything was posted,
-        any other NixlError after.
+        Both have the same lengths. Returns None if the read has ended already. Raises NixlRefused
+        before anything was posted, any other NixlError after.
         """
         # Until `transfer` nothing is posted, so a failure up to there costs this read only, and not
         # the whole agent.
         try:
-            with _nixl_errors():
-                local_descriptors = self._agent.get_xfer_descs(_descriptors(local), "DRAM")
-                remote_descriptors = self._agent.get_xfer_descs(_descriptors(remote), "DRAM")
-                handle = self._agent.initialize_xfer(
-                    "READ", local_descriptors, remote_descriptors, peer
-                )
+            handle = self.request(peer, local, remote, place)
         except NixlError as error:
             raise NixlRefused(str(error)) from None
         read = Read(handle)
@@ -163,6 +198,22 @@ class Agent:
         self._open.add(read)
         with _nixl_errors():
             return None if self._ended(read, self._agent.transfer(handle)) else read
+
+    def request(self, peer: str, local: Runs, remote: Runs, place: MemoryPlace) -> Any:
+        """Returns NIXL's handle of a read that is not posted; see `read`."""
+        # No prepared lists of all blocks: they save a tenth of a millisecond of 8,192 descriptors
+        # (benchmarks/gpu_descriptors.py), and both ends would have to lay blocks out alike.
+        with _nixl_errors():
+            local_descriptors = self._descriptors(local, self.place)
+            remote_descriptors = self._descriptors(remote, place)
+            return self._agent.initialize_xfer("READ", local_descriptors, remote_descriptors, peer)
+
+    def _descriptors(self, runs: Runs, place: MemoryPlace) -> Any:
+        # Of an array: of a list of tuples each number would be converted as a Python object.
+        rows = np.empty((len(runs), 3), np.uint64)
+        rows[:, :2] = runs
+        rows[:, 2] = place.device
+        return self._agent.get_xfer_descs(rows, place.kind)
 
     def is_done(self, read: Read) -> bool:
         """Returns whether a read has ended well.
@@ -193,6 +244,7 @@ class Agent:
 
         May take long, or for ever. Raises NixlError if the agent is still referred to.
         """
+        self._memory.prepare_thread()
         for read in self._open:
             # Raises for an active read. One that cannot be cancelled ends with the agent.
             with contextlib.suppress(NixlError), _nixl_errors():
@@ -210,6 +262,8 @@ class Agent:
             if time.monotonic() > end:
                 raise NixlError("NIXL's agent is still in use")
             time.sleep(AGENT_GONE_POLL_SECONDS)
+        # UCX does not wait for copies that a GPU has begun.
+        self._memory.wait_for_device()
         # After the agent only: until then UCX may write there.
         self._buffers.clear()
 
@@ -289,14 +343,6 @@ def zmq_speed(size: int = 8 << 20, times: int = 3) -> float:
     return size / best_seconds
 
 
-def _descriptors(runs: Sequence[Run]) -> npt.NDArray[np.uint64]:
-    """Returns NIXL's rows of (address, bytes, device)."""
-    # An array: of a list of tuples each number would be converted as a Python object.
-    rows = np.zeros((len(runs), 3), np.uint64)
-    rows[:, :2] = runs
-    return rows
-
-
 @contextlib.contextmanager
 def _nixl_errors() -> Iterator[None]:
     """Turns all exceptions of the library, which have no common base, into NixlError."""
@@ -309,14 +355,14 @@ def _nixl_errors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _ucx_environment(config: Config) -> Iterator[None]:
+def _ucx_environment(config: Config, place: MemoryPlace) -> Iterator[None]:
     """Sets UCX's variables while an agent is made: UCX reads them then, and never again.
 
     Other users of UCX in this process keep their settings. The user's variables are read with the
     lock held; otherwise another agent's settings would look like the user's.
     """
     with _environment_lock:
-        settings = environment(config, os.environ)
+        settings = environment(config, os.environ, place)
         os.environ.update(settings)
         try:
             yield

@@ -13,26 +13,30 @@ A *run* is a contiguous range of memory: (address, bytes).
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from operator import itemgetter
 from typing import Annotated, TypeVar
 
 import msgspec
+import numpy as np
 
 from ...errors import BadMessage
+from ...kv.memory import MemoryPlace
+from ...kv.runs import Runs, are_inside, joined, runs_of
 from ...protocol.messages import MAX_NOTE_BYTES, Count, Name
 
 TEST_REGION_BYTES = 4 << 20  # by which a receiver measures the path
 # At both ends of the test region. By the nonce a receiver checks that it reads the right process.
 NONCE_BYTES = 16
-MAX_RUNS_PER_NOTE = 3000  # two numbers of at most 9 bytes each, with room to spare
 # Of an AgentInfo or a piece. It bounds what a receiver collects before the last part has come.
 MAX_PARTS = 256
-NOTE_OVERHEAD_BYTES = 256
+NOTE_OVERHEAD_BYTES = 1024  # two names and some numbers
+RUN_FORMAT = np.dtype("<i8")  # of each of the two numbers of a run in PieceRuns
+RUN_BYTES = 2 * RUN_FORMAT.itemsize
+MAX_RUNS_PER_NOTE = (MAX_NOTE_BYTES - NOTE_OVERHEAD_BYTES) // RUN_BYTES
 # The limits keep address + bytes below 2**63: NIXL adds them in 64 bits.
-RunAddress = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
-RunBytes = Annotated[int, msgspec.Meta(gt=0, le=2**40)]
+ADDRESS_LIMIT = 2**62
+MAX_RUN_BYTES = 2**40
+RunAddress = Annotated[int, msgspec.Meta(ge=0, lt=ADDRESS_LIMIT)]
+RunBytes = Annotated[int, msgspec.Meta(gt=0, le=MAX_RUN_BYTES)]
 Run = tuple[RunAddress, RunBytes]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=MAX_PARTS)]
 Parts = Annotated[int, msgspec.Meta(gt=0, le=MAX_PARTS)]
@@ -80,8 +84,11 @@ class NixlUnavailable(msgspec.Struct, frozen=True, tag="cannot"):
     reason: Annotated[str, msgspec.Meta(max_length=1000)]
 
 
-class PieceRuns(msgspec.Struct, frozen=True, tag="lies"):
-    """Part `index` of `count` of a piece's runs, in the memory of this agent."""
+class PieceRuns(msgspec.Struct, frozen=True, tag="runs"):
+    """Part `index` of `count` of a piece's runs, in the memory of this agent.
+
+    `runs` has two numbers a run, in RUN_FORMAT.
+    """
 
     transfer: Name
     number: Count
@@ -89,13 +96,15 @@ class PieceRuns(msgspec.Struct, frozen=True, tag="lies"):
     agent: Name
     index: Index
     count: Parts
-    runs: Annotated[list[Run], msgspec.Meta(max_length=MAX_RUNS_PER_NOTE)]
+    # Bytes, because decoding thousands of pairs of Python's integers takes milliseconds.
+    runs: bytes
 
 
 class AgentInfo(msgspec.Struct, frozen=True):
     """An agent that may be read from.
 
-    `regions` are registered memory, as `joined_regions` makes them. `test` is the test region.
+    `regions` are registered memory, as `joined` makes them. `test` is the test region. Both are at
+    `place`.
     """
 
     agent: Name
@@ -104,6 +113,7 @@ class AgentInfo(msgspec.Struct, frozen=True):
     regions: Annotated[list[Run], msgspec.Meta(max_length=100_000)]
     test: Run
     nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+    place: MemoryPlace = MemoryPlace()
 
 
 ReceiverNote = NixlHello | ProbeLook | ProbeProgress
@@ -135,15 +145,32 @@ def decode_agent_info(data: bytes, sender: str) -> AgentInfo:
     # place.
     if not info.agent.startswith(f"{sender}#"):
         raise BadMessage(f"an agent {info.agent!r} from {sender}")
-    # Joined again here, because `is_inside` needs the order and a peer may send any.
-    regions = joined_regions(info.regions)
-    info = msgspec.structs.replace(info, regions=regions)
     # Of this very size: the peer must not choose how much memory a test read takes here.
     _, test_bytes = info.test
-    is_registered = is_inside([info.test], info.regions)
+    is_registered = are_inside(runs_of([info.test]), registered(info))
     if test_bytes != TEST_REGION_BYTES or not is_registered:
         raise BadMessage(f"a test region that {sender} has not registered")
     return info
+
+
+def registered(info: AgentInfo) -> Runs:
+    """Returns the registered memory of an agent, in order of address."""
+    # Joined again here: `are_inside` needs the order, and a peer may send any.
+    return joined(runs_of(info.regions))
+
+
+def decode_runs(note: PieceRuns) -> Runs:
+    """Returns the runs of a note. Raises BadMessage for lengths that no memory has."""
+    if len(note.runs) % RUN_BYTES:
+        raise BadMessage(f"NIXL's note: {len(note.runs)} bytes of runs")
+    runs = np.frombuffer(note.runs, RUN_FORMAT).reshape(-1, 2).astype(np.int64)
+    addresses = runs[:, 0]
+    sizes = runs[:, 1]
+    has_address = (addresses >= 0) & (addresses < ADDRESS_LIMIT)
+    has_size = (sizes > 0) & (sizes <= MAX_RUN_BYTES)
+    if not (has_address & has_size).all():
+        raise BadMessage("NIXL's note: a run that no memory has")
+    return runs
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
@@ -169,76 +196,13 @@ def agent_info_notes(attempt: int, info: AgentInfo) -> list[bytes]:
     return made
 
 
-def piece_notes(transfer: str, number: int, agent: str, runs: Sequence[Run]) -> list[bytes]:
+def piece_notes(transfer: str, number: int, agent: str, runs: Runs) -> list[bytes]:
     """Returns a piece's runs as encoded PieceRuns notes."""
     count = -(-len(runs) // MAX_RUNS_PER_NOTE)
     made = []
     for index in range(count):
         first = index * MAX_RUNS_PER_NOTE
-        part = list(runs[first : first + MAX_RUNS_PER_NOTE])
-        note = PieceRuns(transfer, number, agent, index, count, part)
+        part = runs[first : first + MAX_RUNS_PER_NOTE].astype(RUN_FORMAT)
+        note = PieceRuns(transfer, number, agent, index, count, part.tobytes())
         made.append(encode(note))
     return made
-
-
-def merged(runs: Iterable[Run]) -> list[Run]:
-    """Joins each run with the one before it where they touch; the order stays."""
-    # Fewer and longer runs are faster (docs/benchmarks/transports.md). They are not sorted, because
-    # their order is that of the bytes on the wire.
-    made: list[Run] = []
-    for address, size in runs:
-        last_address, last_size = made[-1] if made else (0, 0)
-        if made and last_address + last_size == address:
-            made[-1] = (last_address, last_size + size)
-        else:
-            made.append((address, size))
-    return made
-
-
-def cut(local: Sequence[Run], remote: Sequence[Run]) -> tuple[list[Run], list[Run]]:
-    """Cuts both lists to common lengths, pair by pair. They must have equal bytes in total."""
-    # NIXL reads descriptor by descriptor, each into one of the same length. The two engines may
-    # have scattered the piece's blocks differently.
-    local_runs = []
-    remote_runs = []
-    for local_address, remote_address, size in _common_cuts(local, remote):
-        local_runs.append((local_address, size))
-        remote_runs.append((remote_address, size))
-    return local_runs, remote_runs
-
-
-def _common_cuts(local: Sequence[Run], remote: Sequence[Run]) -> Iterator[tuple[int, int, int]]:
-    """Yields (local address, remote address, bytes)."""
-    remote_runs = iter(remote)
-    remote_address = 0
-    remote_bytes = 0
-    for local_address, local_bytes in local:
-        while local_bytes:
-            if not remote_bytes:
-                remote_address, remote_bytes = next(remote_runs)
-            step = min(local_bytes, remote_bytes)
-            yield local_address, remote_address, step
-            local_address += step
-            remote_address += step
-            local_bytes -= step
-            remote_bytes -= step
-
-
-def joined_regions(regions: Iterable[Run]) -> list[Run]:
-    """Returns the regions in order of address; regions that touch become one."""
-    # Joined, because `merged` joins the runs of a piece too: one run may cover two planes that
-    # follow each other in memory.
-    return merged(sorted(regions))
-
-
-def is_inside(runs: Iterable[Run], regions: Sequence[Run]) -> bool:
-    """Returns whether each run is within one of the regions, which `joined_regions` made."""
-    for address, size in runs:
-        # The last region that begins at the address or before it.
-        index = bisect_right(regions, address, key=itemgetter(0)) - 1
-        if index < 0:
-            return False
-        region_address, region_size = regions[index]
-        if address + size > region_address + region_size:
-            return False
-    return True

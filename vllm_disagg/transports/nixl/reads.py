@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
+from ...kv.memory import ByteBuffer, MemoryPlace
+from ...kv.runs import Runs, total_bytes
 from ...protocol.events import PostRead
 from .agent import Agent, Job, NixlError, NixlRefused, Read
-from .notes import TEST_REGION_BYTES, Run
+from .notes import TEST_REGION_BYTES
 
 log = logging.getLogger("vllm_disagg.nixl")
 
@@ -27,7 +26,14 @@ MIN_BYTES_PER_SECOND = 20e6
 PAUSE_SECONDS = 1.0  # between two looks at reads; longer means that this process was paused
 POLL_SECONDS = 0.001  # between two looks at an open read
 
-Buffer = npt.NDArray[np.uint8]
+
+@dataclass(frozen=True)
+class RemotePeer:
+    """A peer to read from: its worker, its agent, and the place of its memory."""
+
+    source: str
+    agent: str
+    place: MemoryPlace
 
 
 class ReadFailed(NixlError):
@@ -49,7 +55,7 @@ class OpenRead:
     started_at: float
     deadline: float
     posted: PostRead | None
-    buffer: Buffer | None
+    buffer: ByteBuffer | None
     read: Read | None = None
 
 
@@ -61,28 +67,28 @@ class Reads:
         self.open: list[OpenRead] = []
         self._peer_timeout = peer_timeout
         self._looked_at = 0.0  # time of the last `ended`
-        self._buffers: list[Buffer] = []  # registered and free
+        self._buffers: list[ByteBuffer] = []  # registered and free
 
     def begin(
         self,
-        source: str,
-        peer: str,
-        runs: tuple[Sequence[Run], Sequence[Run]],
+        peer: RemotePeer,
+        runs: tuple[Runs, Runs],
         posted: PostRead | None,
-        buffer: Buffer | None,
+        buffer: ByteBuffer | None,
     ) -> OpenRead:
         """Starts a read; `runs` are (local, remote), of common lengths.
 
         Raises NixlRefused if nothing was read, and ReadFailed if the whole agent must be closed.
         """
         started_at = time.monotonic()
-        size = sum(size for _, size in runs[0])
+        local, remote = runs
+        size = total_bytes(local)
         # The reads before this one may take the path's whole rate.
         bytes_ahead = sum(opened.size for opened in self.open)
         deadline = started_at + self._peer_timeout + (size + bytes_ahead) / MIN_BYTES_PER_SECOND
-        opened = OpenRead(source, size, started_at, deadline, posted, buffer)
+        opened = OpenRead(peer.source, size, started_at, deadline, posted, buffer)
         try:
-            opened.read = self.agent.read(peer, *runs)
+            opened.read = self.agent.read(peer.agent, local, remote, peer.place)
         # Nothing was posted: this read is over, and the agent stays in use.
         except NixlRefused:
             raise
@@ -91,7 +97,7 @@ class Reads:
             # has no handle here: `Agent.close` releases the one that it has kept.
             opened.read = Read(None)
             self.open.append(opened)
-            raise ReadFailed(f"reading from {source} failed ({error})") from None
+            raise ReadFailed(f"reading from {peer.source} failed ({error})") from None
         # None: it has ended within the call, as reads through shared memory do.
         if opened.read is not None:
             self.open.append(opened)
@@ -128,7 +134,7 @@ class Reads:
         latest = max(opened.started_at for opened in self.open)
         return now if now - latest < POLL_SECONDS else now + POLL_SECONDS
 
-    def take_buffer(self, size: int) -> Buffer | None:
+    def take_buffer(self, size: int) -> ByteBuffer | None:
         """Returns registered memory of at least `size` bytes, or None if registering fails.
 
         `give_back` must follow.
@@ -145,7 +151,7 @@ class Reads:
             log.warning("nixl: registering %d bytes failed: %s", size, error)
             return None
 
-    def give_back(self, buffer: Buffer | None) -> None:
+    def give_back(self, buffer: ByteBuffer | None) -> None:
         """Makes a buffer free for other reads."""
         if buffer is not None:
             self._buffers.append(buffer)

@@ -8,10 +8,9 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
-import numpy as np
-
 from ...errors import BadMessage
-from ...kv.memory import HostMemory
+from ...kv.memory import DirectMemory
+from ...kv.runs import merged, total_bytes
 from ...protocol.events import SendCompleted, SendPiece
 from ..base import DriverPort
 from . import notes
@@ -35,7 +34,7 @@ class NixlSender:
     that UCX was let work; `_help_until` is when that ends.
     """
 
-    def __init__(self, port: DriverPort, memory: HostMemory) -> None:
+    def __init__(self, port: DriverPort, memory: DirectMemory) -> None:
         self._port = port
         self._memory = memory
         # At once, not at the first hello: beside busy engines UCX takes several seconds to start.
@@ -65,11 +64,11 @@ class NixlSender:
             log.warning("nixl: no agent yet; a piece for %s is lost", piece.reader)
             return
         agent, _ = ready
-        runs = notes.merged(self._memory.runs(piece.extent, piece.blocks))
+        runs = merged(self._memory.runs(piece.extent, piece.blocks))
         encoded = notes.piece_notes(piece.transfer, piece.number, agent.name, runs)
         for note in encoded:
             self._port.send_to_receiver(piece.reader, note)
-        self._port.counters.bytes_sent += sum(size for _, size in runs)
+        self._port.counters.bytes_sent += total_bytes(runs)
 
     def on_receiver_note(self, receiver: str, data: bytes) -> None:
         """Handles a note of a receiver; a NixlHello is answered by `poll_events`."""
@@ -102,21 +101,27 @@ class NixlSender:
 
     def _make_agent(self) -> tuple[Agent, notes.AgentInfo]:
         """Makes the agent and its test region, with the nonce at both ends. Takes seconds."""
-        regions = notes.joined_regions(self._memory.regions())
         # The name begins with the worker's, which receivers check. The rest is new for each agent,
         # because an earlier one may have failed half-way.
         name = f"{self._port.name}#{os.urandom(4).hex()}"
-        agent = Agent(name, self._port.config, regions)
+        agent = Agent(name, self._port.config, self._memory)
         nonce = os.urandom(notes.NONCE_BYTES)
         test = agent.buffer(notes.TEST_REGION_BYTES)
         # At both ends, so that a read of the whole region proves that its end came too.
-        marker = np.frombuffer(nonce, np.uint8)
-        test[: notes.NONCE_BYTES] = marker
-        test[-notes.NONCE_BYTES :] = marker
-        run = (test.ctypes.data, notes.TEST_REGION_BYTES)
+        test.store(0, nonce)
+        test.store(notes.TEST_REGION_BYTES - notes.NONCE_BYTES, nonce)
+        run = (test.address, notes.TEST_REGION_BYTES)
+        regions = [(address, size) for address, size in agent.regions.tolist()]
         # The metadata comes last: it holds only what is registered by then.
         metadata = agent.metadata()
-        info = notes.AgentInfo(agent.name, metadata, [*regions, run], run, nonce)
+        info = notes.AgentInfo(
+            agent=agent.name,
+            metadata=metadata,
+            regions=[*regions, run],
+            test=run,
+            nonce=nonce,
+            place=agent.place,
+        )
         return agent, info
 
     def poll_events(self) -> Iterator[SendCompleted]:

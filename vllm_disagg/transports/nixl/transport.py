@@ -42,9 +42,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+import numpy as np
+
 from ...config import Config
-from ...errors import BadMessage
-from ...kv.memory import HostMemory
+from ...errors import BadMessage, CopyFailed
+from ...kv.memory import ByteBuffer, DirectMemory, MemoryPlace
+from ...kv.runs import Runs, are_inside, cut, merged, no_runs, runs_of, total_bytes
 from ...protocol.events import (
     PostRead,
     ReadCompleted,
@@ -52,11 +55,13 @@ from ...protocol.events import (
     SendPiece,
     TransportChanged,
 )
+from ...protocol.messages import MAX_PIECE_BYTES
 from ...protocol.peers import WorkerInfo
 from ..base import DriverPort, TransportEvent, retry_pause
 from ..posted_reads import PostedReads
 from . import notes
 from .agent import (
+    ZERO_COPY_READS,
     Agent,
     Job,
     NixlError,
@@ -65,9 +70,8 @@ from .agent import (
     unavailable_reason,
     zmq_speed,
 )
-from .notes import Run
 from .path import UNAIDED_READ_SECONDS, OneSidedProbe, ProbeAction, ProbeStep
-from .reads import Buffer, Closings, OpenRead, ReadFailed, Reads
+from .reads import Closings, OpenRead, ReadFailed, Reads, RemotePeer
 from .sender import PROGRESS_SECONDS, NixlSender
 
 log = logging.getLogger("vllm_disagg.nixl")
@@ -84,7 +88,7 @@ BYTES_PER_GIGABYTE = 1e9
 # Of a probe that has ended. `_decide` may then look at its result.
 DECIDED_STEPS = (ProbeStep.PROVED, ProbeStep.EMULATED)
 # Those that replace this project's own settings of UCX. An operator needs them to explain a path.
-UCX_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES")
+UCX_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES", ZERO_COPY_READS)
 
 
 class PathState(Enum):
@@ -115,9 +119,10 @@ class NixlSource:
     failures: int = 0
     parts: dict[int, bytes] = field(default_factory=dict)
     agent_info: notes.AgentInfo | None = None
+    regions: Runs = field(default_factory=no_runs)  # registered at that agent
     probe: OneSidedProbe | None = None
     help_asked_at: float = 0.0
-    runs: dict[tuple[str, int], dict[int, list[Run]]] = field(default_factory=dict)
+    runs: dict[tuple[str, int], dict[int, Runs]] = field(default_factory=dict)
 
 
 @dataclass
@@ -135,7 +140,7 @@ class _LocatedPiece:
     source: NixlSource
     transfer: str
     number: int
-    runs: list[Run]
+    runs: Runs
 
 
 class NixlTransport:
@@ -145,9 +150,8 @@ class NixlTransport:
     """
 
     def __init__(self, port: DriverPort) -> None:
-        # Agents register memory as DRAM (agent.py).
-        if not isinstance(port.memory, HostMemory):
-            raise TypeError("NIXL is used for KV in host memory only")
+        if not isinstance(port.memory, DirectMemory):
+            raise TypeError("NIXL needs KV that is read and written by address")
         self._port = port
         self._memory = port.memory
         self._sender = NixlSender(port, port.memory)
@@ -161,6 +165,14 @@ class NixlTransport:
         self._posted = PostedReads()
         self._events: deque[TransportChanged] = deque()
         self._closings = Closings()
+
+    @property
+    def _is_on_gpu(self) -> bool:
+        return self._memory.place.kind == "VRAM"
+
+    @property
+    def _means(self) -> str:
+        return _devices(self._memory.place)
 
     # Sending half ---------------------------------------------------------------------------------
     def send(self, piece: SendPiece) -> None:
@@ -205,14 +217,14 @@ class NixlTransport:
 
     def _make_agent(self) -> NixlReady:
         """Measures ZMQ and makes the agent for reading. Takes seconds."""
-        # Here, because it blocks: the driver's thread must not wait for it.
-        speed = zmq_speed()
-        # All blocks, once: a read may write into any of them.
-        regions = notes.joined_regions(self._memory.regions())
+        # Here, because it blocks: the driver's thread must not wait for it. Not on a GPU, where ZMQ
+        # takes two more copies through host memory.
+        speed = 0.0 if self._is_on_gpu else zmq_speed()
         # Another name for each agent: an earlier one may still be closing.
         name = f"{self._port.name}#reads-{os.urandom(4).hex()}"
         config = self._port.config
-        agent = Agent(name, config, regions)
+        # With all blocks: a read may write into any of them.
+        agent = Agent(name, config, self._memory)
         reads = Reads(agent, config.peer_timeout)
         return NixlReady(reads, speed)
 
@@ -260,7 +272,10 @@ class NixlTransport:
         if was_up:
             fallback = self._port.fallback_address
             self._events.append(TransportChanged(source.name, fallback))
-        log.warning("nixl: %s not reached by NIXL, retry in %.0f s: %s", source.name, pause, reason)
+        message = "nixl: %s not reached by NIXL, retry in %.0f s%s: %s"
+        # On a GPU no other transport of this worker is as good, and the operator must see the cost.
+        consequence = "; its KV comes through host memory" if self._is_on_gpu else ""
+        log.warning(message, source.name, pause, consequence, reason)
 
     def on_sender_note(self, sender: str, data: bytes) -> None:
         """Handles a note of a sender; an invalid one takes the path down."""
@@ -314,13 +329,14 @@ class NixlTransport:
         try:
             peer = agent.add(info.metadata)
         except NixlError as error:
-            self._lose(source, f"UCX finds no path to the peer ({error}); {_devices()}")
+            self._lose(source, f"UCX finds no path to the peer ({error}); {self._means}")
             return
         # The metadata names another agent than the note that carries it.
         if peer != info.agent:
             agent.remove(peer)
             raise BadMessage(f"metadata of {peer!r} for {info.agent!r}")
         source.agent_info = info
+        source.regions = notes.registered(info)
         source.state = PathState.TRYING
         source.probe = OneSidedProbe(time.monotonic())
 
@@ -353,8 +369,15 @@ class NixlTransport:
             self._lose(source, "registering memory for the test read failed")
             return
         # An earlier read may have left the nonce in this buffer.
-        buffer[:size] = 0
-        runs = ([(buffer.ctypes.data, size)], [(address, size)])
+        nothing = bytes(notes.NONCE_BYTES)
+        try:
+            buffer.store(0, nothing)
+            buffer.store(size - notes.NONCE_BYTES, nothing)
+        except CopyFailed as error:
+            self._ready.reads.give_back(buffer)
+            self._lose(source, str(error))
+            return
+        runs = (runs_of([(buffer.address, size)]), runs_of([(address, size)]))
         opened = self._read(source, runs, None, buffer)
         # Ended within the call. An open one ends in `_poll_reads`.
         if opened is not None and opened.read is None:
@@ -372,9 +395,13 @@ class NixlTransport:
         nonce = source.agent_info.nonce
         # UCX authenticates no peer, so only the nonce, which came over the control channel, proves
         # whose memory this is. Of a small read both are the same bytes.
-        read_bytes = opened.buffer[: opened.size]
-        first = bytes(read_bytes[: notes.NONCE_BYTES])
-        last = bytes(read_bytes[-notes.NONCE_BYTES :])
+        end = opened.size - notes.NONCE_BYTES
+        try:
+            first = bytes(opened.buffer.load(0, notes.NONCE_BYTES))
+            last = bytes(opened.buffer.load(end, notes.NONCE_BYTES))
+        except CopyFailed as error:
+            self._lose(source, str(error))
+            return
         if first != nonce or last != nonce:
             self._lose(source, "the test read did not return the memory of that worker")
             return
@@ -389,28 +416,32 @@ class NixlTransport:
                 "a reader that dies would end the peer's process"
             )
             # The longest pause: the transports that UCX finds seldom change.
-            self._lose(source, f"{reason}; {_devices()}", pause=MAX_RETRY_SECONDS)
+            self._lose(source, f"{reason}; {self._means}", pause=MAX_RETRY_SECONDS)
             return
         zmq_speed = self._ready.zmq_bytes_per_second
         _, test_bytes = source.agent_info.test
         speed = test_bytes / probe.best_seconds
-        figures = (
-            f"NIXL reads {speed / BYTES_PER_GIGABYTE:.1f} GB/s, "
-            f"ZMQ moves {zmq_speed / BYTES_PER_GIGABYTE:.1f} GB/s here"
-        )
+        figures = f"NIXL reads {speed / BYTES_PER_GIGABYTE:.1f} GB/s"
+        if not self._is_on_gpu:
+            figures += f", ZMQ moves {zmq_speed / BYTES_PER_GIGABYTE:.1f} GB/s here"
         # With `nixl` the operator has decided, and gets a warning instead.
         if speed < zmq_speed and self._port.config.transport == "auto":
-            self._lose(source, f"{figures}; {_devices()}", pause=MAX_RETRY_SECONDS)
+            self._lose(source, f"{figures}; {self._means}", pause=MAX_RETRY_SECONDS)
             return
         connected = "nixl: connected; pieces of %s come by NIXL"
         if speed < zmq_speed:
             message = f"{connected}, although it is slow: %s; %s"
-            log.warning(message, source.name, figures, _devices())
+            log.warning(message, source.name, figures, self._means)
         else:
             log.info(f"{connected}: %s", source.name, figures)
         source.state = PathState.UP
         source.failures = 0
-        changed = TransportChanged(source.name, _address(source.agent_info))
+        changed = TransportChanged(
+            source=source.name,
+            address=_address(source.agent_info),
+            # On a GPU one read takes all that is final: its cost does not depend on the bytes.
+            piece_bytes=MAX_PIECE_BYTES if self._is_on_gpu else 0,
+        )
         self._events.append(changed)
 
     # Receiving half: pieces -----------------------------------------------------------------------
@@ -421,17 +452,16 @@ class NixlTransport:
         if source.state is not PathState.UP or info is None:
             return
         # There is no checksum that would notice bytes from elsewhere.
-        if note.agent != info.agent or not notes.is_inside(note.runs, info.regions):
+        note_runs = notes.decode_runs(note)
+        if note.agent != info.agent or not are_inside(note_runs, source.regions):
             raise BadMessage(f"piece {note.number} of {note.transfer} is outside registered memory")
         piece = (note.transfer, note.number)
         runs_by_index = source.runs.setdefault(piece, {})
-        runs_by_index[note.index] = note.runs
+        runs_by_index[note.index] = note_runs
         if len(runs_by_index) == note.count:
             del source.runs[piece]
             # In wire order, in which the receiver's own runs are cut to the same lengths.
-            runs: list[Run] = []
-            for index in sorted(runs_by_index):
-                runs.extend(runs_by_index[index])
+            runs = np.concatenate([runs_by_index[index] for index in sorted(runs_by_index)])
             # Read in `poll_events`: a read may end at once, and only `poll_events` yields that.
             located = _LocatedPiece(source, note.transfer, note.number, runs)
             self._located.append(located)
@@ -476,7 +506,7 @@ class NixlTransport:
     def _read_piece(
         self,
         source: NixlSource,
-        remote_runs: list[Run],
+        remote_runs: Runs,
         posted: PostRead,
     ) -> ReadStatus | None:
         """Starts to read a piece; returns how the read has ended, or None while it is open.
@@ -484,9 +514,9 @@ class NixlTransport:
         Reads straight into the blocks where both layouts agree, else into a registered buffer.
         """
         assert self._ready is not None
-        size = sum(size for _, size in remote_runs)
-        local_runs = notes.merged(self._memory.runs(posted.extent, posted.blocks))
-        local_bytes = sum(size for _, size in local_runs)
+        size = total_bytes(remote_runs)
+        local_runs = merged(self._memory.runs(posted.extent, posted.blocks))
+        local_bytes = total_bytes(local_runs)
         same_layout = posted.remote_layout is None
         # `cut` needs equal totals. The other limit is for a buffer, whose size the peer would
         # choose.
@@ -501,8 +531,8 @@ class NixlTransport:
             if buffer is None:
                 self._lose(source, f"registering {size} bytes for a read failed")
                 return ReadStatus.CANCELLED
-            local_runs = [(buffer.ctypes.data, size)]
-        runs = notes.cut(local_runs, remote_runs)
+            local_runs = runs_of([(buffer.address, size)])
+        runs = cut(local_runs, remote_runs)
         opened = self._read(source, runs, posted, buffer)
         # Refused: nothing was written, and the path is down. The receiver requests the piece anew.
         if opened is None:
@@ -514,16 +544,17 @@ class NixlTransport:
     def _read(
         self,
         source: NixlSource,
-        runs: tuple[list[Run], list[Run]],
+        runs: tuple[Runs, Runs],
         posted: PostRead | None,
-        buffer: Buffer | None,
+        buffer: ByteBuffer | None,
     ) -> OpenRead | None:
         """Starts a read, or returns None if nothing was read; `runs` are (local, remote)."""
         assert self._ready is not None and source.agent_info is not None
         reads = self._ready.reads
-        peer = source.agent_info.agent
+        info = source.agent_info
+        peer = RemotePeer(source.name, info.agent, info.place)
         try:
-            return reads.begin(source.name, peer, runs, posted, buffer)
+            return reads.begin(peer, runs, posted, buffer)
         except NixlRefused as error:
             self._lose(source, f"NIXL refused a read ({error})")
             # Free for others at once: nothing was posted that could still write into it.
@@ -540,19 +571,22 @@ class NixlTransport:
         # No checksum: it would cost the sender the pass over the bytes that one-sided reads save.
         ok = True
         if opened.buffer is not None:
-            frame = memoryview(opened.buffer[: opened.size])  # type: ignore[arg-type]
-            ok = self._memory.write(
-                posted.extent,
-                posted.blocks,
-                [frame],
-                posted.remote_layout,
-            )
+            ok = self._write_blocks(opened.buffer, opened.size, posted)
             if self._ready is not None:
                 self._ready.reads.give_back(opened.buffer)
         if not ok:
             return ReadStatus.DAMAGED
         self._port.counters.count_received("nixl", opened.size)
         return ReadStatus.WRITTEN
+
+    def _write_blocks(self, buffer: ByteBuffer, size: int, posted: PostRead) -> bool:
+        """Writes the bytes of a buffer into blocks of another layout; returns the success."""
+        try:
+            frame = buffer.load(0, size)
+        except CopyFailed as error:
+            log.warning("nixl: a piece of %s is lost: %s", posted.transfer, error)
+            return False
+        return self._memory.write(posted.extent, posted.blocks, [frame], posted.remote_layout)
 
     # Both halves ----------------------------------------------------------------------------------
     def poll_events(self, ready: Collection[object]) -> Iterator[TransportEvent]:
@@ -587,7 +621,7 @@ class NixlTransport:
             if source.state is not PathState.WAITING:
                 continue
             if making.result is None:
-                self._lose(source, f"no agent here ({making.error}); {_devices()}")
+                self._lose(source, f"no agent here ({making.error}); {self._means}")
             else:
                 self._begin(source, now)
 
@@ -725,9 +759,9 @@ class NixlTransport:
         self._closings.finish()
 
 
-def transport_factory(config: Config) -> Callable[[DriverPort], NixlTransport]:
+def transport_factory(config: Config, kv_device: str) -> Callable[[DriverPort], NixlTransport]:
     """Returns the maker of NIXL transports. Raises RuntimeError with the reason if it has none."""
-    reason = unavailable_reason(config)
+    reason = unavailable_reason(config, kv_device)
     if reason:
         raise RuntimeError(reason)
     return NixlTransport
@@ -739,11 +773,16 @@ def _address(info: notes.AgentInfo) -> str:
     return f"nixl:{info.agent}"
 
 
-def _devices() -> str:
-    """Returns, for log lines, this machine's RDMA devices and the user's settings of UCX."""
+def _devices(place: MemoryPlace) -> str:
+    """Returns, for log lines, what UCX can use here, and the user's settings of UCX."""
     devices = rdma_devices()
     if devices:
         found = f"RDMA devices here: {', '.join(devices)}"
+    elif place.kind == "VRAM":
+        found = (
+            f"there is no RDMA device here, so UCX can only copy from GPU to GPU within this "
+            f"machine (KV is on GPU {place.device}; not with MIG, nor from containers apart)"
+        )
     else:
         found = "there is no RDMA device here, so UCX can only take TCP to another machine"
     settings = [f"{name}={os.environ[name]}" for name in UCX_VARIABLES if name in os.environ]

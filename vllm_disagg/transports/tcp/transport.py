@@ -511,7 +511,7 @@ class TcpTransport:
                 source.connection.close()
 
 
-def transport_factory(config: Config) -> Callable[[DriverPort], TcpTransport]:
+def transport_factory(config: Config, kv_device: str) -> Callable[[DriverPort], TcpTransport]:
     """Returns the maker of TCP transports. Raises RuntimeError where TCP must not carry bytes."""
     # With `auto` KV then goes by ZMQ, which encrypts. `Config` refuses `tcp` with `encrypt_data`.
     if config.encrypt_data:

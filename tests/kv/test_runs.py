@@ -1,0 +1,105 @@
+"""Runs of memory against a dumb reference: joined, cut and checked byte by byte."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_disagg.kv.runs import (
+    PlanePlace,
+    Runs,
+    are_inside,
+    cut,
+    joined,
+    merged,
+    no_runs,
+    plane_runs,
+    runs_of,
+    total_bytes,
+)
+
+PAIRS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 6)), max_size=12)
+
+
+def addresses(runs: Runs) -> list[int]:
+    """Returns the address of each byte, in order."""
+    return [address + byte for address, size in runs.tolist() for byte in range(size)]
+
+
+@given(PAIRS)
+def test_merging_keeps_each_byte_in_its_place(pairs: list[tuple[int, int]]) -> None:
+    runs = runs_of(pairs)
+    found = merged(runs)
+    assert addresses(found) == addresses(runs)
+    ends = found[:, 0] + found[:, 1]
+    assert (found[1:, 0] != ends[:-1]).all(), "two runs touch"
+
+
+@given(PAIRS, st.data())
+def test_both_lists_are_cut_to_common_lengths(
+    pairs: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    local = runs_of(pairs)
+    remaining = total_bytes(local)
+    others = []
+    while remaining:
+        size = data.draw(st.integers(1, remaining))
+        others.append((data.draw(st.integers(0, 40)), size))
+        remaining -= size
+    remote = runs_of(others)
+    local_parts, remote_parts = cut(local, remote)
+    assert local_parts[:, 1].tolist() == remote_parts[:, 1].tolist()
+    assert addresses(local_parts) == addresses(local)
+    assert addresses(remote_parts) == addresses(remote)
+
+
+def test_lists_are_cut_no_more_than_needed() -> None:
+    local, remote = cut(runs_of([(0, 8), (100, 4)]), runs_of([(50, 3), (60, 9)]))
+    assert local.tolist() == [[0, 3], [3, 5], [100, 4]]
+    assert remote.tolist() == [[50, 3], [60, 5], [65, 4]]
+
+
+@given(PAIRS, PAIRS)
+def test_runs_are_inside_only_if_one_region_holds_each(
+    pairs: list[tuple[int, int]], regions: list[tuple[int, int]]
+) -> None:
+    # Regions that overlap are no fault of a test: only some bytes are registered twice.
+    apart = []
+    end = -1
+    for address, size in sorted(regions):
+        if address > end:
+            apart.append((address, size))
+            end = address + size
+    held = joined(runs_of(apart))
+    covered = set(addresses(held))
+    runs = runs_of(pairs)
+    # Regions that touch are one after `joined`, so bytes decide.
+    assert are_inside(runs, held) == all(byte in covered for byte in addresses(runs))
+
+
+def test_regions_that_touch_are_one() -> None:
+    regions = joined(runs_of([(4, 4), (100, 1), (0, 4)]))
+    assert regions.tolist() == [[0, 8], [100, 1]]
+    assert are_inside(runs_of([(5, 3), (0, 8), (100, 1)]), regions)
+    for run in ((5, 4), (8, 1), (2**62, 2**40), (99, 1)):
+        assert not are_inside(runs_of([run]), regions)
+    assert are_inside(no_runs(), regions) and are_inside(no_runs(), no_runs())
+    assert not are_inside(regions, no_runs())
+
+
+@pytest.mark.parametrize("second_stride", [64, 80])
+def test_runs_of_blocks_in_planes(second_stride: int) -> None:
+    """Planes that are alike, and planes that are not: by plane, then block, then row."""
+    first = PlanePlace(1000, block_stride=64, rows=2, row_stride=32, row_bytes=16)
+    second = PlanePlace(9000, block_stride=second_stride, rows=2, row_stride=32, row_bytes=16)
+    expected = []
+    for plane in (first, second):
+        for block in (7, 2):
+            for row in range(2):
+                start = plane.address + block * plane.block_stride + row * plane.row_stride
+                expected.append([start, 16])
+    assert plane_runs([first, second], [7, 2]).tolist() == expected
+    assert not len(plane_runs([], [7]))
+    assert plane_runs([first, second], []).dtype == np.int64

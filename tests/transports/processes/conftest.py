@@ -1,0 +1,30 @@
+"""Fixtures of the tests between processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import fake_gpu
+import pytest
+from nixl_pair import Sink
+from peer import Peer
+
+from vllm_disagg.transports.nixl import transport as nixl
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    # A path that has failed is tried again only with the next load.
+    monkeypatch.setattr(nixl, "PAIRING_SECONDS", 120.0)
+    made: list[Peer | Sink] = []
+
+    def make(kind: Callable[..., Peer | Sink], *args: Any, **settings: Any) -> Peer | Sink:
+        made.append(kind(*args, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.stop() if isinstance(one, Peer) else one.driver.close()
+    # The device of this process is the second one.
+    assert not fake_gpu.IS_ON_GPU or fake_gpu.count("contexts", 0) == 0

@@ -1,0 +1,135 @@
+"""A sender in another process and a receiver in this one, both with NIXL, for tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import fake_gpu
+import pytest
+from peer import BLOCK_SIZE, Peer, driver, memory, want
+
+from vllm_disagg.kv.memory import HostMemory
+from vllm_disagg.protocol import events
+from vllm_disagg.transports.nixl import agent as nixl_agent
+from vllm_disagg.transports.nixl import path as nixl_path
+from vllm_disagg.transports.nixl import transport as nixl
+
+real = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
+in_host_memory = pytest.mark.skipif(fake_gpu.IS_ON_GPU, reason="of KV in host memory")
+in_device_memory = pytest.mark.skipif(
+    not fake_gpu.IS_ON_GPU, reason="test_device.py runs it with a fake CUDA driver"
+)
+# So that a busy machine does not look like a silent peer.
+PATIENT = {"transport": "nixl", "peer_timeout": 30.0, "lease": 120.0}
+QUICK = {"peer_timeout": 8.0, "keepalive_interval": 0.5}
+
+
+def Source(
+    row: int = 4096, lie: str = "", env: dict[str, str] | None = None, **settings: object
+) -> Peer:
+    return Peer(row, settings={**PATIENT, **settings}, lie=lie, env=env)
+
+
+class Sink:
+    """The driver of a receiving worker, in this process."""
+
+    def __init__(self, row: int = 4096, **settings: object) -> None:
+        self.memory = memory(row, None)
+        self.driver = driver(self.memory, **{**PATIENT, **settings})
+
+    def want(self, source: Peer, count: int = 5, *, prefill: bool = True) -> str:
+        transfer, tokens = secrets.token_hex(16), count * BLOCK_SIZE - 5
+        if prefill:
+            source(f"prefill {transfer} {tokens}")
+        want(self.driver, transfer, tokens, source.worker, first=count)
+        return transfer
+
+    def outcome(self, seconds: float = 90.0) -> events.LoadResult:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if taken := self.driver.take():
+                assert len(taken) == 1 and isinstance(taken[0], events.LoadResult)
+                return taken[0]
+            time.sleep(0.001)
+        raise AssertionError("nothing came")
+
+    def expect_exact(self, source: Peer, count: int = 5) -> str:
+        """Load some blocks, check them, and return the transports that moved them."""
+        for planes in self.memory.planes:
+            for plane in planes:
+                plane[:] = 0
+        before = dict(self.driver.counters.received)
+        self.want(source, count)
+        report = self.outcome()
+        assert report.reason is None, report
+        expected: HostMemory = memory(source.row, 1)
+        for ours, theirs in zip(self.memory.planes, expected.planes, strict=True):
+            for plane, reference in zip(ours, theirs, strict=True):
+                assert (plane[count : 2 * count] == reference[:count]).all()
+                assert not plane[:count].any() and not plane[2 * count :].any(), (
+                    "wrote into blocks of somebody else"
+                )
+        after = self.driver.counters.received
+        return " ".join(sorted(name for name in after if after[name] > before.get(name, 0)))
+
+    @property
+    def transport(self) -> nixl.NixlTransport:
+        return self.driver._transports["nixl"]  # type: ignore[return-value]
+
+    def path_state(self, source: Peer) -> nixl.PathState:
+        return self.transport._sources[source.worker.name].state
+
+    def pair(self, source: Peer, wanted: nixl.PathState = nixl.PathState.UP) -> None:
+        """Load once, probably by ZMQ, then wait for the state of the NIXL path."""
+        self.expect_exact(source)
+        wait(lambda: self.path_state(source) is wanted)
+
+
+def wait(done: Callable[[], bool], seconds: float = 150.0) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end, "not in time"
+        time.sleep(0.002)
+
+
+def freeze_at_second_read(source: Peer, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Freezes a sender before a second read of it is posted, which then cannot end.
+
+    The event is set after that. Reads are too short to be met in the middle by looking for them.
+    """
+    read = nixl_agent.Agent.read
+    names: list[str] = []
+    is_frozen = threading.Event()
+
+    def freezing_read(agent: nixl_agent.Agent, peer: str, *runs: Any) -> nixl_agent.Read | None:
+        names.append(peer)
+        if len(names) == 2:
+            os.kill(source.process.pid, signal.SIGSTOP)
+        posted = read(agent, peer, *runs)
+        if len(names) == 2:
+            is_frozen.set()
+        return posted
+
+    monkeypatch.setattr(nixl_agent.Agent, "read", freezing_read)
+    return is_frozen
+
+
+def lenient(
+    transport: nixl.NixlTransport,
+    source: nixl.NixlSource,
+    probe: nixl_path.OneSidedProbe,
+    original: Any = nixl.NixlTransport._decide,
+) -> None:
+    probe.step = nixl_path.ProbeStep.PROVED
+    original(transport, source, probe)
+
+
+def broken_read(*_: object) -> None:
+    raise nixl_agent.NixlError("a scripted failure")

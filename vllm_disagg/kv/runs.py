@@ -1,0 +1,136 @@
+"""Runs: contiguous ranges of memory, as arrays with one row (address, bytes) a run.  Pure.
+
+A transport that reads memory by address handles thousands of runs a request.  So each operation
+here is a few calls of numpy, however many runs there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+# Signed, because numpy turns sums of signed and unsigned integers into floats.
+Runs = npt.NDArray[np.int64]
+
+
+class PlanePlace(NamedTuple):
+    """The memory of a plane: each block has `rows` rows of `row_bytes`, `row_stride` apart."""
+
+    address: int
+    block_stride: int
+    rows: int
+    row_stride: int
+    row_bytes: int
+
+
+def plane_runs(places: Sequence[PlanePlace], blocks: Sequence[int]) -> Runs:
+    """Returns the runs of these blocks in some planes, by plane, then block, then row."""
+    if not places:
+        return no_runs()
+    ids = np.array(blocks, np.int64)
+    # Most planes are alike.  Their addresses are then one sum of arrays, not one a plane.
+    if len({place[1:] for place in places}) == 1:
+        addresses = np.array([place.address for place in places], np.int64)
+        return _runs_of_blocks(addresses, places[0], ids)
+    parts = []
+    for place in places:
+        address = np.array([place.address], np.int64)
+        parts.append(_runs_of_blocks(address, place, ids))
+    return np.concatenate(parts)
+
+
+def _runs_of_blocks(
+    addresses: npt.NDArray[np.int64],
+    place: PlanePlace,
+    ids: npt.NDArray[np.int64],
+) -> Runs:
+    """Returns the runs of blocks in planes at these addresses that are otherwise like `place`."""
+    of_block = ids * place.block_stride
+    of_row = np.arange(place.rows, dtype=np.int64) * place.row_stride
+    starts = addresses[:, None, None] + of_block[:, None] + of_row
+    made = np.empty((starts.size, 2), np.int64)
+    made[:, 0] = starts.reshape(-1)
+    made[:, 1] = place.row_bytes
+    return made
+
+
+def no_runs() -> Runs:
+    """Returns an array of no runs."""
+    return np.empty((0, 2), np.int64)
+
+
+def runs_of(pairs: Iterable[tuple[int, int]]) -> Runs:
+    """Returns pairs (address, bytes) as an array."""
+    return np.array(list(pairs), np.int64).reshape(-1, 2)
+
+
+def total_bytes(runs: Runs) -> int:
+    """Returns the sum of the runs' lengths."""
+    return int(runs[:, 1].sum())
+
+
+def merged(runs: Runs) -> Runs:
+    """Joins each run with the one before it where they touch; the order stays."""
+    # Fewer and longer runs are faster (docs/benchmarks/transports.md). They are not sorted, because
+    # their order is that of the bytes on the wire.
+    ends = runs[:, 0] + runs[:, 1]
+    is_first = np.ones(len(runs), bool)
+    is_first[1:] = runs[1:, 0] != ends[:-1]
+    first = np.flatnonzero(is_first)
+    last = np.append(first[1:], len(runs))[: len(first)] - 1
+    made = np.empty((len(first), 2), np.int64)
+    made[:, 0] = runs[first, 0]
+    made[:, 1] = ends[last] - runs[first, 0]
+    return made
+
+
+def cut(local: Runs, remote: Runs) -> tuple[Runs, Runs]:
+    """Cuts both lists to common lengths, pair by pair.  They must have equal bytes in total."""
+    # A read goes run by run, each into one of the same length.  The two engines may have scattered
+    # the blocks differently.
+    if np.array_equal(local[:, 1], remote[:, 1]):
+        return local, remote
+    local_ends = np.cumsum(local[:, 1])
+    remote_ends = np.cumsum(remote[:, 1])
+    # Stable: numpy merges two sorted halves in linear time then.
+    ends = np.sort(np.concatenate([local_ends, remote_ends]), kind="stable")
+    is_last = np.ones(len(ends), bool)
+    is_last[:-1] = ends[1:] != ends[:-1]
+    ends = ends[is_last]
+    sizes = np.diff(ends, prepend=0)
+    return _parts(local, local_ends, ends, sizes), _parts(remote, remote_ends, ends, sizes)
+
+
+def _parts(
+    runs: Runs,
+    run_ends: npt.NDArray[np.int64],
+    ends: npt.NDArray[np.int64],
+    sizes: npt.NDArray[np.int64],
+) -> Runs:
+    """Returns the parts of runs that end at these places of the whole and have these sizes."""
+    index = np.searchsorted(run_ends, ends)
+    made = np.empty((len(ends), 2), np.int64)
+    # From the end of its run back to the end of the part, then to the part's begin.
+    made[:, 0] = runs[index, 0] + runs[index, 1] - (run_ends[index] - ends) - sizes
+    made[:, 1] = sizes
+    return made
+
+
+def joined(regions: Runs) -> Runs:
+    """Returns the regions in order of address; regions that touch become one."""
+    # Joined, because `merged` joins the runs of a piece too: one run may cover two planes that
+    # follow each other in memory.
+    return merged(regions[np.argsort(regions[:, 0], kind="stable")])
+
+
+def are_inside(runs: Runs, regions: Runs) -> bool:
+    """Returns whether each run is within one of the regions, which `joined` made."""
+    # The last region that begins at the address or before it.
+    index = np.searchsorted(regions[:, 0], runs[:, 0], side="right") - 1
+    if not len(regions) or (index < 0).any():
+        return not len(runs)
+    region_ends = regions[index, 0] + regions[index, 1]
+    return bool((runs[:, 0] + runs[:, 1] <= region_ends).all())

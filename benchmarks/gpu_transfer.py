@@ -59,14 +59,14 @@ def memory(blocks: int, fill: int) -> tuple[Memory, list[torch.Tensor]]:
         for _ in range(LAYERS)
     ]
     if GPU:
-        from kv_connectors.gpu.layout import planes_of  # noqa: PLC0415 - Triton
+        from kv_connectors.gpu.layout import plane_of, storages_of  # noqa: PLC0415 - Triton
         from kv_connectors.gpu.memory import DeviceMemory  # noqa: PLC0415
         from kv_connectors.gpu.runtime import CudaRuntime  # noqa: PLC0415
 
-        planes = [list(planes_of(tensor, blocks)) for tensor in tensors]
+        planes = [[plane_of(tensor)] for tensor in tensors]
         shape = uniform(LAYERS, BLOCK_SIZE, [BLOCK_BYTES])
         torch.cuda.synchronize(device)  # the tensors are filled: copies do not wait for it
-        return DeviceMemory(planes, shape, CudaRuntime(device)), tensors
+        return DeviceMemory(planes, shape, CudaRuntime(device), storages_of(tensors)), tensors
     return HostMemory([[tensor.numpy()] for tensor in tensors], BLOCK_SIZE), tensors
 
 
@@ -225,7 +225,7 @@ def kernel(tensors: list[torch.Tensor], blocks: int) -> dict[str, Any]:
     """`blocks` of four times as many, at random."""
     from kv_connectors.gpu import kernels, layout  # noqa: PLC0415 - Triton
 
-    planes = [plane for tensor in tensors for plane in layout.planes_of(tensor, 4 * blocks)]
+    planes = [layout.plane_of(tensor) for tensor in tensors]
     ids = torch.randperm(4 * blocks, device="cuda")[:blocks]
     size = len(tensors) * blocks * BLOCK_BYTES
     wire = torch.empty(size, dtype=torch.uint8, device="cuda")

@@ -7,7 +7,7 @@ ignored. A request of kind `probe` only requests the engine's description.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from vllm_disagg.errors import BadGrant, Unmappable
@@ -145,6 +145,8 @@ class Admission:
                 obstacle,
             )
         facts = _leg_facts(request, grant, checker, now, digest)
+        if not generates_one:
+            facts = replace(facts, generates_more=True)
         return AdmittedRequest(grant, facts, is_computed_here=bool(obstacle))
 
 

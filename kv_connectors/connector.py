@@ -25,7 +25,7 @@ from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.fleet.registration import Registration, register_all
 
 from . import compat, compatibility, prompt_digest, supported
-from .metadata import Handshake, WorkerMetadata
+from .metadata import FailedProof, Handshake, WorkerMetadata
 from .metrics import ConnectorPromMetrics, ConnectorStats
 from .scheduler import SchedulerSide
 from .worker import WorkerSide
@@ -103,7 +103,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         """Starts KV transfers on these caches. `kv_caches`: tensors by layer name."""
         self._worker.register_kv_caches(kv_caches)
 
-    def get_handshake_metadata(self) -> Handshake | None:
+    def get_handshake_metadata(self) -> Handshake | FailedProof | None:
         """Returns this worker's addresses and layout for the scheduler."""
         return self._worker.handshake
 
@@ -170,7 +170,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Scheduler ------------------------------------------------------------------------------------
     def set_xfer_handshake_metadata(  # type: ignore[override]
-        self, metadata: dict[int, Handshake]
+        self, metadata: dict[int, Handshake | FailedProof]
     ) -> None:
         """Describes this engine from its workers' handshakes, by tensor parallel rank."""
         self.set_xfer_handshake_metadata_pp_aware(
@@ -178,20 +178,33 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: dict[tuple[int, int], Handshake]
+        self, metadata: dict[tuple[int, int], Handshake | FailedProof]
     ) -> None:  # type: ignore[override]
         """Describes this engine from its workers' handshakes, and registers it at the proxies.
+
+        If the proof of one worker has failed, the engine has no description, and takes part in no
+        transfer.
 
         `metadata`: by (pipeline stage, tensor parallel rank). Sorted keys have the order of vLLM's
         global ranks. Raises ConfigError for handshakes of another connector: MultiConnector hands
         out those of one child only.
         """
-        if not all(isinstance(handshake, Handshake) for handshake in metadata.values()):
+        handshakes: list[Handshake] = []
+        for rank in sorted(metadata):
+            handshake = metadata[rank]
+            if isinstance(handshake, FailedProof):
+                log.error(
+                    "KV transfers are off: %s; this engine computes every prompt itself",
+                    handshake.difference,
+                )
+                return
+            handshakes.append(handshake)
+        if not all(isinstance(handshake, Handshake) for handshake in handshakes):
             raise ConfigError(
                 "DisaggConnector must be the first among the connectors of MultiConnector that"
                 " exchange handshakes: move it to the front of its list"
             )
-        self._scheduler.set_workers([metadata[rank] for rank in sorted(metadata)])
+        self._scheduler.set_workers(handshakes)
         if self._scheduler.engine and not self._registrations:
             self._registrations = self._register(self._scheduler.engine.incarnation)
 

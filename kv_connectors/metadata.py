@@ -38,6 +38,13 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 
 @dataclass
+class FailedProof(KVConnectorHandshakeMetadata):
+    """From a worker to the scheduler, instead of a Handshake, if it moves no KV."""
+
+    difference: str  # what the proof at its start has found
+
+
+@dataclass
 class WorkerMetadata(KVConnectorWorkerMetadata):
     """From the workers to the scheduler, after each step in which a lookup was answered."""
 

@@ -33,6 +33,7 @@ COUNTS = {
     "unclaimed_prefills": "prefills whose blocks were released before a decode engine had all KV",
     "bad_messages": "invalid messages of peers; they were dropped",
     "damaged_pieces": "pieces with a wrong checksum; they were requested again",
+    "verified_loads": "loads whose blocks were compared with those of the sending engine",
 }
 EngineMetrics = dict[int, Any]  # a Prometheus metric by engine index
 TRANSPORTS: tuple[str, ...] = get_args(TransportName)
@@ -72,6 +73,7 @@ class ConnectorStats(KVConnectorStats):
         if is_reuse:
             self.data["reused_bytes"] += outcome.bytes_landed
         self.data["overlapped_bytes"] += outcome.bytes_overlapped
+        self.data["verified_loads"] += outcome.is_verified
         if outcome.reason is None:
             self.data["load_seconds"].append(outcome.seconds)
         else:

@@ -20,13 +20,15 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vllm_disagg.config import Config
 from vllm_disagg.driver import Driver
+from vllm_disagg.errors import ConfigError, ProofFailed
 from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.kv.layout import NOTHING
 from vllm_disagg.kv.memory import Memory
@@ -34,7 +36,7 @@ from vllm_disagg.protocol import events
 
 from . import kv_layout, transports
 from .layers import FinalLayers
-from .metadata import Handshake, StepMetadata, WorkerMetadata
+from .metadata import FailedProof, Handshake, StepMetadata, WorkerMetadata
 from .metrics import ConnectorStats
 
 if TYPE_CHECKING:
@@ -42,7 +44,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from .gpu.facts import GpuFacts
+    from .gpu.memory import DeviceMemory
     from .gpu.runtime import Runtime
+    from .gpu.summing import ComputedSums, LoadedSums
 
 log = logging.getLogger("vllm_disagg.worker")
 
@@ -73,6 +77,9 @@ class WorkerSide:
         self._announced_layers = 0  # announced as final in this step
         self._runtime: Runtime | None = None  # None on a CPU
         self._gpu_facts: GpuFacts | None = None  # None on a CPU
+        self._computed_sums: ComputedSums | None = None  # None if blocks are not summed
+        self._loaded_sums: LoadedSums | None = None
+        self._difference = ""  # what the proof at the start has found; then nothing is transferred
         self._serving_requests: dict[str, str] = {}  # transfer id -> vLLM's id of the sender
         self._loading_requests: dict[str, str] = {}  # transfer id -> vLLM's id of the receiver
         self._computing_transfers: list[str] = []  # this step computes a part of their prompts
@@ -82,20 +89,28 @@ class WorkerSide:
         self._failed_blocks: set[int] = set()
         self._loading_blocks: dict[str, list[int]] = {}  # block ids, by transfer
         self.stats = ConnectorStats()
-        self.handshake: Handshake | None = None
+        self.handshake: Handshake | FailedProof | None = None
 
     def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Starts the driver on these KV caches. `caches`: tensors by layer name.
 
-        Raises ConfigError for a KV layout that cannot be moved.
+        If the proof fails, no driver is started. Raises ConfigError for a KV layout that cannot be
+        moved. Raises it also if the proof fails where a failed load fails its request instead of
+        being recomputed.
         """
         self._caches = caches  # kept alive: the driver holds addresses only
-        memory, names = self._memory(caches)
+        try:
+            memory, names = self._memory(caches)
+        except ProofFailed as error:
+            self._stay_off(str(error))
+            return
         self._layers = FinalLayers(names)
         self._layout = memory.shape
         device = next(iter(caches.values())).device.type
         chosen = transports.chosen(self._config, device)
-        self._driver = Driver(self._config, self._key, memory, self._rank, chosen)
+        self._driver = Driver(
+            self._config, self._key, memory, self._rank, chosen, self._loaded_sums
+        )
         self._start_gpu_facts(self._driver)
         self.handshake = Handshake(self._driver.worker, names)
         log.info(
@@ -114,13 +129,28 @@ class WorkerSide:
             return kv_layout.host_memory(
                 caches, config.kv_cache_groups, config.num_blocks, rank, self._vllm_config
             )
+        try:
+            return self._device_memory(caches, rank)
+        except (ConfigError, ProofFailed):
+            raise
+        # The one place: a compiler, a driver or memory may be missing, each with errors of its own.
+        except Exception as error:
+            reason = (str(error).splitlines() or [""])[0]
+            text = f"the kernels cannot be run here ({type(error).__name__}: {reason})"
+            raise ProofFailed(text) from error
+
+    def _device_memory(
+        self, caches: Mapping[str, torch.Tensor], rank: kv_layout.RankCache
+    ) -> tuple[Memory, list[str]]:
+        """Returns caches in GPU memory; raises ProofFailed if they are not moved rightly."""
         # Triton, which CPUs need not have.
         from .gpu.layout import device_memory  # noqa: PLC0415
         from .gpu.runtime import CudaRuntime  # noqa: PLC0415
 
+        config = self._kv_cache_config
         self._runtime = CudaRuntime(next(iter(caches.values())).device)
         self._runtime.use_device()
-        return device_memory(
+        memory, names = device_memory(
             caches,
             config.kv_cache_groups,
             config.num_blocks,
@@ -128,6 +158,46 @@ class WorkerSide:
             self._vllm_config,
             self._runtime,
         )
+        self._prove(memory, caches, names)
+        return memory, names
+
+    def _prove(
+        self, memory: DeviceMemory, caches: Mapping[str, torch.Tensor], names: Sequence[str]
+    ) -> None:
+        """Proves the kernels on this GPU, and prepares to sum blocks; raises ProofFailed."""
+        # Triton, which CPUs need not have.
+        from .gpu.block_sums import can_sum  # noqa: PLC0415
+        from .gpu.proof import StartProof  # noqa: PLC0415
+        from .gpu.summing import ComputedSums, LoadedSums  # noqa: PLC0415
+
+        started_at = time.monotonic()
+        proof = StartProof(memory, caches, names, self._kv_cache_config.num_blocks)
+        if difference := proof.difference():
+            raise ProofFailed(difference)
+        log.info(
+            "worker %d: %d layers are read and written in GPU memory as vLLM does; %s (%.0f ms)",
+            self._rank,
+            len(names),
+            "copies follow the forward pass"
+            if proof.proves_order
+            else "the order of copies was not proved, because the GPU was too fast",
+            (time.monotonic() - started_at) * 1000,
+        )
+        if can_sum(memory.planes):
+            self._computed_sums = ComputedSums(memory)
+            self._loaded_sums = LoadedSums(memory)
+
+    def _stay_off(self, difference: str) -> None:
+        """Has the engine run as a plain vLLM; raises ConfigError if it may not."""
+        transfer: Any = self._vllm_config.kv_transfer_config
+        if transfer.kv_load_failure_policy != "recompute":
+            raise ConfigError(
+                f"KV transfers are off: {difference}; this engine does not start, because"
+                f' kv_load_failure_policy is "{transfer.kv_load_failure_policy}"; with "recompute"'
+                " it computes every prompt itself"
+            )
+        self._difference = difference
+        self.handshake = FailedProof(difference)
 
     def _start_gpu_facts(self, driver: Driver) -> None:
         if self._runtime is None:
@@ -197,6 +267,8 @@ class WorkerSide:
         self._cached_transfers = []
         computed = []
         for event in sender_events:
+            if self._computed_sums is not None:
+                self._computed_sums.note(event)
             if isinstance(event, events.BlocksRevoked):
                 self._serving_requests.pop(event.transfer, None)
             elif isinstance(event, events.BlocksScheduled) and event.cached:
@@ -251,14 +323,20 @@ class WorkerSide:
         self._submit_recomputed(self._computing_transfers)
 
     def _submit_recomputed(self, transfers: list[str]) -> None:
+        if self._computed_sums is not None:
+            for transfer in transfers:
+                self._computed_sums.leave_out(transfer)
         self._submit([events.LayersRecomputed(transfer) for transfer in transfers])
 
     def end_step(self) -> None:
         """Announces all layers of the prompts that this step has computed."""
         if self._has_failed():
             return
-        if self._computing_transfers and self._config.overlap != "off":
-            self._announce_layers(self._computing_transfers, len(self._layers))
+        if self._computing_transfers:
+            # Before the layers: a receiver that has all of them waits for no sum.
+            self._submit_sums(self._computing_transfers)
+            if self._config.overlap != "off":
+                self._announce_layers(self._computing_transfers, len(self._layers))
         self._computing_transfers = []
 
     def _has_failed(self) -> bool:
@@ -280,6 +358,11 @@ class WorkerSide:
             self._submit_recomputed(failed)
         return True
 
+    def _submit_sums(self, transfers: list[str]) -> None:
+        """Has the blocks of this step summed behind it."""
+        if self._computed_sums is not None:
+            self._submit(self._computed_sums.sum_step(transfers))
+
     def _announce_layers(self, transfers: list[str], layers: int) -> None:
         self._submit([events.LayersComputed(transfer, layers) for transfer in transfers])
 
@@ -293,11 +376,14 @@ class WorkerSide:
         if self._computing_transfers:
             self.end_step()
         if self._cached_transfers and not self._has_failed():
+            self._submit_sums(self._cached_transfers)
             self._announce_layers(self._cached_transfers, len(self._layers))
             self._cached_transfers = []
         sent: set[str] = set()
         received: set[str] = set()
         failed: set[str] = set()
+        if self._difference:
+            return sent, received, failed  # the scheduler has started no transfer
         for outcome in self.driver.take():
             if isinstance(outcome, events.LookupResult):
                 self._lookup_counts.setdefault(outcome.transfer, []).append(outcome.tokens)

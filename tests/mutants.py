@@ -99,6 +99,7 @@ TESTS = {
         Run(["tests/transports/test_posted_reads.py"]),
         *(Run(WORLD, seeds) for seeds in (FEW, MORE, MANY)),
     ],
+    "kv/block_sums.py": [Run(["tests/kv/test_block_sums.py"])],
     "kv/relayout.py": [
         Run(["tests/kv/test_memory.py", "tests/connector/test_kv_layout.py"]),
         Run(["tests/kv/test_reshard.py"]),

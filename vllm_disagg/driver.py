@@ -31,7 +31,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, TypeVar, assert_never
+from typing import Any, Protocol, TypeVar, assert_never
 
 import zmq
 
@@ -59,6 +59,26 @@ GPU_WINDOW_BYTES = 256 << 20
 
 T = TypeVar("T")
 
+# A GPU that sums blocks wakes no poll. It needs about 1 ms for 2 GB of KV.
+SUM_POLL_SECONDS = 0.0005
+
+
+class BlockSummer(Protocol):
+    """Sums KV blocks where they are; no call waits for the device.
+
+    Used by the driver's thread only.
+    """
+
+    @property
+    def is_summing(self) -> bool:
+        """Whether a sum has been started and not taken."""
+
+    def start(self, action: events.SumBlocks) -> None:
+        """Starts to sum the blocks; ends in one LayersSummed."""
+
+    def take_completed(self) -> list[events.LayersSummed]:
+        """Returns the sums that have ended since the last call."""
+
 
 class Driver:
     """The transfers of one worker, in a thread of their own.
@@ -75,8 +95,13 @@ class Driver:
         memory: Memory,
         rank: int,
         transports: Mapping[str, MakeTransport] | None = None,
+        summer: BlockSummer | None = None,
     ) -> None:
-        """Starts the thread.  `transports` makes all others than ZMQ, the preferred one first."""
+        """Starts the thread.
+
+        `transports` makes all others than ZMQ, the preferred one first.  With a `summer`, block
+        sums are compared, and `submit` gets BlocksSummed of each prompt.
+        """
         # Random, so a restarted worker has another name: messages and grants for its earlier run
         # have no effect (rule 4 of ARCHITECTURE.md).
         self.name = f"{secrets.token_hex(6)}/{rank}"
@@ -102,6 +127,7 @@ class Driver:
         self._transports = TransportSet(
             config, memory, self.counters, self._control, transports or {}
         )
+        self._summer = summer
         # Pieces come by ZMQ until another transport works, so its address is the default.
         zmq_transport = self._transports.zmq
         self._selection = TransportSelection(self._transports.others, zmq_transport.address)
@@ -121,6 +147,7 @@ class Driver:
             memory.shape,
             lease=config.lease,
             grace=2 * config.keepalive_interval,
+            sums_blocks=summer is not None,
         )
         self._receiver = Receiver(
             self.name,
@@ -132,6 +159,7 @@ class Driver:
             engine_stall_timeout=config.engine_stall_timeout,
             piece_bytes=config.piece_bytes,
             window_bytes=_window_bytes(config, memory),
+            sums_blocks=summer is not None,
         )
         # Last: the thread uses all of the above, and from here on it alone uses most of it.
         self._thread.start()
@@ -206,6 +234,9 @@ class Driver:
         for name, transport in self._transports.items():
             for event in transport.poll_events(ready):
                 self._take(name, event)
+        for completed in self._summer.take_completed() if self._summer is not None else ():
+            self._drain()
+            self._handle_receiver(completed)
         # After all messages were read: a connection with an unread one may be a member's.
         self._control.close_excess_connections()
         now = time.monotonic()
@@ -222,6 +253,8 @@ class Driver:
         deadlines = [self._sender.next_deadline(), self._receiver.next_deadline()]
         deadlines += [transport.next_deadline() for transport in self._transports.values()]
         deadlines.append(self._control.next_deadline())
+        if self._summer is not None and self._summer.is_summing:
+            deadlines.append(time.monotonic() + SUM_POLL_SECONDS)
         first = min((at for at in deadlines if at is not None), default=None)
         if first is None:
             return None
@@ -344,6 +377,9 @@ class Driver:
                 case events.CancelReads():
                     for transport in self._transports.values():
                         transport.cancel_reads(action.transfer, action.numbers)
+                case events.SumBlocks():
+                    assert self._summer is not None, "the receiver was told of no summer"
+                    self._summer.start(action)
                 case events.LookupResult():
                     self._outcomes.report(action)
                 # A request that was cancelled is no failure, and such lines would hide the others.

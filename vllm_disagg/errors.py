@@ -6,6 +6,7 @@ DisaggError
   BadGrant          a request has a grant that is forged, stale or for another engine
   Unmappable        the KV of two engines cannot be rearranged into each other
   CopyFailed        KV memory could not be copied; the piece is lost
+  ProofFailed       KV in GPU memory is not moved as vLLM has it; the engine makes no transfers
 """
 
 from __future__ import annotations
@@ -33,3 +34,7 @@ class Unmappable(DisaggError):
 
 class CopyFailed(DisaggError):
     """KV memory could not be copied, as on a GPU without free memory; costs one piece."""
+
+
+class ProofFailed(DisaggError):
+    """The proof of a worker at its start has failed; one line with what differs."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections import deque
 
+import msgspec
+
 from .protocol import events
 
 log = logging.getLogger("vllm_disagg.trace")
@@ -29,6 +31,9 @@ class TransferTrace:
         """
         # A message that is sent has its transfer inside.
         content = entry.message if isinstance(entry, events.SendMessage) else entry
+        if isinstance(entry, events.BlocksSummed):
+            # The sums of a long prompt fill megabytes, and would stay here for thousands of events.
+            entry = msgspec.structs.replace(entry, layers=[])
         # Ticks, and events of a connection, belong to no transfer.
         transfer = getattr(content, "transfer", "")
         self._entries.append((at, transfer, entry))
@@ -45,10 +50,11 @@ class TransferTrace:
     def log_failure(self, result: events.LoadResult) -> None:
         """Logs that a load has failed, and its trace."""
         # A warning, because the client still gets its exact answer, only later (rule 7).
+        reason = result.reason.value if result.reason else ""
         log.warning(
             "transfer %s failed (%s); this engine recomputes the prompt",
             result.transfer,
-            result.reason.value if result.reason else "",
+            f"{reason}: {result.detail}" if result.detail else reason,
         )
         # Apart: one line a failure is enough for operators, the trace is for its diagnosis.
         log.info(

@@ -19,6 +19,8 @@ from typing import Any, Protocol
 
 import torch
 
+# Clock cycles of a GPU: about 20 ms, against microseconds of a launch.
+DELAY_CYCLES = 40_000_000
 # Of CUDA's stream priorities 0 is the lowest; vLLM's compute stream has it too.
 LOWEST_PRIORITY = 0
 
@@ -57,6 +59,9 @@ class Runtime(Protocol):
     def new_stream(self) -> Any:
         """Returns a GpuStream of the lowest priority."""
 
+    def current_stream(self) -> Any:
+        """Returns the calling thread's current stream: in vLLM's thread the compute stream."""
+
     def record_event(self, stream: Any = None) -> Any:
         """Returns a GpuEvent behind the work launched on `stream` so far.
 
@@ -80,6 +85,9 @@ class Runtime(Protocol):
     ) -> None:
         """Calls a function that launches kernels, so that they run on `stream`."""
 
+    def delay(self, stream: Any) -> None:
+        """Launches work that takes much longer than a launch, and does nothing else."""
+
 
 class CudaRuntime:
     """CUDA's runtime of one GPU; see `Runtime`."""
@@ -99,6 +107,10 @@ class CudaRuntime:
     def new_stream(self) -> torch.cuda.Stream:
         """Returns a stream of the lowest priority."""
         return torch.cuda.Stream(self.device, priority=LOWEST_PRIORITY)
+
+    def current_stream(self) -> torch.cuda.Stream:
+        """Returns the calling thread's current stream."""
+        return torch.cuda.current_stream(self.device)
 
     def record_event(self, stream: Any = None) -> torch.cuda.Event:
         """Returns an event behind the work of a stream, or of the thread's current stream."""
@@ -134,3 +146,8 @@ class CudaRuntime:
         """Calls a function with `stream` as the current one."""
         with torch.cuda.stream(stream):
             kernel(*arguments, **keywords)
+
+    def delay(self, stream: Any) -> None:
+        """Launches a kernel that spins."""
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(DELAY_CYCLES)

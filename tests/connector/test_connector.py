@@ -10,10 +10,17 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kv_connectors import compat, connector
+from kv_connectors import compat, connector, kv_layout
 from kv_connectors.connector import DisaggConnector
+from kv_connectors.metadata import FailedProof, StepMetadata
+from kv_connectors.scheduler import SchedulerSide
+from kv_connectors.worker import WorkerSide
 from vllm_disagg.config import Config
-from vllm_disagg.errors import ConfigError
+from vllm_disagg.errors import ConfigError, ProofFailed
+from vllm_disagg.fleet import keys
+
+KEY = keys.FleetKey(b"k" * keys.KEY_BYTES)
+GROUPS: Any = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))]
 
 
 def test_handshakes_of_another_connector_are_refused() -> None:
@@ -56,3 +63,79 @@ def test_the_preferred_layout_is_one_of_vllms() -> None:
     preferred = layouts.KVCacheLayout[str(compat.HEADS_TOGETHER)]
     assert preferred.is_layer_compact
     assert preferred.is_block_contiguous
+
+
+def test_a_failed_proof_leaves_an_engine_without_transfers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    scheduler = SchedulerSide(KEY, "decode", {"dtype": "bf16"}, GROUPS)
+    engine: Any = SimpleNamespace(_scheduler=scheduler, _registrations=[], _register=None)
+    metadata: Any = {(0, 0): FailedProof("layer a: rows differ")}
+    with caplog.at_level(logging.ERROR, "vllm_disagg"):
+        DisaggConnector.set_xfer_handshake_metadata_pp_aware(engine, metadata)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == (
+        "KV transfers are off: layer a: rows differ; this engine computes every prompt itself"
+    )
+    assert scheduler.engine is None and not engine._registrations
+
+
+class Register:
+    """Replaces the two steps before a worker starts its driver."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+        transfer = SimpleNamespace(kv_load_failure_policy=policy)
+        vllm_config: Any = SimpleNamespace(kv_transfer_config=transfer)
+        self.worker = WorkerSide(Config(), KEY, 0, vllm_config, None)  # type: ignore[arg-type]
+
+        def memory(caches: Any) -> Any:
+            raise ProofFailed("layer a: rows differ")
+
+        monkeypatch.setattr(self.worker, "_memory", memory)
+
+    def start(self) -> None:
+        self.worker.register_kv_caches({})
+
+
+def test_a_worker_whose_proof_failed_serves_as_a_plain_vllms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started = Register(monkeypatch, "recompute")
+    started.start()
+    worker = started.worker
+    assert worker.handshake == FailedProof("layer a: rows differ")
+    worker.revoke_blocks(StepMetadata())
+    worker.begin_step(StepMetadata())
+    worker.on_layer_computed("a")
+    worker.end_step()
+    assert worker.take_results() == (set(), set(), set())
+    assert worker.take_lookup_counts() is None and not worker.take_failed_blocks()
+    worker.close()
+
+
+def test_a_worker_whose_proof_failed_does_not_start_where_failed_loads_fail(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ConfigError, match=r"off: layer a: rows differ; .* does not start"):
+        Register(monkeypatch, "fail").start()
+
+
+def test_a_gpu_that_lacks_something_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton, memory, a driver: each has errors of its own."""
+    started = Register(monkeypatch, "recompute")
+    started.worker._kv_cache_config = SimpleNamespace()  # type: ignore[assignment]
+    vllm_config: Any = started.worker._vllm_config
+    vllm_config.parallel_config = SimpleNamespace(tensor_parallel_size=1)
+    vllm_config.model_config = None
+    monkeypatch.setattr(kv_layout, "kv_heads", lambda model: {1})
+    monkeypatch.delattr(started.worker, "_memory")
+
+    def device_memory(caches: Any, rank: Any) -> Any:
+        raise RuntimeError("out of memory\nand a long explanation")
+
+    monkeypatch.setattr(started.worker, "_device_memory", device_memory)
+    cache: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    started.worker.register_kv_caches({"a": cache})
+    assert started.worker.handshake == FailedProof(
+        "the kernels cannot be run here (RuntimeError: out of memory)"
+    )

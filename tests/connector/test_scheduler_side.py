@@ -515,7 +515,7 @@ def test_without_windows_a_prefill_leg_may_go_on() -> None:
     asked = request("prefill", p, max_tokens=3)
     p.tokens_to_load(asked, 0)
     assert p.build_step_metadata(step(new={"r1": (0, 40, [7, 8, 9])})).sender_events == [
-        events.BlocksScheduled(T, 40, [[7, 8, 9]], prompt=OF_40)
+        events.BlocksScheduled(T, 40, [[7, 8, 9]], prompt=OF_40, generates_more=True)
     ]
 
 

@@ -315,3 +315,66 @@ def test_reused_bytes_are_counted_separately() -> None:
     assert worker.take_results()[1] == {"back", "other"}
     assert (worker.stats.data["received_bytes"], worker.stats.data["reused_bytes"]) == (20, 10)
     assert not worker._reuse_transfers
+
+
+class Sums:
+    """Replaces `gpu.summing.ComputedSums`."""
+
+    def __init__(self) -> None:
+        self.noted: list[str] = []
+        self.left_out: list[str] = []
+
+    def note(self, event: events.ForSender) -> None:
+        self.noted.append(type(event).__name__)
+
+    def leave_out(self, transfer: str) -> None:
+        self.left_out.append(transfer)
+
+    def sum_step(self, transfers: list[str]) -> list[events.BlocksSummed]:
+        return [events.BlocksSummed(transfer, 16, []) for transfer in transfers]
+
+
+def summing(overlap: Overlap) -> tuple[WorkerSide, Recorder, Sums]:
+    worker, driver = started(overlap)
+    sums = Sums()
+    worker._computed_sums = sums  # type: ignore[assignment]
+    return worker, driver, sums
+
+
+@pytest.mark.parametrize("overlap", ["layer", "chunk", "off"])
+def test_blocks_are_summed_before_all_layers_are_announced(overlap: Overlap) -> None:
+    worker, driver, sums = summing(overlap)
+    scheduled = events.BlocksScheduled("t", 16, [[1]])
+    worker.begin_step(StepMetadata(sender_events=[scheduled]))
+    for layer in ("a", "b"):
+        worker.on_layer_computed(layer)
+    worker.end_step()
+    worker.begin_step(StepMetadata(sender_events=[events.PrefillFinished("t")]))
+    assert event_names(driver) == [
+        "BlocksScheduled",
+        "BlocksSummed []",
+        "LayersComputed 2",
+        "PrefillFinished",
+    ]
+    assert sums.noted == ["BlocksScheduled", "PrefillFinished"]
+
+
+def test_blocks_of_a_prefix_hit_are_summed_when_the_step_ends() -> None:
+    worker, driver, _ = summing("layer")
+    cached = events.BlocksScheduled("t", 16, [[1]], cached=True)
+    worker.begin_step(StepMetadata(sender_events=[cached]))
+    worker.end_step()
+    assert event_names(driver) == ["BlocksScheduled"]
+    worker.take_results()
+    assert event_names(driver) == ["BlocksScheduled", "BlocksSummed []", "LayersComputed 2"]
+
+
+def test_a_prompt_of_a_failed_step_is_summed_no_more() -> None:
+    worker, driver, sums = summing("layer")
+    worker.begin_step(StepMetadata(sender_events=[events.BlocksScheduled("t", 16, [[1]])]))
+    try:
+        raise ZeroDivisionError
+    except ZeroDivisionError:
+        worker.end_step()
+    assert event_names(driver) == ["BlocksScheduled", "LayersRecomputed"]
+    assert sums.left_out == ["t"]

@@ -28,10 +28,11 @@ import numpy as np
 import torch
 from torch.cuda._sanitizer import EventHandler
 
-from kv_connectors.gpu import kernels
+from kv_connectors.gpu import block_sums, kernels
 from vllm_disagg.kv.memory import plane_at
 
 GARBAGE = 0xCD
+DELAY_SECONDS = 0.02
 HOST = torch.device("cpu")
 
 
@@ -245,6 +246,9 @@ class SimulatedRuntime:
         self._count += 1
         return self.gpu.new_stream(f"{self.name} stream {self._count}")
 
+    def current_stream(self) -> SimulatedStream:
+        return self.compute
+
     def record_event(self, stream: Any = None) -> SimulatedEvent:
         self._called("record_event")
         return self.gpu.record_event(stream or self.compute)
@@ -282,6 +286,10 @@ class SimulatedRuntime:
             run = functools.partial(kernel, *arguments, **keywords)
         seconds = size / self.gpu.bytes_per_second if self.gpu.is_timed else 0.0
         self.gpu.launch(stream, kernel.__name__, run, reads, writes, seconds)
+
+    def delay(self, stream: Any) -> None:
+        self._called("delay")
+        self.gpu.launch(stream, "delay", lambda: None, [], [], seconds=DELAY_SECONDS)
 
     def _launch(
         self,
@@ -350,7 +358,34 @@ def prepare_checksum(wire: torch.Tensor, total: torch.Tensor) -> Footprint:
     return run, [wire.data_ptr()], [total.data_ptr()], wire.nbytes
 
 
+def prepare_sum_blocks(
+    launches: Sequence[block_sums.SummedPlanes], blocks: Any, sums: torch.Tensor
+) -> Footprint:
+    """Of `block_sums.sum_blocks`."""
+    in_blocks: list[int] = []
+    for launch in launches:
+        for base in launch.bases.numbers:  # type: ignore[attr-defined]
+            in_blocks += [base + block * launch.plane.block_stride for block in blocks.numbers]
+
+    def run() -> None:
+        contents: dict[tuple[int, int], list[torch.Tensor]] = {}
+        for launch in launches:
+            plane = launch.plane
+            for base, row in zip(launch.bases.tolist(), launch.rows_of_sums.tolist(), strict=True):
+                for index, block in enumerate(blocks.tolist()):
+                    address = base + block * plane.block_stride
+                    rows = plane_at(address, plane.rows, plane.row_bytes, plane.row_stride)
+                    dense = torch.from_numpy(np.ascontiguousarray(rows).reshape(-1))
+                    contents.setdefault((row, index), []).append(dense)
+        for (row, index), parts in contents.items():
+            sums[row, index] = block_sums.sum_of_bytes(torch.cat(parts))
+
+    size = sum(len(launch.bases) * launch.plane.block_bytes for launch in launches) * len(blocks)
+    return run, [*in_blocks, blocks.data_ptr()], [sums.data_ptr()], size
+
+
 KERNELS: dict[Callable[..., Any], Callable[..., Footprint]] = {
     kernels.move: prepare_move,
     kernels.checksum: prepare_checksum,
+    block_sums.sum_blocks: prepare_sum_blocks,
 }

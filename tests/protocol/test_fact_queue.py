@@ -110,6 +110,27 @@ def test_both_legs_of_a_transfer_do_not_wait_for_each_other(queue: Queue) -> Non
     assert queue.reach() == [requested("t")], "the other leg was not revoked"
 
 
+def test_sums_of_blocks_wait_for_their_event(queue: Queue) -> None:
+    """The GPU writes them into host memory before that."""
+    sums = events.BlocksSummed("t", 8, [])
+    layers = events.LayersComputed("t", 2)
+    assert claims_work([sums])
+    assert queue.add(sums) == [] and queue.add(layers) == []
+    assert queue.reach() == [sums]
+    assert queue.reach() == [layers]
+
+
+def test_sums_of_blocks_are_dropped_with_the_layers(queue: Queue) -> None:
+    sums = events.BlocksSummed("t", 8, [])
+    layers = events.LayersComputed("t", 2)
+    recomputed = events.LayersRecomputed("t")
+    queue.add(sums, layers)
+    assert queue.add(recomputed) == [recomputed]
+    assert queue.reach() == []
+    queue.add(sums, layers)
+    assert queue.queue.fail() == [recomputed], "they are not in host memory"
+
+
 def test_revoked_blocks_drop_what_waits(queue: Queue) -> None:
     queue.add(events.LayersComputed("t", 2))
     queue.add(scheduled("t", 16), events.LayersComputed("t", 1), events.LayersComputed("u", 1))

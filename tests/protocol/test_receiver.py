@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
+from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.layout import RankLayout, uniform
 from vllm_disagg.kv.reshard import plan
 from vllm_disagg.protocol import messages
@@ -18,6 +19,7 @@ from vllm_disagg.protocol.events import (
     CancelReads,
     ClockTick,
     GroupBlocks,
+    LayersSummed,
     LoadCancelled,
     LoadRequested,
     LoadResult,
@@ -28,6 +30,7 @@ from vllm_disagg.protocol.events import (
     ReceiverAction,
     ReceiverEvent,
     SendMessage,
+    SumBlocks,
     TransportChanged,
 )
 from vllm_disagg.protocol.peers import WorkerInfo
@@ -420,3 +423,95 @@ def test_a_source_whose_bytes_do_not_come_stops_nobody_else() -> None:
         assert isinstance(post, PostRead) and post.source == "other", at
         assert isinstance(again, SendMessage) and again.to == "other", at
         side.validate()
+
+
+# Sums of blocks -----------------------------------------------------------------------------------
+SUMS = [5, 2**64 - 1]  # of two layers
+
+
+def settling() -> Receiver:
+    """A receiver that has all bytes of `p`."""
+    side = Receiver("d", "", 0, SHAPE, sums_blocks=True)
+    side.handle(wanted("p"), 0.0)
+    side.handle(offer(8), 0.1)
+    complete, summing = side.handle(completed(0), 0.2)
+    assert summing == SumBlocks("t", "p", [Extent(0, 2, 0, 8, 0, 1)], [[0, 1]])
+    assert isinstance(complete, SendMessage)
+    assert isinstance(complete.message, messages.ReadComplete)
+    assert complete.message.extents == [Extent(0, 2, 0, 8, 0, 1)]
+    return side
+
+
+def confirmed(sums: list[int]) -> messages.Confirm:
+    return messages.Confirm("t", "p", "d", valid=True, sums=sums)
+
+
+@pytest.mark.parametrize("is_confirm_first", [True, False])
+@pytest.mark.parametrize(
+    ("theirs", "reason", "detail"),
+    [
+        (SUMS, None, ""),
+        ([5, 6], Reason.KV_MISMATCH, "layer 1 of this rank has other bytes than at p"),
+        (SUMS[:1], Reason.KV_MISMATCH, "p has summed 1 layers of 2"),
+    ],
+)
+def test_a_load_succeeds_only_with_equal_sums(
+    theirs: list[int], reason: Reason | None, detail: str, is_confirm_first: bool
+) -> None:
+    side = settling()
+    told: list[ReceiverEvent] = [confirmed(theirs), LayersSummed("t", "p", SUMS)]
+    if not is_confirm_first:
+        told.reverse()
+    assert side.handle(told[0], 0.3) == []
+    side.validate()
+    (report,) = side.handle(told[1], 0.4)
+    assert isinstance(report, LoadResult)
+    assert (report.reason, report.detail) == (reason, detail)
+    assert report.is_verified == (reason is None)
+
+
+def test_a_p_that_cannot_sum_is_believed_and_the_report_says_so() -> None:
+    (report,) = settling().handle(confirmed([]), 0.3)
+    assert isinstance(report, LoadResult) and report.reason is None and not report.is_verified
+
+
+def test_without_a_gpu_nothing_is_summed(side: Receiver) -> None:
+    side.handle(offer(8), 0.1)
+    assert said(side.handle(completed(0), 0.2)) == ["ReadComplete"]
+    (report,) = side.handle(confirmed([]), 0.3)
+    assert isinstance(report, LoadResult) and report.reason is None and not report.is_verified
+
+
+def test_a_load_whose_sums_never_come_stalls() -> None:
+    side = settling()
+    side.handle(confirmed(SUMS), 0.5)
+    for tick in range(1, 70):
+        for action in side.handle(ClockTick(), tick / 2):
+            if isinstance(action, LoadResult):
+                assert action.reason is Reason.TRANSFER_STALLED and tick / 2 == 30.5
+                return
+        side.handle(confirmed(SUMS), tick / 2)  # a repeated answer is no progress
+    raise AssertionError("it waits for ever")
+
+
+def test_sums_of_a_load_that_has_ended_have_no_effect() -> None:
+    side = settling()
+    side.handle(LoadCancelled("t"), 0.3)
+    assert side.handle(LayersSummed("t", "p", SUMS), 0.4) == []
+
+
+def test_a_part_of_the_heads_is_not_compared() -> None:
+    """P's blocks have other heads too, so its sums would be of other bytes."""
+    theirs = uniform(layers=2, block_size=4, block_bytes=[10], heads=2)
+    kind = msgspec.structs.replace(theirs.kinds[0].cut(1), total_heads=2)
+    ours = RankLayout([kind], [0, 0])
+    side = Receiver("d", "", 0, ours, sums_blocks=True)
+    worker = WorkerInfo("p", "", "", holds=theirs)
+    blocks = [GroupBlocks(0, [0, 1])]
+    load = LoadRequested("t", [worker], plan([theirs], [ours]), blocks, 8, stall_timeout=30.0)
+    side.handle(load, 0.0)
+    side.handle(offer(8), 0.1)
+    complete, *others = side.handle(completed(0), 0.2)
+    assert others == [] and isinstance(complete, SendMessage)
+    assert isinstance(complete.message, messages.ReadComplete)
+    assert complete.message.extents == []

@@ -9,11 +9,13 @@ import msgspec
 import pytest
 
 from vllm_disagg.kv import extents
+from vllm_disagg.kv.block_sums import SummedBlocks, layer_sum
 from vllm_disagg.kv.layout import STATE, LayerLayout, RankLayout, opaque
 from vllm_disagg.protocol import messages
 from vllm_disagg.protocol.events import (
     BlocksRevoked,
     BlocksScheduled,
+    BlocksSummed,
     ClockTick,
     ConnectionLost,
     LayersComputed,
@@ -22,6 +24,7 @@ from vllm_disagg.protocol.events import (
     Reason,
     ReleaseBlocks,
     SendCompleted,
+    SenderEvent,
     SendMessage,
     SendPiece,
 )
@@ -303,3 +306,113 @@ def test_an_offer_says_how_long_vllm_has_made_no_step_in_the_middle_of_a_prompt(
     assert still(side, 90.0) == still(side, 90.0, "another, not begun") == 0, (
         "an idle vLLM makes no steps"
     )
+
+
+# Sums of blocks -----------------------------------------------------------------------------------
+WHOLE = extents.Extent(0, 2, 4, 12, 0, 2)  # two of the three blocks, of two layers
+BLOCK_SUMS = [[11, 12, 13], [21, 22, 23]]
+LAYER_SUMS = [layer_sum(SummedBlocks(1, sums[1:])) for sums in BLOCK_SUMS]
+
+
+def summing(generates_more: bool = False) -> Sender:
+    """A sender of twelve tokens in two layers, of which one is final; `d` reads them."""
+    side = Sender("p", RankLayout([FULL], [0, 0]), sums_blocks=True)
+    scheduled = BlocksScheduled("t", 12, [[1, 2, 3]], generates_more=generates_more)
+    side.handle(scheduled, 0.0)
+    side.handle(LayersComputed("t", 1), 0.0)
+    side.handle(messages.TransferRequest("t", "p", "d", "zmq:x"), 0.0)
+    return side
+
+
+def summed() -> BlocksSummed:
+    return BlocksSummed("t", 12, [SummedBlocks(0, sums) for sums in BLOCK_SUMS])
+
+
+def complete(side: Sender, *asked: extents.Extent, now: float = 0.1) -> list[messages.Confirm]:
+    """Returns the answers to a ReadComplete."""
+    return confirms(side, messages.ReadComplete("t", "p", "d", list(asked)), now)
+
+
+def confirms(side: Sender, event: SenderEvent, now: float = 0.1) -> list[messages.Confirm]:
+    sent = [a.message for a in side.handle(event, now) if isinstance(a, SendMessage)]
+    side.validate()
+    return [message for message in sent if isinstance(message, messages.Confirm)]
+
+
+def test_a_confirm_has_the_sums_of_what_was_read() -> None:
+    side = summing()
+    side.handle(summed(), 0.0)
+    side.handle(LayersComputed("t", 2), 0.0)
+    (confirm,) = complete(side, WHOLE)
+    assert confirm.valid and confirm.sums == LAYER_SUMS
+
+
+def test_a_reader_that_is_complete_before_the_sums_waits_for_them() -> None:
+    """A stage of D's pipeline has read the layers that were final first."""
+    side = summing()
+    assert complete(side, WHOLE) == complete(side, WHOLE, now=0.6) == []
+    (confirm,) = confirms(side, summed())
+    assert confirm.valid and confirm.sums == LAYER_SUMS
+
+
+def test_a_reader_that_waits_for_sums_keeps_its_lease_and_hears_of_an_abort() -> None:
+    side = summing()
+    complete(side, WHOLE, now=9.0)
+    side.handle(ClockTick(), 12.0)
+    (told,) = side.handle(BlocksRevoked("t"), 12.0)
+    assert isinstance(told, SendMessage) and isinstance(told.message, messages.Abort)
+    (confirm,) = complete(side, WHOLE, now=12.1)
+    assert not confirm.valid
+
+
+def test_without_sums_a_reader_waits_for_the_end_of_the_prefill_at_most() -> None:
+    side = summing()
+    complete(side, WHOLE)
+    (confirm,) = confirms(side, PrefillFinished("t"))
+    assert confirm.valid and confirm.sums == []
+    assert not side.transfers, "released with the last answer"
+
+
+def test_a_repeated_confirm_has_the_same_sums_after_the_release() -> None:
+    """The first one may be lost; without sums the blocks would not be compared."""
+    side = summing()
+    side.handle(summed(), 0.0)
+    side.handle(LayersComputed("t", 2), 0.0)
+    first = complete(side, WHOLE)
+    side.handle(PrefillFinished("t"), 0.2)
+    assert not side.transfers and complete(side, WHOLE) == first
+
+
+def test_blocks_into_which_vllm_goes_on_to_write_are_not_compared() -> None:
+    side = summing(generates_more=True)
+    side.handle(summed(), 0.0)
+    (confirm,) = complete(side, WHOLE)
+    assert confirm.valid and confirm.sums == []
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        [extents.Extent(0, 3, 4, 12, 0, 2)],  # a layer that does not exist
+        [extents.Extent(1, 1, 4, 12, 0, 2)],
+        [extents.Extent(0, 2, 2, 12, 0, 2)],  # from the middle of a block
+        [extents.Extent(0, 2, 12, 12, 0, 2)],
+        [extents.Extent(0, 2, 4, 12, 0, 1)],  # one head of two
+        [WHOLE, WHOLE],  # the same layers again, as often as a message holds
+        [extents.Extent(1, 2, 4, 12, 0, 2), extents.Extent(0, 1, 4, 12, 0, 2)],
+    ],
+)
+def test_what_cannot_be_summed_is_confirmed_without_sums(asked: list[extents.Extent]) -> None:
+    side = summing()
+    side.handle(summed(), 0.0)
+    (confirm,) = complete(side, *asked)
+    assert confirm.valid and confirm.sums == []
+
+
+def test_tokens_that_were_never_computed_have_no_sums() -> None:
+    side = summing()
+    side.handle(summed(), 0.0)
+    side.handle(LayersComputed("t", 2), 0.0)
+    side.handle(PrefillFinished("t"), 0.1)
+    (confirm,) = complete(side, extents.Extent(0, 2, 4, 13, 0, 2))
+    assert confirm.valid and confirm.sums == []

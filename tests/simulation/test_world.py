@@ -5,12 +5,13 @@ story, with GPU=1 one beside GPUs.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
-from world_ranks import BACK, RETRY, STALL
+from world_ranks import BACK, RETRY, STALL, STATES
 
 from vllm_disagg.protocol.events import Reason
-from world import CHAOS, EQUAL, World
+from world import CHAOS, EQUAL, SILENT, World
 
 SEEDS = int(os.environ.get("SEEDS", "1000"))
 NETWORK = frozenset({"drop", "repeat", "reorder", "damage"})
@@ -120,6 +121,43 @@ def test_a_p_whose_vllm_stands_still_in_the_middle_of_a_prompt_is_given_up_in_ti
         stalled += after.count(Reason.ENGINE_STALLED)
         world.settle()
     assert stalled > 50
+
+
+EQUAL_RANKS = [
+    EQUAL,
+    (2, 0, ("tensor", 4), ("tensor", 4)),
+    (1, 0, ("tensor", 2), ("tensor", 2)),
+    (2, 0, ("pipeline", 2), ("pipeline", 2)),
+    (2, 3, ("one", 4), ("one", 4)),
+    (1, 6, ("pipeline", 2), ("pipeline", 2)),
+    (2, STATES, ("one", 4), ("one", 4)),
+]
+
+
+@pytest.mark.parametrize("fault", SILENT)
+@pytest.mark.parametrize("topology", EQUAL_RANKS, ids=str)
+def test_wrong_bytes_under_a_right_checksum_end_in_a_recompute(topology: Any, fault: str) -> None:
+    """Else `check_right` fails, and with a false alarm `report` does."""
+    mismatches = 0
+    for seed in range(max(20, SEEDS // 20)):
+        for chaos in (frozenset({fault}), frozenset(CHAOS) | {fault}):
+            world = World(seed, chaos, topology=topology, has_gpus=seed % 2 == 1)
+            world.run()
+            reasons = list(world.outcomes.values())
+            mismatches += reasons.count(Reason.KV_MISMATCH)
+    assert mismatches > 5
+
+
+@pytest.mark.parametrize("fault", SILENT)
+def test_without_sums_these_faults_give_wrong_bytes(fault: str) -> None:
+    """So the worlds above have something to find."""
+    wrong = 0
+    for seed in range(30):
+        try:
+            World(seed, frozenset({fault}), topology=EQUAL, sums=False).run()
+        except AssertionError:
+            wrong += 1
+    assert wrong > 10
 
 
 @pytest.mark.parametrize("has_gpus", [False, True])

@@ -41,8 +41,10 @@ CHAOS = {  # percent, each time it may happen; a leap is a long time in which no
     },
     **{"differ": 10, "unlink": 2, "loop": 2, "refuse": 3},
 }
+SILENT = {"tear": 20, "swap": 20, "stale": 20}  # wrong bytes under a right checksum
 CHANCES = {
     **CHAOS,
+    **SILENT,
     "stand": 4,  # P's vLLM stands still while its workers' threads live
     "blind": 1,  # a rank cannot wait for its GPU any more
 }  # the last two: in worlds of their own
@@ -70,9 +72,11 @@ class World:
         chaos: frozenset[str] = frozenset(CHAOS),
         transfers: int = 4,
         topology: Topology | None = None,
+        sums: bool = True,
         has_gpus: bool = False,
     ) -> None:
         self.random = random.Random(seed)
+        self.sums = sums  # both engines compare sums of blocks
         self.has_gpus = has_gpus
         self.chaos = {
             what: CHANCES[what] * (self.random.choice(MOODS) if "die" in chaos else 1)
@@ -90,6 +94,7 @@ class World:
         self.outcomes: dict[tuple[str, str], Reason | None] = {}
         self.disturbed: set[str] = set()
         self.looped: set[str] = set()  # of which P has computed layers again that were final
+        self.falsified: set[str] = set()  # that have met a fault of SILENT
         self.different = {
             transfer for transfer in self.lengths if self.roll("differ")
         }  # D makes other tokens of the body
@@ -97,6 +102,7 @@ class World:
         heads, self.window, of_prefill, of_decode = topology or self.topology()
         of_backs = sorted(self.lengths) if not self.window else []  # windows: never offered
         self.backs = {transfer for transfer in of_backs if self.random.random() < 0.5}
+        self.has_equal_ranks = of_prefill == of_decode
         self.prefill_shapes = shapes(heads, self.window, *of_prefill)
         self.decode_shapes = shapes(heads, self.window, *of_decode)
         self.prefill = PrefillEngine(self)

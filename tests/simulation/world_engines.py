@@ -184,6 +184,7 @@ class Prompt:
     blocks: Held = field(default_factory=lambda: ([], []))
     computed: int = 0
     announced: int = 0  # blocks that the legs know
+    summed: int = 0  # tokens whose blocks were summed
     loading: bool = False
     loaded: bool = False  # and not scheduled since
     aborted: bool = False
@@ -284,10 +285,20 @@ class PrefillEngine(Engine):
             rank.compute(prompt.transfer, prompt.blocks, layer, range(prompt.computed, upto))
             if random.random() < 0.5 or layer == len(rank.shape.layers) - 1:
                 if told:
-                    rank.submit([events.LayersComputed(prompt.transfer, layer + 1)])
+                    self.announce(rank, prompt, layer + 1, upto)
                 self.meanwhile()
         prompt.computed = upto
+        prompt.summed = upto
         self.computing = False
+
+    def announce(self, rank: Rank, prompt: Prompt, layers: int, upto: int) -> None:
+        """Layers are final; behind the last one the blocks are summed."""
+        facts: list[events.Fact] = [events.LayersComputed(prompt.transfer, layers)]
+        if self.world.sums and layers == len(rank.shape.layers):
+            tokens = range(prompt.summed, upto)
+            summed = rank.blocks_summed(prompt.transfer, prompt.blocks, tokens)
+            facts.insert(0, summed)
+        rank.submit(facts)
 
     def compute_twice(self, prompt: Prompt, upto: int) -> None:
         """A step with more loops over layers than any before: workers take back what they have
@@ -562,7 +573,11 @@ class DecodeEngine(Engine):
         for rank in self.ranks:
             for layer in range(len(rank.shape.layers)):
                 rank.compute(back, answer.blocks, layer, range(answer.cached))
-            rank.submit([events.LayersComputed(back, len(rank.shape.layers))])
+            facts: list[events.Fact] = [events.LayersComputed(back, len(rank.shape.layers))]
+            if self.world.sums:
+                cached = range(answer.cached)
+                facts.insert(0, rank.blocks_summed(back, answer.blocks, cached))
+            rank.submit(facts)
 
     def holder(self, transfer: str) -> Answer | None:
         if not self.rules.is_served(transfer):

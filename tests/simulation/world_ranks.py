@@ -5,6 +5,7 @@ The order of events is that of the driver.
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import msgspec
 from world_gpu import WorldGpu
 
 from vllm_disagg.kv import extents
+from vllm_disagg.kv.block_sums import SummedBlocks, layer_sum
 from vllm_disagg.kv.layout import (
     STATE,
     LayerLayout,
@@ -23,6 +25,7 @@ from vllm_disagg.kv.layout import (
     opaque,
 )
 from vllm_disagg.protocol import events, messages
+from vllm_disagg.protocol.events import Reason
 from vllm_disagg.protocol.receiver import Receiver
 from vllm_disagg.protocol.sender import Sender
 from vllm_disagg.transports.posted_reads import PostedReads
@@ -42,6 +45,7 @@ FAST_PIECE_BYTES = 200  # of one piece at that transport; five times those of th
 FOR_SERVING = (
     events.BlocksScheduled,
     events.LayersComputed,
+    events.BlocksSummed,
     events.LayersRecomputed,
     events.PrefillFinished,
     events.BlocksRevoked,
@@ -176,6 +180,45 @@ class Rank:
     def note(self, what: object) -> None:
         self.world.note(self.name, what)
 
+    def summed(self, layer: int, first: int, blocks: list[int], token_end: int) -> SummedBlocks:
+        """Block sums of a layer, of tokens before `token_end`; the others are not moved here."""
+        kind = self.shape.kind(layer)
+        sums = []
+        for number, block in enumerate(blocks, first):
+            held = [
+                self.memory.get((layer, head, block, slot))
+                for head in range(kind.heads)
+                for slot in slots(kind)
+                if number * kind.block_size + slot < token_end
+            ]
+            digest = hashlib.blake2b(repr(held).encode(), digest_size=8).digest()
+            sums.append(int.from_bytes(digest))
+        return SummedBlocks(first, sums)
+
+    def blocks_summed(
+        self, transfer: str, blocks: tuple[list[int], list[int]], tokens: range
+    ) -> events.BlocksSummed:
+        """What is reported behind a chunk, of all blocks with these tokens.
+
+        On a GPU the sums are only launched: they are there when the event is reached.
+        """
+        parts = []
+        for layer in range(len(self.shape.layers)):
+            kind = self.shape.kind(layer)
+            first, end = tokens.start // kind.block_size, -(-tokens.stop // kind.block_size)
+            parts.append((layer, first, blocks[kind.group][first:end]))
+        layers: list[SummedBlocks] = []
+
+        def sum_blocks() -> None:
+            for layer, first, ids in parts:
+                layers.append(self.summed(layer, first, ids, tokens.stop))
+
+        if self.gpu is None:
+            sum_blocks()
+        else:
+            self.gpu.launch(sum_blocks)
+        return events.BlocksSummed(transfer, tokens.stop, layers)
+
     def drain(self) -> None:
         while self.inbox:
             fact = self.inbox.popleft()
@@ -237,8 +280,9 @@ class Serving(Half):
 
     def __init__(self, rank: Rank) -> None:
         super().__init__(rank)
-        self.machine = Sender(rank.name, rank.shape, lease=LEASE)
+        self.machine = Sender(rank.name, rank.shape, lease=LEASE, sums_blocks=self.world.sums)
         self.outgoing: list[tuple[events.SendPiece, list[str], object]] = []
+        self.torn: list[list[str]] = []  # what was read of pieces instead of their contents
 
     def receive(self, raw: bytes) -> None:
         message = messages.decode_at_sender(raw)
@@ -269,7 +313,14 @@ class Serving(Half):
                 holder = self.rank.engine.holder(action.transfer)
                 self.check_final(action, holder)
                 self.rank.engine.meanwhile_sending(holder)
-                self.outgoing.append((action, self.contents(action.extent, action.blocks), holder))
+                contents = self.contents(action.extent, action.blocks)
+                self.outgoing.append((action, contents, holder))
+                if contents and self.world.roll(
+                    "tear"
+                ):  # read too early: the checksum is of wrong bytes
+                    self.world.falsified.add(action.transfer)
+                    contents[self.world.random.randrange(len(contents))] = "torn"
+                    self.torn.append(contents)
             case events.ReleaseBlocks():
                 self.rank.engine.released(self.rank, action.transfer)
 
@@ -297,6 +348,8 @@ class Serving(Half):
             return
         action, checksum, _ = self.outgoing.pop(0)
         bytes_now = self.contents(action.extent, action.blocks)
+        if any(checksum is torn for torn in self.torn):
+            bytes_now = list(checksum)
         if self.world.roll("damage"):
             bytes_now = [*bytes_now[:-1], "damaged"]
         self.world.network.append(
@@ -366,7 +419,9 @@ class Reading(Half):
             engine_stall_timeout=STALL,
             piece_bytes=40,
             window_bytes=window,
+            sums_blocks=self.world.sums,
         )
+        self.summing: list[events.SumBlocks] = []
         self.slow, self.fast = WorldTransport(), WorldTransport()
         self.epoch = 0  # of the fast transport
         self.fast_addresses: dict[str, str] = {}  # by source, of those that it connects
@@ -388,6 +443,8 @@ class Reading(Half):
             case events.CancelReads():
                 for transport in self.transports:
                     transport.posted.cancel(action.transfer, action.numbers)
+            case events.SumBlocks():
+                self.summing.append(action)
             case events.LookupResult():
                 self.rank.engine.found(action)
             case events.LoadResult():
@@ -468,6 +525,28 @@ class Reading(Half):
                 self.end_copy(transport, transport.copies.pop(index))
             for completed in transport.take_completed():
                 self.handle(completed)
+        if self.summing and self.world.random.random() < 0.7:
+            self.end_sum(self.summing.pop(0))
+
+    def end_sum(self, action: events.SumBlocks) -> None:
+        sums = []
+        for extent, blocks in zip(action.extents, action.blocks, strict=True):
+            first = extent.token // self.rank.shape.kind(extent.layer).block_size
+            for layer in range(extent.layer, extent.layer_end):
+                summed = self.rank.summed(layer, first, blocks, extent.token_end)
+                sums.append(layer_sum(summed))
+        self.handle(action.completed(sums))
+
+    def falsify(self, action: events.PostRead, content: list[str]) -> tuple[list[int], int]:
+        """Faults of a copy that no checksum sees; returns (blocks, number of the lost cell)."""
+        blocks, lost = list(action.blocks), -1
+        if len(blocks) > 1 and self.world.roll("swap"):
+            self.world.falsified.add(action.transfer)
+            blocks[:2] = blocks[1::-1]
+        if self.world.roll("stale"):
+            self.world.falsified.add(action.transfer)
+            lost = self.world.random.randrange(len(content))
+        return blocks, lost
 
     def end_copy(self, transport: WorldTransport, copy: Copy) -> None:
         if copy.status is events.ReadStatus.WRITTEN:
@@ -483,14 +562,15 @@ class Reading(Half):
         extent, theirs = action.extent, self.theirs(action)
         size = self.rank.shape.kind(extent.layer).block_size
         first = extent.token - extent.token % size
-        values = iter(content)
+        values = iter(enumerate(content))
+        blocks, lost = self.falsify(action, content)
         for layer in range(extent.layer, extent.layer_end):
             for begin in range(theirs.token, extent.token_end, theirs.kind.block_size):
                 for head in range(extent.head, extent.head_end):
                     for token in range(begin, begin + len(slots(theirs.kind))):
-                        value = next(values)
-                        if extent.token <= token < extent.token_end:
-                            block = action.blocks[(token - first) // size]
+                        at, value = next(values)
+                        if extent.token <= token < extent.token_end and at != lost:
+                            block = blocks[(token - first) // size]
                             owner = self.rank.engine.owner.get(block)
                             assert owner == action.transfer, "wrote into blocks of somebody else"
                             self.rank.memory[layer, head, block, token % size] = value
@@ -503,6 +583,11 @@ class Reading(Half):
             assert report.transfer not in copied, "reported while a copy runs"
             unended = {transfer for transfer, _ in transport.unended_keys}
             assert report.transfer not in unended, "reported while a read is posted"
+        if report.reason is Reason.KV_MISMATCH:
+            assert report.transfer in self.world.falsified, f"a false alarm: {report}"
+            assert report.detail, "no layer is named"
+        if report.reason is None and self.world.sums and self.world.has_equal_ranks:
+            assert report.is_verified, f"not compared: {report}"
         if report.reason is None and report.transfer not in self.world.looped:
             self.check_right(rank, report.transfer, end, blocks)
         self.world.outcomes[rank.name, report.transfer] = report.reason

@@ -11,12 +11,14 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
+import xxhash
 import zmq
 
 from vllm_disagg.config import Config
-from vllm_disagg.driver import GPU_WINDOW_BYTES, WINDOW_BYTES, Driver
+from vllm_disagg.driver import GPU_WINDOW_BYTES, WINDOW_BYTES, BlockSummer, Driver
 from vllm_disagg.fleet import keys
 from vllm_disagg.kv import reshard
+from vllm_disagg.kv.block_sums import SummedBlocks, layer_sum
 from vllm_disagg.kv.fp8 import DECODE, ENCODE
 from vllm_disagg.kv.layout import LayerLayout, RankLayout, StridedRegion
 from vllm_disagg.kv.memory import HostMemory, MemoryPlace
@@ -44,9 +46,14 @@ def start() -> Iterator[Callable[..., Driver]]:
     drivers = []
 
     def make(
-        memory: HostMemory, key: keys.FleetKey = KEY, rank: int = 0, **settings: object
+        memory: HostMemory,
+        key: keys.FleetKey = KEY,
+        rank: int = 0,
+        summer: BlockSummer | None = None,
+        **settings: object,
     ) -> Driver:
-        drivers.append(Driver(Config(**settings), key, memory, rank))  # type: ignore[arg-type]
+        config = Config(**settings)  # type: ignore[arg-type]
+        drivers.append(Driver(config, key, memory, rank, summer=summer))
         return drivers[-1]
 
     yield make
@@ -592,3 +599,60 @@ def test_a_reader_that_wants_its_pieces_by_what_is_not_here_harms_nobody(
     assert isinstance(report, events.LoadResult) and report.reason is None
     assert (ours.planes[0][0][2] == theirs.planes[0][0][1]).all()
     assert outcome(p) == events.ReleaseBlocks("ac" * 16, delivered=True)
+
+
+# Sums of blocks -----------------------------------------------------------------------------------
+def block_sums(memory: HostMemory, layer: int, blocks: list[int]) -> list[int]:
+    rows = [[plane[block].tobytes() for plane in memory.planes[layer]] for block in blocks]
+    return [xxhash.xxh3_64_intdigest(b"".join(row)) for row in rows]
+
+
+class SlowSummer:
+    """Sums blocks of host memory; the sums come only after some polls."""
+
+    def __init__(self, memory: HostMemory) -> None:
+        self.memory = memory
+        self.started: list[tuple[float, events.SumBlocks]] = []
+
+    @property
+    def is_summing(self) -> bool:
+        return bool(self.started)
+
+    def start(self, action: events.SumBlocks) -> None:
+        self.started.append((time.monotonic() + 0.05, action))
+
+    def take_completed(self) -> list[events.LayersSummed]:
+        if not self.started or time.monotonic() < self.started[0][0]:
+            return []
+        _, action = self.started.pop(0)
+        sums = []
+        for extent, blocks in zip(action.extents, action.blocks, strict=True):
+            first = extent.token // BLOCK_SIZE
+            for layer in range(extent.layer, extent.layer_end):
+                found = block_sums(self.memory, layer, blocks)
+                sums.append(layer_sum(SummedBlocks(first, found)))
+        return [action.completed(sums)]
+
+
+@pytest.mark.parametrize("is_torn", [False, True])
+def test_blocks_are_compared_before_a_load_is_reported(
+    start: Callable[..., Driver], is_torn: bool
+) -> None:
+    ours, theirs = memory(48, None), memory(48, 1)
+    p = start(theirs, summer=SlowSummer(theirs))
+    d = start(ours, summer=SlowSummer(ours))
+    transfer, source, target = "ab" * 16, [3, 4, 5], [0, 2, 4]
+    sums = [SummedBlocks(0, block_sums(theirs, layer, source)) for layer in range(LAYERS)]
+    if is_torn:
+        theirs.planes[2][1][4, 7] ^= 1  # what D reads differs from what was computed
+    d.submit([wanted(p, d, transfer, target, 0, 40)])
+    p.submit([events.BlocksScheduled(transfer, 40, [source])])
+    p.submit([events.BlocksSummed(transfer, 40, sums)])
+    p.submit([events.LayersComputed(transfer, LAYERS), events.PrefillFinished(transfer)])
+    report = outcome(d)
+    assert isinstance(report, events.LoadResult) and report.seconds < 0.5
+    assert report.is_verified == (not is_torn)
+    if is_torn:
+        assert report.reason is events.Reason.KV_MISMATCH
+        assert report.detail == f"layer 2 of this rank has other bytes than at {p.name}"
+    assert outcome(p) == events.ReleaseBlocks(transfer, delivered=True)

@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from vllm_disagg import trace as module
+from vllm_disagg.kv.block_sums import SummedBlocks
 from vllm_disagg.protocol import events, messages
 from vllm_disagg.trace import TransferTrace
 
@@ -61,3 +62,19 @@ def test_a_failure_is_logged_with_its_reason(
     )
     assert info.levelno == logging.INFO
     assert info.getMessage().splitlines()[1:] == trace.lines(TRANSFER)
+
+
+def test_a_mismatch_is_logged_with_its_layer(
+    trace: TransferTrace, caplog: pytest.LogCaptureFixture
+) -> None:
+    reason = events.Reason.KV_MISMATCH
+    trace.log_failure(events.LoadResult(TRANSFER, reason, detail="layer 7 differs"))
+    (warning,) = caplog.records
+    assert "failed (kv_mismatch: layer 7 differs); this" in warning.getMessage()
+
+
+def test_sums_of_blocks_are_not_kept(trace: TransferTrace) -> None:
+    summed = events.BlocksSummed(TRANSFER, 4, [SummedBlocks(0, [1, 2])])
+    trace.add(1.0, summed)
+    (line,) = trace.lines(TRANSFER)
+    assert "BlocksSummed" in line and "SummedBlocks" not in line

@@ -11,6 +11,7 @@ from enum import Enum
 
 import msgspec
 
+from ..kv.block_sums import SummedBlocks
 from ..kv.extents import Extent
 from ..kv.layout import RemoteLayout
 from ..kv.reshard import ReshardPlan
@@ -30,6 +31,7 @@ class Reason(str, Enum):
     ENGINE_STALLED = "engine_stalled"  # the sending engine has work, but has made no step for long
     CORRUPT = "corrupt"  # a piece failed its checksum or size several times
     INTERNAL_ERROR = "internal_error"  # the driver of this worker failed
+    KV_MISMATCH = "kv_mismatch"  # the blocks of sender and receiver have different sums
     BLOCKS_RELEASED = "blocks_released"  # the sender released blocks before all bytes were in place
 
 
@@ -43,6 +45,8 @@ class BlocksScheduled(msgspec.Struct, frozen=True, tag=True):
     # The tokens are a prefix-cache hit: this step or an earlier one computes them.
     cached: bool = False
     prompt: str = ""  # digest of the whole prompt; receivers of another prompt are refused
+    # vLLM goes on to write generated tokens into the last block, so its sum would be no evidence.
+    generates_more: bool = False
 
 
 class LayersComputed(msgspec.Struct, frozen=True, tag=True):
@@ -50,6 +54,17 @@ class LayersComputed(msgspec.Struct, frozen=True, tag=True):
 
     transfer: str
     layers: int
+
+
+class BlocksSummed(msgspec.Struct, frozen=True, tag=True):
+    """Reports sums of the blocks that hold the prompt up to `tokens`, in all layers.
+
+    Cumulative: earlier blocks keep their sums.  Precedes the LayersComputed of all layers.
+    """
+
+    transfer: str
+    tokens: int
+    layers: list[SummedBlocks]  # by layer of the rank
 
 
 class LayersRecomputed(msgspec.Struct, frozen=True, tag=True):
@@ -157,6 +172,14 @@ class ReadCompleted(msgspec.Struct, frozen=True, tag=True):
     status: ReadStatus
 
 
+class LayersSummed(msgspec.Struct, frozen=True, tag=True):
+    """Reports the end of a SumBlocks."""
+
+    transfer: str
+    source: str
+    sums: list[int]  # layer sums of all layers of its extents, in order
+
+
 class TransportChanged(msgspec.Struct, frozen=True, tag=True):
     """Reports that pieces from this source come to `address` from now on."""
 
@@ -230,6 +253,19 @@ class CancelReads(msgspec.Struct, frozen=True, tag=True):
     numbers: list[int]
 
 
+class SumBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Sums the blocks that were read from a source.  Ends in one LayersSummed."""
+
+    transfer: str
+    source: str
+    extents: list[Extent]  # of whole blocks, in this rank's numbering
+    blocks: list[list[int]]  # by extent
+
+    def completed(self, sums: list[int]) -> LayersSummed:
+        """Returns the event that ends this action."""
+        return LayersSummed(self.transfer, self.source, sums)
+
+
 class LookupResult(msgspec.Struct, frozen=True, tag=True):
     """Reports that all sources of a lookup have at least `tokens` tokens; 0 if one refuses."""
 
@@ -245,11 +281,14 @@ class LoadResult(msgspec.Struct, frozen=True, tag=True):
     bytes_landed: int = 0
     bytes_overlapped: int = 0  # bytes that landed while the sender still computed the prompt
     seconds: float = 0.0  # since LoadRequested
+    is_verified: bool = False  # all blocks have the sums of their senders' blocks
+    detail: str = ""  # with KV_MISMATCH: which layer differs
 
 
 SenderEvent = (
     BlocksScheduled
     | LayersComputed
+    | BlocksSummed
     | LayersRecomputed
     | PrefillFinished
     | BlocksRevoked
@@ -265,12 +304,15 @@ ReceiverEvent = (
     | LoadSkipped
     | LoadCancelled
     | ReadCompleted
+    | LayersSummed
     | TransportChanged
     | ClockTick
     | messages.ToReceiver
 )
-ReceiverAction = ConnectPeer | SendMessage | PostRead | CancelReads | LookupResult | LoadResult
+ReceiverAction = (
+    ConnectPeer | SendMessage | PostRead | CancelReads | SumBlocks | LookupResult | LoadResult
+)
 ForSender = BlocksScheduled | PrefillFinished | BlocksRevoked
 ForReceiver = LoadRequested | LookupRequested | LoadSkipped | LoadCancelled
 # The layers come from the worker's forward pass; all other facts come from the scheduler.
-Fact = ForSender | LayersComputed | LayersRecomputed | ForReceiver
+Fact = ForSender | LayersComputed | BlocksSummed | LayersRecomputed | ForReceiver

@@ -12,6 +12,7 @@ that work, and the queue keeps the facts until the event is reached:
 What a kind of fact claims decides when it goes:
 
     LayersComputed      that the KV is in the blocks                           with its event
+    BlocksSummed        that the sums are in host memory                       with its event
     LoadRequested       that no work launched earlier writes into the blocks   with its event
     BlocksScheduled     nothing, but later facts count from it     behind those of its transfer
     PrefillFinished     nothing, but ends the transfer             behind those of its transfer
@@ -22,13 +23,14 @@ The last three only take back what was claimed.  They overtake the waiting facts
 so they take these along:
 
     BlocksRevoked       drops them: the sender remembers the ending.  PrefillFinished follows it.
-    LayersRecomputed    drops LayersComputed.  BlocksScheduled goes first: the sender has no
-                        transfer to mark before it.  PrefillFinished follows.
+    LayersRecomputed    drops LayersComputed and BlocksSummed.  BlocksScheduled goes first: the
+                        sender has no transfer to mark before it.  PrefillFinished follows.
     LoadCancelled       LoadRequested goes first: the receiver reports the end of a load that it
                         has, and posts no read for it.
 
 Rules, checked by the property tests and in the seeded worlds:
-  1. No LayersComputed and no LoadRequested goes before its event, except with a fact that voids it.
+  1. No LayersComputed, BlocksSummed or LoadRequested goes before its event, except with a fact that
+     voids it.
   2. Facts of one transfer keep their order.
   3. Each PrefillFinished and each LoadRequested goes exactly once, also after `fail`.
   4. After BlocksRevoked or LayersRecomputed no LayersComputed that was added earlier goes.
@@ -59,7 +61,8 @@ class _Waiting(Generic[E]):
 
 def claims_work(facts: Iterable[Fact]) -> bool:
     """Returns whether any of these facts must wait for an event behind the launched work."""
-    return any(isinstance(f, events.LayersComputed | events.LoadRequested) for f in facts)
+    claims = events.LayersComputed | events.BlocksSummed | events.LoadRequested
+    return any(isinstance(fact, claims) for fact in facts)
 
 
 class FactQueue(Generic[E]):
@@ -90,7 +93,7 @@ class FactQueue(Generic[E]):
         match fact:
             case events.BlocksRevoked() | events.LayersRecomputed() | events.LoadCancelled():
                 return _revoked(fact, self._take_out(fact))
-            case events.LayersComputed() | events.LoadRequested():
+            case events.LayersComputed() | events.BlocksSummed() | events.LoadRequested():
                 assert newest.event is not None, f"no event was recorded for {fact}"
                 newest.facts.append(fact)
                 return []
@@ -161,6 +164,8 @@ def _voided(facts: Iterable[Fact]) -> list[Fact]:
     voided: list[Fact] = []
     for fact in facts:
         match fact:
+            case events.BlocksSummed():
+                continue  # the LayersComputed behind it is voided, so no receiver waits for it
             case events.LayersComputed():
                 voided.append(events.LayersRecomputed(fact.transfer))
             case events.LoadRequested():

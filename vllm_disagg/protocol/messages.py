@@ -11,7 +11,7 @@ the wrong side does not decode.
        |-- ReadRequest ----------------------->|  requests one piece; no other is sent
        |<----------- PieceHeader and bytes ----|  on the data socket, of transports that need one
        |-- ReadComplete ---------------------->|  all bytes are in place
-       |<------------------------- Confirm ----|  whether the blocks were held until then
+       |<------------------------- Confirm ----|  whether the blocks were held, and their sums
        |<------------------------> Abort       |  the transfer will not happen, and why
        |<----------------> TransportNote       |  opaque to all but the two ends of one transport
 
@@ -29,7 +29,7 @@ from ..kv.extents import Extent
 
 # Of the format; both ends must have the same.  Engines compare it before any transfer, so the check
 # in `_decode` meets another version only if an engine was replaced meanwhile.
-VERSION = 3
+VERSION = 4
 # A piece is at least one block of one layer, and an SSM state is one block for a whole prompt.  So
 # the limit is far above the setting `piece_bytes`.
 MAX_PIECE_BYTES = 64 << 20
@@ -38,6 +38,9 @@ MAX_PIECE_BYTES = 64 << 20
 MAX_FRAME_BYTES = 64 * 1024
 # Of the data of one TransportNote.  The difference has room for the names beside the data.
 MAX_NOTE_BYTES = 60 * 1024
+
+# Extents in one ReadComplete, and sums in one Confirm: as many as a rank may have layers.
+MAX_SUMMED_LAYERS = 4096
 
 # Pieces of one transfer that one receiver may have outstanding.  A sender need not trust receivers:
 # it drops a request beyond the limit, which comes again after `peer_timeout`.
@@ -98,6 +101,9 @@ class ReadComplete(msgspec.Struct, frozen=True, tag="read_complete"):
     transfer: Name
     source: Name
     reader: Name
+    # Of which the receiver compares layer sums: each of whole blocks, in ascending order of layers.
+    # Empty without a comparison.
+    extents: Annotated[list[Extent], msgspec.Meta(max_length=MAX_SUMMED_LAYERS)] = []
 
 
 class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
@@ -107,6 +113,9 @@ class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
     source: Name
     reader: Name
     valid: bool
+    # Layer sums of all layers of the extents of ReadComplete, in order.  Empty if the sender has
+    # none.
+    sums: Annotated[list[int], msgspec.Meta(max_length=MAX_SUMMED_LAYERS)] = []
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

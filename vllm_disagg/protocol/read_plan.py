@@ -28,6 +28,12 @@ class ReadPlan:
     bytes: int  # of all pieces
     piece_kind: LayerLayout | None  # layout of the bytes of pieces, if not as in this rank's blocks
 
+    @property
+    def is_comparable(self) -> bool:
+        """Whether whole blocks of this rank have the bytes of whole blocks of the source."""
+        heads = self.shard.head_end - self.shard.head
+        return self.piece_kind is None and heads == self.kind.heads == self.source_kind.heads
+
     def cut(
         self,
         tokens_final: int,
@@ -66,6 +72,12 @@ class ReadPlan:
                         yield piece, size(piece, self.source_kind)
                     self.cut_tokens[layer:layer_end] = [final] * (layer_end - layer)
                 layer = layer_end
+
+    def whole(self, token_end: int) -> Extent:
+        """Returns all that is read, in whole blocks of the source, up to `token_end`."""
+        block_size = self.source_kind.block_size
+        start = self.blocks.token - self.blocks.token % block_size
+        return self.source_extent(0, len(self.cut_tokens), start, token_end)
 
     def target(self, extent: Extent) -> tuple[Extent, list[int], RemoteLayout | None]:
         """Returns where a piece is written: extent and blocks of this rank, layout of the bytes.
@@ -138,7 +150,6 @@ def read_plans(
         )
         # Whole blocks of the source, as `cut` yields them: the sum of all pieces must be equal, or
         # the source never settles.
-        whole = read_plan.source_extent(0, layers, start, event.token_end)
-        read_plan.bytes = size(whole, source_kind)
+        read_plan.bytes = size(read_plan.whole(event.token_end), source_kind)
         plans.setdefault(shard.source, []).append(read_plan)
     return plans

@@ -5,8 +5,8 @@ A transfer has one source per rank of the other engine that this rank reads from
 
 States of one source:
 
-    MOVING ----------------------> SETTLING ----------------> SETTLED
-            last piece is written             Confirm(valid)
+    MOVING ----------------------> SETTLING -------------------------> SETTLED
+            last piece is written            Confirm(valid), equal sums
 
 States of one transfer:
 
@@ -15,7 +15,9 @@ States of one transfer:
     DRAINING -- no read is posted any more -------------------------> LoadResult(reason)
 
 MOVING    Repeats TransferRequest, takes Progress, and requests the pieces that are final.
-SETTLING  All bytes are in place.  Repeats ReadComplete until the source confirms.
+SETTLING  All bytes are in place.  Repeats ReadComplete until the source confirms.  Meanwhile the
+          blocks are summed, where whole blocks were read and memories can sum them.  The
+          source's Confirm has the sums of its own blocks.  A difference fails the transfer.
 DRAINING  The transfer has failed and its reads are cancelled, but a piece may still be written
           into its blocks.  Reporting earlier would let vLLM give the blocks to another request
           and change its tokens.
@@ -39,7 +41,7 @@ Rules, checked by `validate` and by the property tests:
   1. Each LoadRequested is answered by exactly one LoadResult.
   2. No LoadResult while a read is posted: a piece may be being written into the blocks.
   3. LoadResult without a reason only after a Confirm from every source: it held its blocks until
-     our bytes were in place.
+     our bytes were in place.  If the Confirm has sums, they are those of our blocks.
   4. A piece has at most one posted read at a time, and none once it was written.
   5. Each PostRead precedes the ReadRequest of its piece and ends in one ReadCompleted.
 """
@@ -58,6 +60,7 @@ from .events import (
     CancelReads,
     ClockTick,
     ConnectPeer,
+    LayersSummed,
     LoadCancelled,
     LoadRequested,
     LoadResult,
@@ -70,6 +73,7 @@ from .events import (
     ReceiverAction,
     ReceiverEvent,
     SendMessage,
+    SumBlocks,
     TransportChanged,
 )
 from .lookup import Lookups
@@ -134,10 +138,20 @@ class SourceRecord:
     bytes_remaining: int  # still to be written
     last_seen: float  # time of its last message or bytes
     state: SourceState = SourceState.MOVING
+    # Of the blocks that are compared with the source's; empty without a comparison.
+    compared: list[ReadPlan] = field(default_factory=list)
+    sums: list[int] | None = None  # of these blocks here; None until they are summed
+    confirmed_sums: list[int] | None = None  # of the same blocks at the source; None until Confirm
     # From the last Progress.  Kept, because an older one may arrive after it.
     tokens_final: int = 0
     tokens_partial: int = 0
     layers_partial: int = 0
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether all its blocks are compared, and have equal sums here and at the source."""
+        is_compared = len(self.compared) == len(self.read_plans)
+        return is_compared and self.sums is not None and self.sums == self.confirmed_sums
 
 
 @dataclass
@@ -156,6 +170,7 @@ class IncomingTransfer:
     pieces: dict[int, PieceRecord] = field(default_factory=dict)  # those not written yet, by number
     bytes_landed: int = 0
     bytes_overlapped: int = 0  # written before the sender had computed the whole prompt
+    detail: str = ""  # of a failure
 
     @property
     def open_sources(self) -> list[SourceRecord]:
@@ -164,6 +179,11 @@ class IncomingTransfer:
         if self.failure is not None:
             return []
         return [s for s in self.sources.values() if s.state is not SourceState.SETTLED]
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether all blocks that were read have the sums of the sources' blocks."""
+        return all(source.is_verified for source in self.sources.values())
 
 
 @dataclass
@@ -185,6 +205,8 @@ class Receiver:
     `peer_timeout`          a source without a message for so long is given up
     `engine_stall_timeout`  so is a source whose engine makes no step for so long, with tokens of
                             ours still to compute
+
+    `sums_blocks`: SumBlocks can be carried out.
     """
 
     def __init__(
@@ -199,6 +221,7 @@ class Receiver:
         engine_stall_timeout: float = 30.0,
         piece_bytes: int = 4 << 20,
         window_bytes: int = 32 << 20,
+        sums_blocks: bool = False,
     ) -> None:
         self.name = name
         self.address = address
@@ -209,6 +232,7 @@ class Receiver:
         self.engine_stall_timeout = engine_stall_timeout
         self.piece_bytes = piece_bytes
         self.window_bytes = window_bytes
+        self.sums_blocks = sums_blocks
         self.transfers: dict[str, IncomingTransfer] = {}
         self.lookups = Lookups(name, rank, keepalive_interval)
         # By source: where its pieces arrive, if not at `address`.
@@ -247,6 +271,8 @@ class Receiver:
                 return self._on_message(event, t, now)
             case ReadCompleted():
                 return self._on_read_completed(event, t, now)
+            case LayersSummed():
+                return self._on_layers_summed(event, t, now)
             case LoadCancelled():
                 return self._fail(event.transfer, Reason.CANCELLED, now)
             case _:
@@ -295,6 +321,8 @@ class Receiver:
                 bytes_remaining=sum(read_plan.bytes for read_plan in plans),
                 last_seen=now,
             )
+            if self.sums_blocks:
+                source.compared = [plan for plan in plans if plan.is_comparable]
             t.sources[worker.name] = source
             # The connection first: without one the message would be dropped.
             actions.append(ConnectPeer(worker))
@@ -425,7 +453,10 @@ class Receiver:
             return self._use_credits(now)
         # For each source alone: it need not hold its blocks until the slowest source is done.
         source.state = SourceState.SETTLING
-        return [self._read_complete(event.transfer, source), *self._use_credits(now)]
+        actions: list[ReceiverAction] = [self._read_complete(event.transfer, source)]
+        if source.compared:
+            actions.append(self._sum_blocks(event.transfer, source))
+        return actions + self._use_credits(now)
 
     # Messages from senders ------------------------------------------------------------------------
     def _on_message(
@@ -509,9 +540,47 @@ class Receiver:
         # vLLM may have reused the blocks before our last byte was read: none can be trusted.
         if not event.valid:
             return self._fail(event.transfer, Reason.BLOCKS_RELEASED, now, informed=source.name)
-        source.state = SourceState.SETTLED
+        # A repeated one has the same sums, and is no progress.
+        if source.confirmed_sums is None:
+            source.confirmed_sums = event.sums
+            t.last_progress = now
+        return self._settle_if_equal(event.transfer, t, source, now)
+
+    def _on_layers_summed(
+        self,
+        event: LayersSummed,
+        t: IncomingTransfer,
+        now: float,
+    ) -> list[ReceiverAction]:
+        source = t.sources[event.source]
+        # A failed load needs no comparison.
+        if t.failure is not None:
+            return []
+        source.sums = event.sums
         t.last_progress = now
-        return self._report_if_settled(event.transfer, t, now)
+        return self._settle_if_equal(event.transfer, t, source, now)
+
+    def _settle_if_equal(
+        self,
+        name: str,
+        t: IncomingTransfer,
+        source: SourceRecord,
+        now: float,
+    ) -> list[ReceiverAction]:
+        """Ends a source's part when its blocks and ours are known to be equal.
+
+        Without sums of the source its Confirm alone ends it, as of an engine that cannot sum.
+        """
+        if source.confirmed_sums is None:
+            return []
+        if source.compared and source.confirmed_sums:
+            if source.sums is None:
+                return []
+            if source.sums != source.confirmed_sums:
+                t.detail = _difference(source)
+                return self._fail(name, Reason.KV_MISMATCH, now, informed=source.name)
+        source.state = SourceState.SETTLED
+        return self._report_if_settled(name, t, now)
 
     # Time -----------------------------------------------------------------------------------------
     def _on_tick(self, now: float) -> list[ReceiverAction]:
@@ -766,6 +835,8 @@ class Receiver:
             bytes_landed=t.bytes_landed,
             bytes_overlapped=t.bytes_overlapped,
             seconds=now - t.started_at,
+            is_verified=reason is None and t.is_verified,
+            detail=t.detail,
         )
         return [result]
 
@@ -785,7 +856,24 @@ class Receiver:
         return SendMessage(source.name, request)
 
     def _read_complete(self, name: str, source: SourceRecord) -> SendMessage:
-        return SendMessage(source.name, messages.ReadComplete(name, source.name, self.name))
+        token_end = self.transfers[name].token_end
+        complete = messages.ReadComplete(
+            transfer=name,
+            source=source.name,
+            reader=self.name,
+            extents=[plan.whole(token_end) for plan in source.compared],
+        )
+        return SendMessage(source.name, complete)
+
+    def _sum_blocks(self, name: str, source: SourceRecord) -> SumBlocks:
+        token_end = self.transfers[name].token_end
+        extents: list[Extent] = []
+        blocks: list[list[int]] = []
+        for plan in source.compared:
+            ours, ids, _ = plan.target(plan.whole(token_end))
+            extents.append(ours)
+            blocks.append(ids)
+        return SumBlocks(name, source.name, extents, blocks)
 
     def validate(self) -> None:
         """Raises AssertionError if the state contradicts itself.  Tests call it at each event."""
@@ -802,6 +890,8 @@ class Receiver:
             # Else it would be settled, and reported before.
             assert t.open_sources, context
             for source in t.sources.values():
+                if source.state is SourceState.SETTLED and source.confirmed_sums:
+                    assert source.sums == source.confirmed_sums, context
                 is_moving = source.state is SourceState.MOVING
                 has_pieces = any(p.source == source.name for p in t.pieces.values())
                 assert is_moving == bool(source.bytes_remaining), context
@@ -810,3 +900,16 @@ class Receiver:
                 in_use[piece.source] += piece.credit_in_use
         # A credit that is lost narrows the window forever; one that is given back twice widens it.
         assert in_use == self.credit_in_use, (in_use, self.credit_in_use)
+
+
+def _difference(source: SourceRecord) -> str:
+    """Returns which layer of this rank differs from the source's; the first one of several."""
+    assert source.sums is not None and source.confirmed_sums is not None
+    layers: list[int] = []
+    for plan in source.compared:
+        layers += range(plan.shard.layer, plan.shard.layer_end)
+    pairs = zip(layers, source.sums, source.confirmed_sums, strict=False)
+    for layer, ours, theirs in pairs:
+        if ours != theirs:
+            return f"layer {layer} of this rank has other bytes than at {source.name}"
+    return f"{source.name} has summed {len(source.confirmed_sums)} layers of {len(layers)}"

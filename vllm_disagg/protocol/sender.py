@@ -27,7 +27,8 @@ for the lease.  Its exchange with the sender:
     TransferRequest -> Progress        repeated; each one renews the lease
     ReadRequest     -> SendPiece       only of tokens and layers that are final; a repeated request
                                        for a piece that is still being sent is ignored
-    ReadComplete    -> Confirm(valid)  whether the blocks were held until then
+    ReadComplete    -> Confirm(valid)  whether the blocks were held until then; with their sums,
+                                       for which it may wait
 
 Rules, checked by `validate` and by the property tests:
   1. Each PrefillFinished is answered by exactly one ReleaseBlocks; nothing else is.
@@ -44,12 +45,14 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import assert_never
 
+from ..kv.block_sums import BlockSums
 from ..kv.extents import Extent, blocks_of, heads_of, size
 from ..kv.layout import STATE, LayerLayout, RankLayout
 from . import messages
 from .events import (
     BlocksRevoked,
     BlocksScheduled,
+    BlocksSummed,
     ClockTick,
     ConnectionLost,
     LayersComputed,
@@ -92,6 +95,8 @@ class ReceiverRecord:
     # Number and address of each SendPiece that has not ended.
     sending: set[tuple[int, str]] = field(default_factory=set)
     is_complete: bool = False  # has sent ReadComplete
+    sums: list[int] = field(default_factory=list)  # those of its Confirm
+    waiting: messages.ReadComplete | None = None  # until the blocks are summed
     is_gone: bool = False  # aborted, refused, or silent for the lease
 
     @property
@@ -111,6 +116,8 @@ class OutgoingTransfer:
     tokens_final: int = 0  # final in all layers
     tokens_partial: int = 0  # final in the first `layers_partial` layers
     layers_partial: int = 0
+    block_sums: BlockSums | None = None  # None: the blocks are not summed
+    tokens_summed: int = 0  # tokens whose blocks have their sums
     is_recomputed: bool = False  # final layers were computed again: no receiver is served any more
     expected_receivers: int | None = None  # set by the first TransferRequest
     receivers: dict[str, ReceiverRecord] = field(default_factory=dict)
@@ -146,6 +153,7 @@ class Sender:
     `name` is the worker's name, which holds its incarnation; `layout` is that of its KV cache.
     `lease` is the number of seconds without a message after which a receiver counts as gone.
     `grace` is the same after the receiver's connection has closed.
+    `sums_blocks`: BlocksSummed precedes the LayersComputed of all layers.
     """
 
     def __init__(
@@ -155,14 +163,17 @@ class Sender:
         *,
         lease: float = 10.0,
         grace: float = 1.0,
+        sums_blocks: bool = False,
     ) -> None:
         self.name = name
         self.layout = layout
         self.lease = lease
         self.grace = grace
+        self.sums_blocks = sums_blocks
         self.transfers: dict[str, OutgoingTransfer] = {}
-        # The last endings: by transfer, the receivers that had sent ReadComplete by then.
-        self.endings: dict[str, frozenset[str]] = {}
+        # The last endings: by transfer, the receivers that had sent ReadComplete by then, with the
+        # sums of their Confirm.
+        self.endings: dict[str, dict[str, list[int]]] = {}
         # Time of vLLM's last call into the driver, which sets it before each `handle`.
         self.last_engine_step: float | None = None
 
@@ -173,6 +184,8 @@ class Sender:
                 return self._on_scheduled(event, now)
             case LayersComputed():
                 return self._on_computed(event)
+            case BlocksSummed():
+                return self._on_summed(event, now)
             case LayersRecomputed():
                 return self._on_recomputed(event.transfer)
             case PrefillFinished():
@@ -201,7 +214,7 @@ class Sender:
             case messages.ReadRequest():
                 return self._on_read_request(event, now)
             case messages.ReadComplete():
-                return self._on_read_complete(event)
+                return self._on_read_complete(event, now)
             case messages.Abort():
                 return self._on_abort(event)
             case _:
@@ -234,6 +247,8 @@ class Sender:
         t.tokens_partial = event.tokens
         t.layers_partial = 0
         t.prompt = event.prompt
+        if self.sums_blocks and not event.generates_more and t.block_sums is None:
+            t.block_sums = BlockSums(len(self.layout.layers))
         # Rule 5.  While WANTED there was no digest to compare with: this is the first chance.
         actions: Actions = []
         for name in t.active_receivers():
@@ -261,6 +276,27 @@ class Sender:
             actions.append(self._progress(event.transfer, t, name))
         return actions
 
+    def _on_summed(self, event: BlocksSummed, now: float) -> Actions:
+        t = self.transfers.get(event.transfer)
+        # Blocks may be revoked while they are summed.  Recomputed layers have lost earlier sums.
+        if t is None or t.block_sums is None or t.is_recomputed:
+            return []
+        for layer, blocks in enumerate(event.layers):
+            t.block_sums.replace(layer, blocks)
+        t.tokens_summed = event.tokens
+        return self._answer_waiting(t, now)
+
+    def _answer_waiting(self, t: OutgoingTransfer, now: float) -> Actions:
+        """Handles each ReadComplete that has waited for sums once more."""
+        actions: Actions = []
+        # A copy: the last answer may end the transfer.
+        for receiver in list(t.receivers.values()):
+            waiting = receiver.waiting
+            if waiting is not None and receiver.is_active:
+                receiver.waiting = None
+                actions += self._on_read_complete(waiting, now)
+        return actions
+
     def _on_recomputed(self, transfer: str) -> Actions:
         """Refuses all receivers; blocks stay held, so running sends end before release (rule 2)."""
         t = self.transfers.get(transfer)
@@ -283,8 +319,11 @@ class Sender:
         # From now on the lease runs: a receiver that has not asked yet may still come.
         t.state = SendState.HELD
         t.deadline = now + self.lease
+        actions = self._answer_waiting(t, now)
+        if transfer not in self.transfers:
+            return actions  # released with the last answer
         # KV that was read while it was computed may be complete at all receivers by now.
-        return self._release_if_over(transfer, t)
+        return actions + self._release_if_over(transfer, t)
 
     def _on_revoked(self, transfer: str) -> Actions:
         # vLLM takes the blocks at once, whether or not a transport reads them.  Pieces under way
@@ -293,7 +332,7 @@ class Sender:
         # No receiver counts as complete: a ReadComplete that is under way must not be confirmed.
         # Remembered for unknown transfers too: the connector revokes a refused one before any
         # block is scheduled, so that its receiver does not wait in WANTED for the lease.
-        self._remember_ending(transfer, frozenset())
+        self._remember_ending(transfer, {})
         if t is None:
             return []
         # HELD blocks are vLLM's again only after ReleaseBlocks: it cannot take them earlier.
@@ -422,7 +461,7 @@ class Sender:
         )
         return [action]
 
-    def _on_read_complete(self, event: messages.ReadComplete) -> Actions:
+    def _on_read_complete(self, event: messages.ReadComplete, now: float) -> Actions:
         t = self.transfers.get(event.transfer)
         receiver = t.receivers.get(event.reader) if t else None
         # Nothing final means that no byte can have been read: there is nothing to confirm.
@@ -435,13 +474,21 @@ class Sender:
             or not (t.tokens_final or t.layers_partial)
         ):
             # A repeated ReadComplete after the release gets the same answer as the first one.
-            valid = event.reader in self.endings.get(event.transfer, ())
-            return [self._confirm(event, valid)]
+            complete = self.endings.get(event.transfer, {})
+            valid = event.reader in complete
+            return [self._confirm(event, valid, complete.get(event.reader, []))]
         # The transfer is still here, so its blocks were held until now: the driver has handed in
         # all facts from vLLM before this message (rule 3).
+        if not receiver.is_complete:
+            if self._lacks_sums(t, event.extents):
+                receiver.waiting = event
+                receiver.last_seen = now
+                return []
+            # Once: a repeated ReadComplete gets the sums of the first one.
+            receiver.sums = self._layer_sums(t, event.extents)
         # Complete receivers do not hold the blocks any longer; the last one releases them.
         receiver.is_complete = True
-        confirm = self._confirm(event, True)
+        confirm = self._confirm(event, True, receiver.sums)
         return [confirm, *self._release_if_over(event.transfer, t)]
 
     def _on_abort(self, event: messages.Abort) -> Actions:
@@ -521,6 +568,46 @@ class Sender:
             and size(extent, kind) <= messages.MAX_PIECE_BYTES
         )
 
+    def _lacks_sums(self, t: OutgoingTransfer, extents: list[Extent]) -> bool:
+        """Returns whether BlocksSummed will come for tokens of these extents."""
+        # A receiver of the first layers only may have all its bytes before the step has ended.
+        # PrefillFinished comes after the last BlocksSummed.
+        if t.block_sums is None or t.state is not SendState.COMPUTING:
+            return False
+        return any(extent.token_end > t.tokens_summed for extent in extents)
+
+    def _layer_sums(self, t: OutgoingTransfer, extents: list[Extent]) -> list[int]:
+        """Returns the layer sums of these extents; empty if they were not summed."""
+        if t.block_sums is None or not self._are_summed(t, extents):
+            return []
+        sums: list[int] = []
+        for extent in extents:
+            block_size = self.layout.kind(extent.layer).block_size
+            first = extent.token // block_size
+            end = -(-extent.token_end // block_size)
+            for layer in range(extent.layer, extent.layer_end):
+                sums.append(t.block_sums.layer_sum(layer, first, end))
+        return sums
+
+    def _are_summed(self, t: OutgoingTransfer, extents: list[Extent]) -> bool:
+        """Returns whether the extents are of whole blocks that have their sums."""
+        # They come from another process: no field can be trusted.  In ascending order no layer is
+        # summed twice, which bounds the work.
+        next_layer = 0
+        for extent in extents:
+            if not next_layer <= extent.layer < extent.layer_end <= len(self.layout.layers):
+                return False
+            next_layer = extent.layer_end
+            kind = self.layout.kind(extent.layer)
+            layers = range(extent.layer, extent.layer_end)
+            if not all(self.layout.kind(layer) is kind for layer in layers):
+                return False
+            if heads_of(extent, kind) != (0, kind.heads) or extent.token % kind.block_size:
+                return False
+            if not extent.token < extent.token_end <= t.tokens_summed:
+                return False
+        return True
+
     def _refuse(
         self,
         transfer: str,
@@ -567,12 +654,18 @@ class Sender:
             return 0.0
         return now - last_step
 
-    def _confirm(self, complete: messages.ReadComplete, valid: bool) -> SendMessage:
+    def _confirm(
+        self,
+        complete: messages.ReadComplete,
+        valid: bool,
+        sums: list[int],
+    ) -> SendMessage:
         confirm = messages.Confirm(
             transfer=complete.transfer,
             source=self.name,
             reader=complete.reader,
             valid=valid,
+            sums=sums,
         )
         return SendMessage(complete.reader, confirm)
 
@@ -584,12 +677,12 @@ class Sender:
 
     def _release(self, transfer: str, t: OutgoingTransfer) -> Actions:
         del self.transfers[transfer]
-        complete = frozenset(name for name, r in t.receivers.items() if r.is_complete)
+        complete = {name: r.sums for name, r in t.receivers.items() if r.is_complete}
         self._remember_ending(transfer, complete)
         delivered = len(complete) == t.expected_receivers
         return [ReleaseBlocks(transfer, delivered)]
 
-    def _remember_ending(self, transfer: str, complete: frozenset[str]) -> None:
+    def _remember_ending(self, transfer: str, complete: dict[str, list[int]]) -> None:
         self.endings[transfer] = complete
         # Insertion order is the order of endings: the oldest one is forgotten first.  That is
         # safe: its ReadComplete is answered as not valid, and the receiver recomputes.

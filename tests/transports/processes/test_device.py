@@ -17,6 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 HERE = "tests/transports/processes"
+KERNEL_TESTS = ["kernels", "direct_memory", "proof", "summing"]
 
 needs_nixl = pytest.mark.skipif(
     importlib.util.find_spec("nixl") is None, reason="nixl is not installed"
@@ -41,7 +42,7 @@ def run(files: list[str], env: dict[str, str], seconds: float) -> str:
 
 def test_the_kernels_in_tritons_interpreter() -> None:
     env = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run(["tests/gpu/test_kernels.py", "tests/gpu/test_direct_memory.py"], env, 600)
+    run([f"tests/gpu/test_{part}.py" for part in KERNEL_TESTS], env, 600)
 
 
 @needs_nixl

@@ -124,8 +124,8 @@ class Instance:
             return ""
         if self.engine is None:
             return (
-                "serves no KV transfers: either it runs without a connector, or with another fleet"
-                " key or version than this proxy"
+                "serves no KV transfers: it runs without a connector, or with another fleet key or"
+                ' version than this proxy, or its log has "KV transfers are off"'
             )
         if self.engine.role not in (self.role, "both"):
             return f"is given as --{self.role}, but its connector's role is {self.engine.role}"

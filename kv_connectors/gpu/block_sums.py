@@ -1,0 +1,147 @@
+"""Sums of KV blocks in GPU memory, by which two engines compare what they hold.
+
+Theory. A block sum is 64 bits over all bytes of one block in one layer. Each word is mixed with its
+place in the block, so a change of bytes or of their order changes the sum. The place is counted in
+the order of bytes on the wire: sums are equal in two engines whose blocks have that order.
+
+Not run on a GPU yet: checked in Triton's interpreter, on the CPU, against torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+import triton
+import triton.language as tl
+
+from .kernels import MAX_WORDS_PER_PROGRAM, Plane
+
+WORD_BYTES = 4
+# Odd, and below 2^63: products wrap modulo 2^64 in signed arithmetic.
+PLACE_FACTOR = 0x1E3779B97F4A7C15
+MIX_FACTOR = 0x3F58476D1CE4E5B9
+_PLACE_FACTOR = tl.constexpr(PLACE_FACTOR)
+_MIX_FACTOR = tl.constexpr(MIX_FACTOR)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _sum_words(  # type: ignore[no-untyped-def]
+    sums,
+    bases,
+    rows_of_sums,
+    first_places,
+    blocks,
+    count,
+    block_stride,
+    rows,
+    row_stride,
+    words,
+    WORDS: tl.constexpr,
+):
+    """Program (i, j): adds the j-th part of the i-th row to the sum of its block.
+
+    Rows are numbered by plane, then block, then row of the block.
+    """
+    unit = tl.program_id(0).to(tl.int64)
+    row = unit % rows
+    index = (unit // rows) % count
+    plane = unit // (rows * count)
+    block = tl.load(blocks + index)
+    start = tl.load(bases + plane) + block * block_stride + row * row_stride
+    offsets = tl.program_id(1).to(tl.int64) * WORDS + tl.arange(0, WORDS)
+    mask = offsets < words
+    cache = start.to(tl.pointer_type(tl.int32))
+    word = tl.load(cache + offsets, mask=mask, other=0).to(tl.int64) & 0xFFFFFFFF
+    place = tl.load(first_places + plane) + row * words + offsets
+    mixed = word + (place + 1) * _PLACE_FACTOR
+    # Masks after the shifts: a right shift of a signed number repeats its sign.
+    mixed = (mixed ^ ((mixed >> 32) & 0xFFFFFFFF)) * _MIX_FACTOR
+    mixed = mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)
+    total = tl.sum(tl.where(mask, mixed, 0), axis=0)
+    tl.atomic_add(sums + tl.load(rows_of_sums + plane) * count + index, total)
+
+
+@dataclass(frozen=True)
+class SummedPlanes:
+    """Planes of equal strides, for one launch; the tensors are in device memory."""
+
+    plane: Plane  # one of them
+    bases: torch.Tensor  # addresses
+    rows_of_sums: torch.Tensor  # the row of the result to which each plane belongs
+    first_places: torch.Tensor  # words of the block in the planes before each one
+
+
+Upload = Callable[[Sequence[int]], torch.Tensor]
+
+
+def can_sum(planes: Sequence[Sequence[Plane]]) -> bool:
+    """Returns whether all rows of these layers are made of aligned words.
+
+    A smaller word would give other sums than an engine with aligned rows.
+    """
+    return all(
+        number % WORD_BYTES == 0
+        for layer in planes
+        for plane in layer
+        for number in (plane.base, plane.block_stride, plane.row_stride, plane.row_bytes)
+    )
+
+
+def summed_planes(planes: Sequence[Sequence[Plane]], upload: Upload) -> list[SummedPlanes]:
+    """Returns the planes of these layers as launches; `upload` puts numbers into device memory."""
+    parts: list[tuple[Plane, int, int]] = []
+    for row_of_sums, planes_of_layer in enumerate(planes):
+        first_place = 0
+        for plane in planes_of_layer:
+            parts.append((plane, row_of_sums, first_place))
+            first_place += plane.block_bytes // WORD_BYTES
+    launches = []
+    for _, run in groupby(parts, key=lambda part: part[0].launch_key):
+        alike = list(run)
+        launch = SummedPlanes(
+            plane=alike[0][0],
+            bases=upload([plane.base for plane, _, _ in alike]),
+            rows_of_sums=upload([row for _, row, _ in alike]),
+            first_places=upload([place for _, _, place in alike]),
+        )
+        launches.append(launch)
+    return launches
+
+
+def sum_blocks(launches: Sequence[SummedPlanes], blocks: torch.Tensor, sums: torch.Tensor) -> None:
+    """Writes the sums of blocks, on the current stream.
+
+    `blocks`: ids, int64, on the device. `sums`: int64, (layers, blocks).
+    """
+    sums.zero_()
+    for launch in launches:
+        plane = launch.plane
+        words = plane.row_bytes // WORD_BYTES
+        units = len(launch.bases) * len(blocks) * plane.rows
+        grid = (units, triton.cdiv(words, MAX_WORDS_PER_PROGRAM))
+        _sum_words[grid](
+            sums,
+            launch.bases,
+            launch.rows_of_sums,
+            launch.first_places,
+            blocks,
+            len(blocks),
+            plane.block_stride,
+            plane.rows,
+            plane.row_stride,
+            words,
+            MAX_WORDS_PER_PROGRAM,
+        )
+
+
+def sum_of_bytes(block: torch.Tensor) -> torch.Tensor:
+    """Returns the block sum of the bytes of one block in wire order, by torch's arithmetic."""
+    words = block.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    places = torch.arange(1, len(words) + 1, dtype=torch.int64, device=block.device)
+    mixed = words + places * PLACE_FACTOR
+    mixed = (mixed ^ ((mixed >> 32) & 0xFFFFFFFF)) * MIX_FACTOR
+    mixed = mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)
+    return mixed.sum()

@@ -183,7 +183,7 @@ class IncomingTransfer:
     @property
     def is_verified(self) -> bool:
         """Whether all blocks that were read have the sums of the sources' blocks."""
-        return all(source.is_verified for source in self.sources.values())
+        return bool(self.sources) and all(s.is_verified for s in self.sources.values())
 
 
 @dataclass

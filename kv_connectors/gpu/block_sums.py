@@ -27,31 +27,30 @@ _PLACE_FACTOR = tl.constexpr(PLACE_FACTOR)
 _MIX_FACTOR = tl.constexpr(MIX_FACTOR)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def _sum_words(  # type: ignore[no-untyped-def]
     sums,
     bases,
     rows_of_sums,
     first_places,
     blocks,
-    count,
     block_stride,
-    rows,
     row_stride,
     words,
+    part_bits,
     WORDS: tl.constexpr,
 ):
-    """Program (i, j): adds the j-th part of the i-th row to the sum of its block.
+    """Program (i, j, k): adds a part of a row in the k-th plane to the sum of the i-th block.
 
-    Rows are numbered by plane, then block, then row of the block.
+    The last `part_bits` bits of j number the part, the others the row.
     """
-    unit = tl.program_id(0).to(tl.int64)
-    row = unit % rows
-    index = (unit // rows) % count
-    plane = unit // (rows * count)
-    block = tl.load(blocks + index)
-    start = tl.load(bases + plane) + block * block_stride + row * row_stride
-    offsets = tl.program_id(1).to(tl.int64) * WORDS + tl.arange(0, WORDS)
+    # In 64 bits, before any product.
+    index = tl.program_id(0).to(tl.int64)
+    row = (tl.program_id(1) >> part_bits).to(tl.int64)
+    part = tl.program_id(1).to(tl.int64) - (row << part_bits)
+    plane = tl.program_id(2).to(tl.int64)
+    start = tl.load(bases + plane) + tl.load(blocks + index) * block_stride + row * row_stride
+    offsets = part * WORDS + tl.arange(0, WORDS)
     mask = offsets < words
     cache = start.to(tl.pointer_type(tl.int32))
     word = tl.load(cache + offsets, mask=mask, other=0).to(tl.int64) & 0xFFFFFFFF
@@ -61,7 +60,8 @@ def _sum_words(  # type: ignore[no-untyped-def]
     mixed = (mixed ^ ((mixed >> 32) & 0xFFFFFFFF)) * _MIX_FACTOR
     mixed = mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)
     total = tl.sum(tl.where(mask, mixed, 0), axis=0)
-    tl.atomic_add(sums + tl.load(rows_of_sums + plane) * count + index, total)
+    at = tl.load(rows_of_sums + plane) * tl.num_programs(0) + index
+    tl.atomic_add(sums + at, total)
 
 
 @dataclass(frozen=True)
@@ -120,19 +120,18 @@ def sum_blocks(launches: Sequence[SummedPlanes], blocks: torch.Tensor, sums: tor
     for launch in launches:
         plane = launch.plane
         words = plane.row_bytes // WORD_BYTES
-        units = len(launch.bases) * len(blocks) * plane.rows
-        grid = (units, triton.cdiv(words, MAX_WORDS_PER_PROGRAM))
+        part_bits = (triton.cdiv(words, MAX_WORDS_PER_PROGRAM) - 1).bit_length()
+        grid = (len(blocks), plane.rows << part_bits, len(launch.bases))
         _sum_words[grid](
             sums,
             launch.bases,
             launch.rows_of_sums,
             launch.first_places,
             blocks,
-            len(blocks),
             plane.block_stride,
-            plane.rows,
             plane.row_stride,
             words,
+            part_bits,
             MAX_WORDS_PER_PROGRAM,
         )
 

@@ -28,7 +28,7 @@ import torch
 from vllm_disagg.kv.extents import Extent
 
 from . import block_sums
-from .kernels import checksum
+from .kernels import CHECKSUM_WORD_BYTES, checksum
 from .memory import DeviceMemory
 from .summing import Summer
 
@@ -148,7 +148,8 @@ class StartProof:
         total = self._runtime.upload([0], self._stream)
         self._runtime.launch(self._stream, checksum, wire, total)
         self._wait()
-        words = wire.view(torch.int32).to(torch.int64)
+        is_aligned = wire.numel() % CHECKSUM_WORD_BYTES == 0
+        words = wire.view(torch.int32 if is_aligned else torch.uint8).to(torch.int64)
         places = torch.arange(len(words), dtype=torch.int64, device=wire.device)
         if int(total) != int((words * (2 * places + 3)).sum()):
             return "the checksum kernel gives another sum than torch"

@@ -228,11 +228,10 @@ def _views(cache: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
     There are two, of keys and of values, where vLLM keeps them apart. Kernel blocks are grouped
     into the blocks that vLLM's scheduler counts.
     """
-    if cache.shape[0] == 2 != num_blocks and cache.shape[1] == num_blocks:
-        parts = list(cache.unbind(0))
-    elif cache.shape[0] == num_blocks:
-        parts = [cache]
-    else:
-        parts = [cache.unflatten(0, (num_blocks, -1))]
+    parts = list(cache.unbind(0)) if cache.shape[0] % num_blocks else [cache]
+    parts = [
+        part if part.shape[0] == num_blocks else part.unflatten(0, (num_blocks, -1))
+        for part in parts
+    ]
     # The new axis makes the view possible whatever the strides are.
     return [part.unsqueeze(-1).view(torch.uint8) for part in parts]

@@ -85,7 +85,10 @@ def made_runtime(**simulated: Any) -> Any:
 
 
 def memory_of(caches: Caches, of: Any = None) -> Any:
-    planes = [list(layout.planes_of(caches[name], BLOCKS)) for name in NAMES]
+    planes = [
+        [layout.plane_of(part) for part in layout.by_blocks(name, caches[name], BLOCKS)]
+        for name in NAMES
+    ]
     rows = [plane.block_bytes for plane in planes[0]]
     kind = LayerLayout("bytes", TOKENS, rows, [opaque(row) for row in rows])
     return memory.DeviceMemory(planes, RankLayout([kind], [0] * LAYERS), of or made_runtime())

@@ -47,7 +47,10 @@ class Engine:
             torch.randint(0, 256, (BLOCKS, ROW_BYTES), dtype=torch.uint8),
             apart.permute(1, 0, 2),
         ]
-        planes = [list(layout.planes_of(cache, BLOCKS)) for cache in self.caches]
+        planes = [
+            [layout.plane_of(part) for part in layout.by_blocks("a", cache, BLOCKS)]
+            for cache in self.caches
+        ]
         assert planes[2][0].rows == 2
         self.memory = memory.DeviceMemory(planes, SHAPE, self.runtime)
 

@@ -6,6 +6,7 @@
 # make wide      engines of different parallelism and block sizes, each kind of model, each transport
 # make chaos     2 prefill and 2 decode instances under load, each killed, frozen, drained and replaced in turn (5 to 20 minutes)
 # make versions  exactness on the oldest and the newest vLLM supported, and between the two
+# make gpu-proof what can be proved of the path for GPUs without a GPU; the last line is JSON (an hour)
 # make mutants   plant faults in the protocol; the tests must notice
 # make bench     the hand-off, measured
 # make bench-proxy  what the proxy costs, beside vllm-router
@@ -17,6 +18,7 @@
 VLLM   ?= 0.32.0
 OLDEST := 0.28.0
 NEWEST := 0.32.0
+TRITON := triton==3.9.0
 NIXL   := nixl==1.5.1 nixl-cu12==1.5.1
 VENV   ?= .venv
 # The first Python here that is 3.11 or newer.
@@ -29,7 +31,7 @@ WAITING   := $(addprefix tests/,proxy unit launcher bench transports/zmq transpo
 COMPUTING := $(addprefix tests/,protocol kv fleet connector planner workloads transports/collective simulation scheduler_worlds property gpu)
 QUICK     := $(WAITING) $(COMPUTING)
 
-.PHONY: setup demo check static quick-waiting quick-computing coverage test wide chaos versions mutants bench bench-proxy bench-transport goodput house clean
+.PHONY: setup demo check static quick-waiting quick-computing coverage test wide chaos versions gpu-proof mutants bench bench-proxy bench-transport goodput house clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.ours
@@ -104,6 +106,15 @@ versions:
 	done
 	@echo "versions: prefill and decode engines of $(OLDEST) and $(VLLM)"
 	DISAGG_OTHER_VLLM=$(CURDIR)/.venv-$(OLDEST) $(BIN)/python -m pytest -W default tests/engine/test_versions.py
+
+gpu-proof: setup $(VENV)/.triton
+	$(BIN)/python tests/gpu/proof.py
+
+# Its interpreter and its compiler run here; vLLM's CPU build does not bring it.
+$(VENV)/.triton: $(VENV)/.ours
+	@echo "gpu-proof: Triton, 200 MB"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TRITON)
+	@touch $@
 
 mutants: setup
 	$(BIN)/python tests/mutants.py

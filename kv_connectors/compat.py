@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
+from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet.conventions import NEWEST_VLLM, OLDEST_VLLM
 
 log = logging.getLogger("vllm_disagg")
@@ -117,6 +118,35 @@ def before_adapters_load(note: Callable[[Any], None]) -> None:
 
     add_lora.noted_by = note  # type: ignore[attr-defined]
     EngineCore.add_lora = add_lora  # type: ignore[method-assign]
+
+
+def before_blocks_change(vllm_config: Any, revoke: Callable[[Any], None]) -> None:
+    """Has `revoke` called with each step's connector metadata before a step changes any block.
+
+    vLLM's V2 runner calls `handle_preemptions` only after it has cleared a step's new blocks and
+    copied into them; V1 calls it before. So `update_requests` of V2 is wrapped, once. Raises
+    ConfigError for a V2 runner without that method.
+    """
+    if not getattr(vllm_config, "use_v2_model_runner", False):
+        return
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner  # noqa: PLC0415 - it needs Triton
+
+    update = getattr(GPUModelRunner, "update_requests", None)
+    if update is None:
+        raise ConfigError(
+            "DisaggConnector does not recognise the V2 model runner of this vLLM: set"
+            " VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    if getattr(update, "revoked_by", None) == revoke:
+        return
+
+    @wraps(update)
+    def update_requests(self: Any, scheduler_output: Any) -> None:
+        revoke(scheduler_output.kv_connector_metadata)
+        update(self, scheduler_output)
+
+    update_requests.revoked_by = revoke  # type: ignore[attr-defined]
+    GPUModelRunner.update_requests = update_requests  # type: ignore[method-assign]
 
 
 def layer_overrides(model: Any) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ from vllm_disagg.kv.layout import NOTHING
 from vllm_disagg.kv.memory import Memory
 from vllm_disagg.protocol import events
 
-from . import kv_layout, transports
+from . import compat, kv_layout, transports
 from .layers import FinalLayers
 from .metadata import FailedProof, Handshake, StepMetadata, WorkerMetadata
 from .metrics import ConnectorStats
@@ -51,6 +51,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm_disagg.worker")
 
 PROGRESS_BYTES = 2 << 20  # layers are announced in groups of this size, so that messages stay few
+
+
+def kv_device(caches: Mapping[str, torch.Tensor]) -> str:
+    """Returns the type of the device that holds these KV caches, cpu or cuda."""
+    return next(iter(caches.values())).device.type
 
 
 class WorkerSide:
@@ -106,13 +111,13 @@ class WorkerSide:
             return
         self._layers = FinalLayers(names)
         self._layout = memory.shape
-        device = next(iter(caches.values())).device.type
-        chosen = transports.chosen(self._config, device)
+        chosen = transports.chosen(self._config, kv_device(caches))
         self._driver = Driver(
             self._config, self._key, memory, self._rank, chosen, self._loaded_sums
         )
         self._start_gpu_facts(self._driver)
         self.handshake = Handshake(self._driver.worker, names)
+        compat.before_blocks_change(self._vllm_config, self._revoke_early)
         log.info(
             "worker %d: control channel for KV transfers at %s",
             self._rank,
@@ -125,7 +130,7 @@ class WorkerSide:
         heads = kv_layout.kv_heads(self._vllm_config.model_config)
         rank = kv_layout.RankCache(self._rank % size, size, heads)
         config = self._kv_cache_config
-        if next(iter(caches.values())).device.type == "cpu":
+        if kv_device(caches) == "cpu":
             return kv_layout.host_memory(
                 caches, config.kv_cache_groups, config.num_blocks, rank, self._vllm_config
             )
@@ -232,6 +237,15 @@ class WorkerSide:
         ]
         if revoked:
             self._submit(revoked)
+
+    def _revoke_early(self, metadata: Any) -> None:
+        """Calls `revoke_blocks` for vLLM's V2 runner, whose own hook comes too late.
+
+        `metadata`: ours, that of MultiConnector with ours in it, or None in vLLM's warm-up.
+        """
+        for part in getattr(metadata, "metadata", [metadata]):
+            if isinstance(part, StepMetadata):
+                self.revoke_blocks(part)
 
     def begin_step(self, metadata: StepMetadata) -> None:
         """Submits the scheduler's events to the driver, and prepares to announce layers."""

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_disagg.fleet import keys
@@ -37,8 +38,32 @@ FLAGS += ["--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
 TOOLS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 BLOCK, CHUNK, LIMIT = 128, 256, 2048  # tokens: of a KV block on CPU, of a step, of a request
-START = 180.0  # seconds
+START = 600.0  # seconds; only ends a start that hangs, on a busy machine too
 ADMIN = "root"  # the proxies' admin key
+
+
+@dataclass(frozen=True)
+class EngineRunner:
+    """The way engines compute: its environment, and the lines of their logs that prove it."""
+
+    env: dict[str, str]
+    lines: tuple[str, ...] = ()  # of every engine
+    connector_lines: tuple[str, ...] = ()  # of engines with our connector
+
+
+_V2_ENV = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
+_V2_LINES = ("Using V2 Model Runner", "asynchronous scheduling is True")
+# By the value of ENGINE_RUNNER in the environment of these tests. The changes are files in `steady`.
+RUNNERS = {
+    "": EngineRunner({}),
+    "v2": EngineRunner({**_V2_ENV, "ENGINE_CHANGES": "v2_runner async_steps"}, _V2_LINES),
+    "v2-device": EngineRunner(
+        {**_V2_ENV, "ENGINE_CHANGES": "v2_runner async_steps device_path"},
+        _V2_LINES,
+        ("the connector takes its path for GPUs",),
+    ),
+}
+RUNNER = RUNNERS[os.environ.get("ENGINE_RUNNER", "")]
 _PDEATHSIG = 1
 
 
@@ -202,6 +227,7 @@ class Engine(Process):
         """
         port = free_port()
         self.ranks = ranks
+        self.role = role
         if ranks:
             flags = (*flags, "--data-parallel-size", str(ranks))
         if register:
@@ -239,6 +265,7 @@ class Engine(Process):
             "VLLM_CPU_CI_ENV": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
+            **RUNNER.env,
         }
         # Other environments run the same code of ours.
         inherited = os.environ.get("PYTHONPATH", "") if home == BIN else str(ROOT)
@@ -246,6 +273,14 @@ class Engine(Process):
         paths = [fixed.get("PYTHONPATH", ""), str(STEADY), inherited]
         fixed["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         super().__init__(name, command, folder, port, fixed)
+
+    def wait_ready(self) -> float:
+        """Waits until the engine is ready, and fails if it computes otherwise than `RUNNER`."""
+        seconds = super().wait_ready()
+        log = self.log.read_text(errors="replace")
+        for line in RUNNER.lines + (RUNNER.connector_lines if self.role else ()):
+            assert line in log, f"{self.name} runs without {line!r}, which ENGINE_RUNNER demands"
+        return seconds
 
     @property
     def urls(self) -> list[str]:

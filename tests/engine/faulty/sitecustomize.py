@@ -10,7 +10,7 @@ attention does not ask where a key lies.
 import os
 from pathlib import Path
 
-import no_amx  # noqa: F401 - of the folder `steady`, whose sitecustomize.py this one hides
+import prepare_engine  # noqa: F401 - of the folder `steady`, whose sitecustomize.py this one hides
 
 from vllm_disagg.kv.memory import HostMemory
 

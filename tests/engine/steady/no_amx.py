@@ -7,23 +7,14 @@ Of 48 answers in six-turn conversations 15 differed (vLLM 0.32, 2026-11-22); wit
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
-from types import ModuleType
+from import_hooks import before_import
 
 
-class AmxSwitch(MetaPathFinder):
-    """Hides AMX when the module that chooses the kernel is about to be imported."""
+def hide_amx() -> None:
+    """Hides AMX from the module that chooses the kernel."""
+    import torch
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> None:
-        """Finds nothing; the next finder imports the module."""
-        if fullname == "vllm.v1.attention.backends.cpu_attn":
-            import torch
-
-            torch.cpu._is_amx_tile_supported = lambda: False
+    torch.cpu._is_amx_tile_supported = lambda: False
 
 
-sys.meta_path.insert(0, AmxSwitch())
+before_import("vllm.v1.attention.backends.cpu_attn", hide_amx)

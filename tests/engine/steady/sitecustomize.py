@@ -1,3 +1,3 @@
 """Python imports this file at its start."""
 
-import no_amx  # noqa: F401
+import prepare_engine  # noqa: F401

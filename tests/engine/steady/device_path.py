@@ -1,0 +1,27 @@
+"""Lets the connector take its path for GPUs with KV in host memory, when imported at the start.
+
+`DeviceMemory`, its layouts and its Triton kernels (in the interpreter: needs `v2_runner`) then
+serve real engines. KV goes by ZMQ, the transport of a GPU without NCCL.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from import_hooks import before_import
+
+
+def pretended_device(caches: Any) -> str:
+    """Replaces `worker.kv_device`; the line in the log proves to the tests that it has run."""
+    print("engine tests: the connector takes its path for GPUs", flush=True)
+    return "cuda"
+
+
+def pretend_gpu() -> None:
+    """Replaces the only place where the worker finds out where its KV is."""
+    from kv_connectors import worker
+
+    worker.kv_device = pretended_device
+
+
+before_import("kv_connectors.connector", pretend_gpu)

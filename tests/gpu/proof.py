@@ -1,0 +1,197 @@
+"""Proves the path for GPUs on a CPU, part by part; the last line is JSON: `make gpu-proof`.
+
+    python tests/gpu/proof.py [PART ...]
+
+Each part is a command whose own output is printed and then read: nothing here knows a result. A
+part that cannot run is not in the JSON line; `absent` has its reason. Exit status 1: a part has
+failed, or has found wrong bytes, a race, or a planted fault that no test sees.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+ENGINE_TESTS = [
+    f"tests/engine/{name}"
+    for name in (
+        "test_exact.py",
+        "test_prefixes.py",
+        "test_cancel.py",
+        "test_preempt.py",
+        "test_turns.py",
+        "test_lora.py",
+        "test_models.py::test_prompts_of_all_lengths[sliding]",
+        "test_models.py::test_a_prefix_that_d_has[sliding]",
+    )
+]
+PLANTED_IN = "kv_connectors/gpu/"
+ANSWERS = re.compile(r"answers compared: (\d+) exact, \d+ clean, (\d+) wrong")
+PASSED = re.compile(r"^(?=.* in [\d.]+s).*?(\d+) passed", re.MULTILINE)
+CAUGHT = re.compile(r"^(\d+) of (\d+) caught", re.MULTILINE)
+
+Fields = dict[str, Any]
+
+
+class AbsentError(Exception):
+    """A part cannot run here; the text is the reason."""
+
+
+@dataclass
+class Finished:
+    """A command that has ended."""
+
+    output: str
+    status: int
+
+    def find(self, pattern: re.Pattern[str]) -> list[int]:
+        """Returns the numbers of the pattern's last match; RuntimeError without one."""
+        found = list(pattern.finditer(self.output))
+        if not found:
+            raise RuntimeError(f"no line like {pattern.pattern!r} in the output")
+        return [int(number) for number in found[-1].groups()]
+
+    def last_json(self) -> Fields:
+        """Returns the object in the last line; RuntimeError if there is none."""
+        lines = self.output.strip().splitlines()
+        try:
+            read = json.loads(lines[-1] if lines else "")
+        except ValueError:
+            read = None
+        if not isinstance(read, dict):
+            raise RuntimeError("the last line of the output is no JSON object")
+        return read
+
+
+def run(*arguments: str, env: dict[str, str] | None = None) -> Finished:
+    """Runs Python with these arguments, prints its output, and returns it."""
+    command = [sys.executable, *arguments]
+    print("+", *command, flush=True)
+    lines = []
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+    return Finished("".join(lines), process.returncode)
+
+
+def run_present(path: str, *arguments: str, env: dict[str, str] | None = None) -> Finished:
+    """Runs a file of this tree; AbsentError if it is not there."""
+    if not (ROOT / path).exists():
+        raise AbsentError(f"there is no {path}")
+    return run(path, *arguments, env=env)
+
+
+def compare_answers(runner: str) -> Fields:
+    """Runs the engine tests with a runner of `tests/engine/engines.py`; returns the answers."""
+    done = run("-m", "pytest", "-W", "default", *ENGINE_TESTS, env={"ENGINE_RUNNER": runner})
+    exact, wrong = done.find(ANSWERS)
+    return {"exact": exact, "wrong": wrong, **failure(done)}
+
+
+def failure(done: Finished) -> Fields:
+    """Returns the field of a part whose command has failed; none for a good one."""
+    return {"failed": done.status} if done.status else {}
+
+
+def count_passed(*tests: str, env: dict[str, str] | None = None) -> Fields:
+    """Runs tests; returns how many have passed."""
+    if missing := [test for test in tests if not (ROOT / test).exists()]:
+        raise AbsentError(f"there is no {' '.join(missing)}")
+    done = run("-m", "pytest", *tests, env=env)
+    return {"passed": done.find(PASSED)[0], **failure(done)}
+
+
+def prove_v2() -> Fields:
+    """Compares answers of vLLM's GPU model runner."""
+    return {"v2": compare_answers("v2")}
+
+
+def prove_v2_device() -> Fields:
+    """Compares answers of the same engines with the connector's path for GPUs."""
+    return {"v2_device": compare_answers("v2-device")}
+
+
+def prove_layouts() -> Fields:
+    """Moves KV between the caches that vLLM allocates for each backend."""
+    done = run_present("tests/gpu/layout_matrix.py", "--json")
+    return {"layouts": {**done.last_json(), **failure(done)}}
+
+
+def prove_ptx() -> Fields:
+    """Compiles the kernels for several GPUs, and executes them."""
+    done = run_present("tests/gpu/ptx.py", "--json")
+    return {"ptx": {**done.last_json(), **failure(done)}}
+
+
+def prove_planted() -> Fields:
+    """Plants the faults of the GPU path, one at a time."""
+    done = run("tests/mutants.py", "-j", "1", PLANTED_IN, env={"TRITON_INTERPRET": "1"})
+    found, planted = done.find(CAUGHT)
+    return {"planted": {"found": found, "of": planted, **failure(done)}}
+
+
+# In the order of their time: the engines come last.
+PARTS: dict[str, Callable[[], Fields]] = {
+    "layouts": prove_layouts,
+    "ptx": prove_ptx,
+    "planted": prove_planted,
+    "v2": prove_v2,
+    "v2_device": prove_v2_device,
+}
+
+
+def prove(names: Iterable[str]) -> Fields:
+    """Runs these parts; returns what each has found, and the reasons of those that could not."""
+    found: Fields = {}
+    absent: dict[str, str] = {}
+    for name in names:
+        began = time.monotonic()
+        try:
+            found.update(PARTS[name]())
+        except AbsentError as reason:
+            absent[name] = str(reason)
+        except RuntimeError as reason:
+            found[name] = {"failed": str(reason)}
+        print(f"gpu-proof: {name} took {time.monotonic() - began:.0f} s", flush=True)
+    return {**found, "absent": absent} if absent else found
+
+
+def is_bad(fields: Any) -> bool:
+    """Returns whether a part has failed, or has found anything that must not be."""
+    if not isinstance(fields, dict):
+        return False
+    is_missed = fields.get("found", 0) < fields.get("of", 0)
+    return is_missed or any(fields.get(name) for name in ("failed", "wrong", "races"))
+
+
+def main() -> None:
+    """Runs the parts that are named, or all."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="PART")
+    names = parser.parse_args().parts or list(PARTS)
+    found = prove(names)
+    print(json.dumps(found))
+    sys.exit(any(is_bad(fields) for fields in found.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -53,7 +53,7 @@ class EngineRunner:
 
 _V2_ENV = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
 _V2_LINES = ("Using V2 Model Runner", "asynchronous scheduling is True")
-# By the value of ENGINE_RUNNER in the environment of these tests. The changes are files in `steady`.
+# By the value of ENGINE_RUNNER in the environment of these tests; the changes are in `steady`.
 RUNNERS = {
     "": EngineRunner({}),
     "v2": EngineRunner({**_V2_ENV, "ENGINE_CHANGES": "v2_runner async_steps"}, _V2_LINES),

@@ -35,9 +35,11 @@ ENGINE_TESTS = [
         "test_models.py::test_a_prefix_that_d_has[sliding]",
     )
 ]
+ORDERS = 10_000
 PLANTED_IN = "kv_connectors/gpu/"
 ANSWERS = re.compile(r"answers compared: (\d+) exact, \d+ clean, (\d+) wrong")
-PASSED = re.compile(r"^(?=.* in [\d.]+s).*?(\d+) passed", re.MULTILINE)
+FAILED = re.compile(r"^FAILED ", re.MULTILINE)
+HIDDEN = re.compile(r'"hidden": ([\d.]+)')
 CAUGHT = re.compile(r"^(\d+) of (\d+) caught", re.MULTILINE)
 
 Fields = dict[str, Any]
@@ -54,12 +56,12 @@ class Finished:
     output: str
     status: int
 
-    def find(self, pattern: re.Pattern[str]) -> list[int]:
+    def find(self, pattern: re.Pattern[str]) -> list[float]:
         """Returns the numbers of the pattern's last match; RuntimeError without one."""
         found = list(pattern.finditer(self.output))
         if not found:
             raise RuntimeError(f"no line like {pattern.pattern!r} in the output")
-        return [int(number) for number in found[-1].groups()]
+        return [json.loads(number) for number in found[-1].groups()]
 
     def last_json(self) -> Fields:
         """Returns the object in the last line; RuntimeError if there is none."""
@@ -93,11 +95,17 @@ def run(*arguments: str, env: dict[str, str] | None = None) -> Finished:
     return Finished("".join(lines), process.returncode)
 
 
-def run_present(path: str, *arguments: str, env: dict[str, str] | None = None) -> Finished:
+def run_present(path: str, *arguments: str) -> Finished:
     """Runs a file of this tree; AbsentError if it is not there."""
-    if not (ROOT / path).exists():
-        raise AbsentError(f"there is no {path}")
-    return run(path, *arguments, env=env)
+    expect_present(path)
+    return run(path, *arguments)
+
+
+def expect_present(*paths: str) -> None:
+    """Raises AbsentError if one of these files is not in this tree."""
+    missing = [path for path in paths if not (ROOT / path).exists()]
+    if missing:
+        raise AbsentError(f"there is no {' '.join(missing)}")
 
 
 def compare_answers(runner: str) -> Fields:
@@ -112,12 +120,10 @@ def failure(done: Finished) -> Fields:
     return {"failed": done.status} if done.status else {}
 
 
-def count_passed(*tests: str, env: dict[str, str] | None = None) -> Fields:
-    """Runs tests; returns how many have passed."""
-    if missing := [test for test in tests if not (ROOT / test).exists()]:
-        raise AbsentError(f"there is no {' '.join(missing)}")
-    done = run("-m", "pytest", *tests, env=env)
-    return {"passed": done.find(PASSED)[0], **failure(done)}
+def run_tests(*tests: str, env: dict[str, str] | None = None) -> Finished:
+    """Runs tests with the kernels in Triton's interpreter; AbsentError if they are not there."""
+    expect_present(*tests)
+    return run("-m", "pytest", "-s", *tests, env={"TRITON_INTERPRET": "1", **(env or {})})
 
 
 def prove_v2() -> Fields:
@@ -142,6 +148,25 @@ def prove_ptx() -> Fields:
     return {"ptx": {**done.last_json(), **failure(done)}}
 
 
+def prove_orders() -> Fields:
+    """Runs the device code in SEEDS orders that CUDA permits, with a detector of races."""
+    seeds = int(os.environ.get("SEEDS", ORDERS))
+    done = run_tests("tests/gpu/test_orders.py", env={"SEEDS": str(seeds)})
+    races = len(FAILED.findall(done.output))
+    return {"orders": {"seeds": seeds, "races": races, **failure(done)}}
+
+
+def prove_hidden() -> Fields:
+    """Returns the share of KV that moves while the prefill computes, in simulated time."""
+    done = run_tests("tests/gpu/test_overlap.py")
+    shares = [float(share) for share in HIDDEN.findall(done.output)]  # one for each path
+    if done.status:
+        return {"hidden": failure(done)}
+    if not shares:
+        raise RuntimeError("no share in the output")
+    return {"hidden": min(shares)}
+
+
 def prove_planted() -> Fields:
     """Plants the faults of the GPU path, one at a time."""
     done = run("tests/mutants.py", "-j", "1", PLANTED_IN, env={"TRITON_INTERPRET": "1"})
@@ -153,6 +178,8 @@ def prove_planted() -> Fields:
 PARTS: dict[str, Callable[[], Fields]] = {
     "layouts": prove_layouts,
     "ptx": prove_ptx,
+    "orders": prove_orders,
+    "hidden": prove_hidden,
     "planted": prove_planted,
     "v2": prove_v2,
     "v2_device": prove_v2_device,

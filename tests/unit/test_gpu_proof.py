@@ -69,7 +69,8 @@ def test_a_command_without_a_result_has_failed(
 
 
 def test_the_output_of_a_command_is_read() -> None:
-    done = proof.run("-c", "print('4 passed, 1 skipped in 0.20s'); print('{\"right\": 3}')")
+    line = "answers compared: 4 exact, 2 clean, 0 wrong"
+    done = proof.run("-c", f"print('{line}'); print('{{\"right\": 3}}')")
     assert done.status == 0
-    assert done.find(proof.PASSED) == [4]
+    assert done.find(proof.ANSWERS) == [4, 0]
     assert done.last_json() == {"right": 3}

@@ -38,6 +38,8 @@ ENGINE_TESTS = [
 ORDERS = 10_000
 PLANTED_IN = "kv_connectors/gpu/"
 ANSWERS = re.compile(r"answers compared: (\d+) exact, \d+ clean, (\d+) wrong")
+PASSED = re.compile(r"(\d+) passed.* in [\d.]+s")
+SKIPPED = re.compile(r"^\d+ skipped in ", re.MULTILINE)
 FAILED = re.compile(r"^FAILED ", re.MULTILINE)
 HIDDEN = re.compile(r'"hidden": ([\d.]+)')
 CAUGHT = re.compile(r"^(\d+) of (\d+) caught", re.MULTILINE)
@@ -126,6 +128,14 @@ def run_tests(*tests: str, env: dict[str, str] | None = None) -> Finished:
     return run("-m", "pytest", "-s", *tests, env={"TRITON_INTERPRET": "1", **(env or {})})
 
 
+def count_passed(*tests: str) -> Fields:
+    """Runs tests; returns how many have passed. AbsentError if all are skipped here."""
+    done = run_tests(*tests)
+    if SKIPPED.search(done.output):
+        raise AbsentError(f"{' '.join(tests)}: skipped here")
+    return {"passed": done.find(PASSED)[0], **failure(done)}
+
+
 def prove_v2() -> Fields:
     """Compares answers of vLLM's GPU model runner."""
     return {"v2": compare_answers("v2")}
@@ -146,6 +156,25 @@ def prove_ptx() -> Fields:
     """Compiles the kernels for several GPUs, and executes them."""
     done = run_present("tests/gpu/ptx.py", "--json")
     return {"ptx": {**done.last_json(), **failure(done)}}
+
+
+def prove_start_proof() -> Fields:
+    """Tests the proof that each engine makes at its start, and the sums of blocks by request."""
+    return {"start_proof": count_passed("tests/gpu/test_proof.py", "tests/gpu/test_summing.py")}
+
+
+def prove_vram() -> Fields:
+    """Runs NIXL and UCX over the driver library of the tests."""
+    return {"vram": count_passed("tests/transports/processes/test_nixl_vram.py")}
+
+
+def prove_descriptors() -> Fields:
+    """Measures the CPU time that a request of many descriptors costs."""
+    done = run_present("benchmarks/gpu_descriptors.py")
+    found = done.last_json()
+    if done.status or "descriptors_ms" not in found:
+        return {"descriptors_ms": {"failed": done.status or "no descriptors_ms in the output"}}
+    return {"descriptors_ms": found["descriptors_ms"]}
 
 
 def prove_orders() -> Fields:
@@ -178,6 +207,9 @@ def prove_planted() -> Fields:
 PARTS: dict[str, Callable[[], Fields]] = {
     "layouts": prove_layouts,
     "ptx": prove_ptx,
+    "start_proof": prove_start_proof,
+    "vram": prove_vram,
+    "descriptors_ms": prove_descriptors,
     "orders": prove_orders,
     "hidden": prove_hidden,
     "planted": prove_planted,
@@ -213,8 +245,11 @@ def is_bad(fields: Any) -> bool:
 def main() -> None:
     """Runs the parts that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="PART")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     names = parser.parse_args().parts or list(PARTS)
+    unknown = [name for name in names if name not in PARTS]
+    if unknown:
+        parser.error(f"unknown: {' '.join(unknown)}; parts are {', '.join(PARTS)}")
     found = prove(names)
     print(json.dumps(found))
     sys.exit(any(is_bad(fields) for fields in found.values()))

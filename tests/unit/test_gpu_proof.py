@@ -59,6 +59,18 @@ def test_an_absent_part_has_a_reason_and_no_result(
     assert last_line(capsys) == {"absent": {"x": "there is no tests/gpu/not_there.py"}}
 
 
+def test_tests_that_are_skipped_prove_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(proof, "expect_present", lambda *paths: None)
+    monkeypatch.setattr(proof, "run", ended("sss\n3 skipped in 0.10s\n"))
+    assert run(monkeypatch, "vram") == 0
+    assert last_line(capsys)["absent"].keys() == {"vram"}
+    monkeypatch.setattr(proof, "run", ended("..F\n1 failed, 2 passed in 0.10s\n", 1))
+    assert run(monkeypatch, "vram") == 1
+    assert last_line(capsys) == {"vram": {"passed": 2, "failed": 1}}
+
+
 @pytest.mark.parametrize("output", ["", "{", "[1]\n", "Traceback\n"])
 def test_a_command_without_a_result_has_failed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], output: str

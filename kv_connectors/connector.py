@@ -110,7 +110,10 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(  # type: ignore[override]
         self, kv_connector_metadata: StepMetadata
     ) -> None:
-        """Revokes blocks before the step writes into them; vLLM's only hook so early."""
+        """Revokes blocks before the step writes into them.
+
+        It is the earliest hook of vLLM's V1 runner. For V2 see `compat.before_blocks_change`.
+        """
         self._worker.revoke_blocks(kv_connector_metadata)
 
     def bind_connector_metadata(  # type: ignore[override]

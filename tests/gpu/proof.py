@@ -2,7 +2,7 @@
 
     python tests/gpu/proof.py [PART ...]
 
-Each part is a command whose own output is printed and then read: nothing here knows a result. A
+Each part is a command whose own output is printed and then read: no result is stored here. A
 part that cannot run is not in the JSON line; `absent` has its reason. Exit status 1: a part has
 failed, or has found wrong bytes, a race, or a planted fault that no test sees.
 """

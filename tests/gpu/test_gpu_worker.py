@@ -133,6 +133,7 @@ def test_a_worker_with_kv_on_a_gpu_starts_the_thread_and_ends_it(
         gpu_runtime, "CudaRuntime", lambda device: SimulatedRuntime(SimulatedGpu(), str(device))
     )
     monkeypatch.setattr(gpu_layout, "device_memory", lambda *_: (memory, ["a"]))
+    monkeypatch.setattr(WorkerSide, "_prove", lambda *_: None)  # of memory that is none here
     monkeypatch.setattr(kv_layout, "kv_heads", lambda model_config: {1})
     key = keys.FleetKey(b"k" * keys.KEY_BYTES)
     vllm_config: Any = SimpleNamespace(

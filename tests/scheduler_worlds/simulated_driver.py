@@ -14,7 +14,7 @@ from simulated_transports import FAST, SLOW, Piece, ReceivePath, SendQueue
 from symbol_cache import SymbolCache
 
 from vllm_disagg.kv.layout import RankLayout
-from vllm_disagg.outcomes import Fact, Outcome, Outcomes
+from vllm_disagg.outcomes import Outcome, Outcomes
 from vllm_disagg.protocol import events, messages
 from vllm_disagg.protocol.peers import WorkerInfo
 from vllm_disagg.protocol.receiver import Receiver
@@ -51,7 +51,7 @@ class SimulatedDriver:
         self.worker = WorkerInfo(name, "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", holds=layout)
         self.sends = SendQueue(self)
         self._cache = cache
-        self._inbox: deque[Fact] = deque()
+        self._inbox: deque[events.Fact] = deque()
         self._outcomes = Outcomes()
         self._last_engine_step = world.now
         self._slow = ReceivePath(self)
@@ -72,7 +72,7 @@ class SimulatedDriver:
         )
 
     # vLLM's thread --------------------------------------------------------------------------------
-    def submit(self, facts: Iterable[Fact]) -> None:
+    def submit(self, facts: Iterable[events.Fact]) -> None:
         """Takes facts from vLLM, in order."""
         self._last_engine_step = self.world.now
         for fact in facts:

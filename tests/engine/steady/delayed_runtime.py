@@ -93,13 +93,21 @@ class DelayedRuntime:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._compute_stream = ComputeStream()
+        self._streams: list[DelayedStream] = [self._compute_stream]
 
     def use_device(self) -> None:
         """Does nothing: there is one device."""
 
+    def synchronize(self) -> None:
+        """Waits until all streams have done their work."""
+        for stream in list(self._streams):
+            stream.record_event().synchronize()
+
     def new_stream(self) -> DelayedStream:
         """Returns a stream with a thread of its own."""
-        return DelayedStream()
+        stream = DelayedStream()
+        self._streams.append(stream)
+        return stream
 
     def current_stream(self) -> DelayedStream:
         """Returns the stream on which vLLM computes."""

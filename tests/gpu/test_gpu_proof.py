@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import proof
 import pytest
-from gpu import proof
 
 ANSWERS = (
     "answers compared: 224 exact, 3 clean, 1 wrong; clients that left: 27\n1 failed in 9.10s\n"

@@ -15,6 +15,7 @@ import pytest
 
 from proxy_world import Call, Client, answer, until, world
 from vllm_disagg.proxy.http import connection_state
+from vllm_disagg.proxy.http import server as server_module
 from vllm_disagg.proxy.http.limits import Limits
 from vllm_disagg.proxy.http.request import HttpRequest
 from vllm_disagg.proxy.http.server import Connection, Server
@@ -480,6 +481,22 @@ async def test_a_refused_client_that_still_sends_can_read_its_last_answers(
         await until(lambda: not has_unread_bytes(connection._transport))
         connection._on_deadline()
         await until(lambda: not server.connections)
+
+
+async def test_a_connection_above_the_limit_lingers_only_for_a_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing bounds how many come; a client that acknowledges nothing is not waited for."""
+    monkeypatch.setattr(connection_state, "LINGER_SECONDS", 0.05)
+    monkeypatch.setattr(server_module, "has_unread_bytes", lambda transport: True)
+    async with serving(Limits(connections=1)) as (server, _, port):
+        kept = await connect(port)
+        await until(lambda: len(server.connections) == 1, 10.0)
+        refused = await connect(port)
+        assert (await refused.reader.read(12)).endswith(b"503")
+        await until(lambda: len(server.connections) == 1, 10.0)
+        for client in (kept, refused):
+            client.close()
 
 
 async def test_who_reads_no_answers_gets_no_more_requests_served() -> None:

@@ -17,6 +17,9 @@ from proxy_world import (
     until,
     world,
 )
+from vllm_disagg.proxy.http.upstream_response import UpstreamResponse
+from vllm_disagg.proxy.requests import legs
+from vllm_disagg.proxy.requests.attempt import AttemptFailure, LegOutcome
 
 
 async def hang(call: Call) -> None:
@@ -195,6 +198,34 @@ async def test_a_soon_refusal_of_decode_replaces_that_of_prefill(
         w.p.script, w.d.script = refuse, answer_later
         reply = await w.post()
         assert (reply.status, reply.json()) == answered
+
+
+def response(status: int) -> LegOutcome:
+    made = UpstreamResponse(None)  # type: ignore[arg-type]  # without a connection
+    made.status = status
+    return made
+
+
+@pytest.mark.parametrize(
+    ("prefill_outcome", "decode_status", "is_hidden"),
+    [(200, 200, False), (400, 200, True), (400, 422, False), (0, 200, False), (-1, 200, False)],
+)
+async def test_of_two_ends_in_one_turn_an_answer_stands(
+    prefill_outcome: int, decode_status: int, is_hidden: bool
+) -> None:
+    """0: P's leg has failed; -1: it has raised."""
+
+    async def run() -> LegOutcome:
+        if prefill_outcome < 0:
+            raise OSError("a fault of the proxy")
+        if not prefill_outcome:
+            return AttemptFailure("prefill", "5xx", "")
+        return response(prefill_outcome)
+
+    prefill = asyncio.create_task(run())
+    await asyncio.wait([prefill])
+    assert legs._hides(prefill, response(decode_status)) == is_hidden
+    assert legs._hides(prefill, AttemptFailure("decode", "5xx", "")) == (prefill_outcome != 200)
 
 
 @pytest.mark.parametrize(("script", "reason"), [(fail, "5xx"), (reset, "reset")])

@@ -50,7 +50,8 @@ class Connection(asyncio.Protocol):
         self._reader = RequestReader(server.limits, server.budget, server.body_limit)
         self._lingering_since = 0.0
         self._deadline: float | None = None  # of the present state; None while a handler runs
-        self._deadline_timer: asyncio.TimerHandle | None = None  # never later than the deadline
+        self._deadline_timer: asyncio.Handle | None = None  # never later than the deadline
+        self._timer_at = 0.0  # uvloop gives no time of a timer that is due at once
         self._handler_task: asyncio.Task[None] | None = None
         self._session_sink: Callable[[bytes], None] | None = None  # receives bytes after a switch
         self._reading_paused = False
@@ -92,10 +93,9 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self._server.connections.add(self)
         self._start_deadline()
-        max_connections = self._server.limits.connections
         if self._server.stopping:  # accepted just before the listener closed
             self._close()
-        elif max_connections and len(self._server.connections) > max_connections:
+        elif self._server.is_full:
             self._refuse(503, "too many connections")
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -243,11 +243,16 @@ class Connection(asyncio.Protocol):
         end = deadline(self._reader.state, self._server.limits, loop.time())
         self._deadline = end
         timer = self._deadline_timer
-        if timer and timer.when() <= end:
+        if timer and self._timer_at <= end:
             return  # an earlier timer sets the next one: cheaper than a timer for each request
         if timer:
             timer.cancel()
-        self._deadline_timer = loop.call_at(end, self._on_deadline_timer)
+        self._set_timer(end)
+
+    def _set_timer(self, at: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._deadline_timer = loop.call_at(at, self._on_deadline_timer)
+        self._timer_at = at
 
     def _on_deadline_timer(self) -> None:
         """Ends a state that has lasted too long, else waits for its deadline."""
@@ -256,7 +261,7 @@ class Connection(asyncio.Protocol):
         if self._deadline is None:
             return
         if loop.time() < self._deadline:
-            self._deadline_timer = loop.call_at(self._deadline, self._on_deadline_timer)
+            self._set_timer(self._deadline)
             return
         self._on_deadline()
 
@@ -308,6 +313,9 @@ class Connection(asyncio.Protocol):
     def _is_still_read(self) -> bool:
         """Returns whether the client of a connection that lingers has more to read."""
         if self._reader.state is not LINGERING:
+            return False
+        # Nothing bounds how many come above the limit: each is kept for a short time only.
+        if self._server.is_full:
             return False
         seconds = asyncio.get_running_loop().time() - self._lingering_since
         return lingers_on(seconds, has_unread_bytes(self._transport))
@@ -447,6 +455,11 @@ class Server:
         self.stopping = False
         self._listener: asyncio.Server
         self._all_closed = asyncio.Event()
+
+    @property
+    def is_full(self) -> bool:
+        """Returns whether there are more connections than `Limits.connections`."""
+        return 0 < self.limits.connections < len(self.connections)
 
     async def start(
         self, host: str, port: int, tls: ssl.SSLContext | None = None, shared: bool = False

@@ -111,7 +111,7 @@ class LegRunner:
         with CancelScope() as decode_leg:
             prefill.add_done_callback(lambda _: _end_decode_leg(decode_leg, prefill))
             outcome = await self._send(attempt, "decode", pair.decode, decode_body)
-            if not prefill.done() or _is_computed(prefill) or _is_refusal(outcome):
+            if not prefill.done() or not _hides(prefill, outcome):
                 return outcome
         return prefill.result()
 
@@ -239,6 +239,18 @@ def _end_decode_leg(decode_leg: CancelScope, prefill: asyncio.Task[LegOutcome]) 
     else:
         loop = asyncio.get_running_loop()
         loop.call_later(DECODE_REFUSAL_SECONDS, decode_leg.cancel)
+
+
+def _hides(prefill: asyncio.Task[LegOutcome], outcome: LegOutcome) -> bool:
+    """Returns whether the end of a prefill leg replaces D's outcome.
+
+    A failure replaces no answer of D: it may have come in the same turn of the loop. A refusal
+    replaces all but a refusal.
+    """
+    if _is_computed(prefill) or _is_refusal(outcome):
+        return False
+    is_failed = prefill.exception() or isinstance(prefill.result(), AttemptFailure)
+    return not (is_failed and isinstance(outcome, UpstreamResponse))
 
 
 def _is_computed(prefill: asyncio.Task[LegOutcome]) -> bool:

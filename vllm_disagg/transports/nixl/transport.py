@@ -116,7 +116,7 @@ class NixlSource:
     attempt: int = 0
     retry_at: float = 0.0  # next NixlHello while ASKING, next attempt while DOWN
     attempt_deadline: float = 0.0
-    failures: int = 0
+    failures: int = 0  # since the last piece that came
     parts: dict[int, bytes] = field(default_factory=dict)
     agent_info: notes.AgentInfo | None = None
     regions: Runs = field(default_factory=no_runs)  # registered at that agent
@@ -435,7 +435,6 @@ class NixlTransport:
         else:
             log.info(f"{connected}: %s", source.name, figures)
         source.state = PathState.UP
-        source.failures = 0
         changed = TransportChanged(
             source=source.name,
             address=_address(source.agent_info),
@@ -577,6 +576,9 @@ class NixlTransport:
         if not ok:
             return ReadStatus.DAMAGED
         self._port.counters.count_received("nixl", opened.size)
+        # Not when the path comes up: a probe may pass where no piece does.
+        if source := self._sources.get(posted.source):
+            source.failures = 0
         return ReadStatus.WRITTEN
 
     def _write_blocks(self, buffer: ByteBuffer, size: int, posted: PostRead) -> bool:

@@ -649,4 +649,5 @@ MUTANTS: list[tuple[str, ...]] = [
     ("GPU: a thread that waits for an event spins on a core", "kv_connectors/gpu/runtime.py", "torch.cuda.Event(blocking=True)", "torch.cuda.Event()", "tests/gpu/test_cuda_runtime.py"),
     ("a connection above the limit is kept for a minute", "proxy/http/server.py", "        if self._server.is_full:\n            return False\n        seconds", "        seconds", "tests/proxy/http/test_careless_clients.py::test_a_connection_above_the_limit_lingers_only_for_a_moment"),
     ("a failure of P hides an answer of D", "proxy/requests/legs.py", "    return not (is_failed and isinstance(outcome, UpstreamResponse))\n", "    return True\n", "tests/proxy/requests/test_relay.py::test_of_two_ends_in_one_turn_an_answer_stands"),
+    ("a path of NIXL that brings no piece is tried every five seconds", "transports/nixl/transport.py", "        source.state = PathState.UP\n", "        source.state = PathState.UP\n        source.failures = 0\n", "tests/transports/nixl/test_nixl_pieces.py"),
 ]

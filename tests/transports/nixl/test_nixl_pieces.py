@@ -88,3 +88,18 @@ def test_memory_that_cannot_be_registered_takes_the_path_down(
     ]
     assert transport._sources["p/0"].state is PathState.DOWN
     assert "registering 64 bytes for a read failed" in caplog.text
+
+
+def test_only_a_piece_that_came_ends_a_series_of_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probe may pass where no piece does; the path would go up and down for ever."""
+    transport = receiving(monkeypatch)
+    source = transport._sources["p/0"]
+    source.failures = 3
+    passed = SimpleNamespace(step=None, best_seconds=1e-9)
+    transport._decide(source, passed)  # type: ignore[arg-type]
+    assert source.state is PathState.UP
+    assert source.failures == 3
+    posted = PostRead(TRANSFER, 0, "p/0", ADDRESS, Extent(0, 1, 0, 16), [0])
+    opened = SimpleNamespace(buffer=None, size=BLOCK_BYTES)
+    assert transport._finish(opened, posted) is ReadStatus.WRITTEN  # type: ignore[arg-type]
+    assert source.failures == 0

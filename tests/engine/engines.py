@@ -50,6 +50,11 @@ class EngineRunner:
     lines: tuple[str, ...] = ()  # of every engine
     connector_lines: tuple[str, ...] = ()  # of engines with our connector
 
+    @property
+    def is_interpreted(self) -> bool:
+        """Whether vLLM's kernels run in Triton's interpreter."""
+        return "TRITON_INTERPRET" in self.env
+
 
 _V2_ENV = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
 _V2_LINES = ("Using V2 Model Runner", "asynchronous scheduling is True")

@@ -18,7 +18,6 @@
 VLLM   ?= 0.32.0
 OLDEST := 0.28.0
 NEWEST := 0.32.0
-TRITON := triton==3.9.0
 NIXL   := nixl==1.5.1 nixl-cu12==1.5.1
 VENV   ?= .venv
 # The first Python here that is 3.11 or newer.
@@ -64,7 +63,7 @@ demo: setup
 
 # Two jobs at a time; each prints its output when it has ended.
 check: setup
-	@echo "check: static checks and all quick tests, about two minutes; each part is printed when it has ended"
+	@echo "check: static checks and all quick tests, about four minutes; each part is printed when it has ended"
 	+@$(MAKE) --no-print-directory -j2 --output-sync=target static quick-waiting quick-computing
 
 static: setup
@@ -107,14 +106,9 @@ versions:
 	@echo "versions: prefill and decode engines of $(OLDEST) and $(VLLM)"
 	DISAGG_OTHER_VLLM=$(CURDIR)/.venv-$(OLDEST) $(BIN)/python -m pytest -W default tests/engine/test_versions.py
 
-gpu-proof: setup $(VENV)/.triton
+# With Triton's interpreter and compiler, which vLLM's dependencies bring.
+gpu-proof: setup
 	$(BIN)/python tests/gpu/proof.py
-
-# Its interpreter and its compiler run here; vLLM's CPU build does not bring it.
-$(VENV)/.triton: $(VENV)/.ours
-	@echo "gpu-proof: Triton, 200 MB"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TRITON)
-	@touch $@
 
 mutants: setup
 	$(BIN)/python tests/mutants.py

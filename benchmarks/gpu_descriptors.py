@@ -58,13 +58,14 @@ class Pair:
     def read(self, p_ids: list[int], d_ids: list[int]) -> None:
         """Reads these blocks of P into these of D, as the transport does."""
         self.start_part()
-        runs = merged(self.p.runs(self.extent, p_ids))
+        runs = merged(self.p.runs(self.extent, p_ids), self.p_agent.regions)
         encoded = notes.piece_notes("t", 1, "p", runs)
         self.end_part("P: runs and notes")
         self.start_part()
         remote = self._decoded(encoded)
         assert are_inside(remote, self.regions)
-        local, remote = cut(merged(self.d.runs(self.extent, d_ids)), remote)
+        local_runs = merged(self.d.runs(self.extent, d_ids), self.d_agent.regions)
+        local, remote = cut(local_runs, remote)
         self.end_part("D: notes and runs")
         self.start_part()
         self.d_agent.request(self.peer, local, remote, self.p.place)

@@ -14,6 +14,7 @@ are freed only after SendCompleted.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -180,9 +181,11 @@ class DeviceMemory:
             self.runtime.copy(wire, host, stream)
             self.move(extent, blocks, wire, stream, gather=False)
             self.runtime.record_event(stream).synchronize()
-        # Mostly for lack of memory, before anything was launched. After that only a broken device
-        # fails, which runs nothing more: nothing is written into the blocks later.
+        # Mostly for lack of memory, but some kernels may have been launched: they must have ended
+        # before the blocks are free. A broken device runs nothing more.
         except RuntimeError as error:
+            with contextlib.suppress(RuntimeError):
+                self.runtime.record_event(stream).synchronize()
             log.warning("gpu: %d bytes were not written into GPU memory: %s", size, error)
             return False
         return True

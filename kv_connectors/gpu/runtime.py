@@ -14,10 +14,12 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
+from triton.errors import TritonError
 
 # Clock cycles of a GPU: about 20 ms, against microseconds of a launch.
 DELAY_CYCLES = 40_000_000
@@ -144,10 +146,19 @@ class CudaRuntime:
         self, stream: Any, kernel: Callable[..., Any], *arguments: Any, **keywords: Any
     ) -> None:
         """Calls a function with `stream` as the current one."""
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), _triton_errors():
             kernel(*arguments, **keywords)
 
     def delay(self, stream: Any) -> None:
         """Launches a kernel that spins."""
         with torch.cuda.stream(stream):
             torch.cuda._sleep(DELAY_CYCLES)
+
+
+@contextlib.contextmanager
+def _triton_errors() -> Iterator[None]:
+    # Callers expect what torch raises: a failed launch costs a copy, not the engine.
+    try:
+        yield
+    except TritonError as error:
+        raise RuntimeError(f"Triton: {error}") from error

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from vllm_disagg.kv.extents import Extent, blocks_of, size, split, whole_blocks
 from vllm_disagg.kv.layout import RankLayout, uniform
 from vllm_disagg.kv.memory import HostMemory, checksum, plane_at
-from vllm_disagg.kv.runs import merged
+from vllm_disagg.kv.runs import joined, merged
 
 BLOCKS = 12
 
@@ -136,7 +136,7 @@ def test_where_runs_lie(width: int) -> None:
     memory = HostMemory(planes, 16)
     extent, blocks = Extent(1, 3, 0, 5 * 16), [3, 4, 5, 9, 1]
     frames = [bytes(frame) for frame in memory.read(extent, blocks)]
-    runs = merged(memory.runs(extent, blocks)).tolist()
+    runs = merged(memory.runs(extent, blocks), joined(memory.regions())).tolist()
     lies = [ctypes.string_at(address, size) for address, size in runs]
     assert b"".join(lies) == b"".join(frames)
     assert b"".join(bytes(view) for view in memory.views(extent, blocks)) == b"".join(frames)

@@ -31,7 +31,7 @@ def addresses(runs: Runs) -> list[int]:
 @given(PAIRS)
 def test_merging_keeps_each_byte_in_its_place(pairs: list[tuple[int, int]]) -> None:
     runs = runs_of(pairs)
-    found = merged(runs)
+    found = merged(runs, no_runs())
     assert addresses(found) == addresses(runs)
     ends = found[:, 0] + found[:, 1]
     assert (found[1:, 0] != ends[:-1]).all(), "two runs touch"
@@ -65,14 +65,7 @@ def test_lists_are_cut_no_more_than_needed() -> None:
 def test_runs_are_inside_only_if_one_region_holds_each(
     pairs: list[tuple[int, int]], regions: list[tuple[int, int]]
 ) -> None:
-    # Regions that overlap are no fault of a test: only some bytes are registered twice.
-    apart = []
-    end = -1
-    for address, size in sorted(regions):
-        if address > end:
-            apart.append((address, size))
-            end = address + size
-    held = joined(runs_of(apart))
+    held = joined(runs_of(regions))
     covered = set(addresses(held))
     runs = runs_of(pairs)
     # Regions that touch are one after `joined`, so bytes decide.
@@ -103,3 +96,15 @@ def test_runs_of_blocks_in_planes(second_stride: int) -> None:
     assert plane_runs([first, second], [7, 2]).tolist() == expected
     assert not len(plane_runs([], [7]))
     assert plane_runs([first, second], []).dtype == np.int64
+
+
+def test_regions_over_each_other_are_one() -> None:
+    """vLLM lays the planes of a state over those of attention, at the same address."""
+    regions = joined(runs_of([(0, 100), (0, 60), (20, 10), (200, 5)]))
+    assert regions.tolist() == [[0, 100], [200, 5]]
+
+
+def test_no_run_crosses_into_another_region() -> None:
+    """Two allocations of a GPU may touch; a read of one must not go on in the other."""
+    runs = runs_of([(0, 8), (8, 8), (16, 8)])
+    assert merged(runs, runs_of([(0, 16), (16, 50)])).tolist() == [[0, 16], [16, 8]]

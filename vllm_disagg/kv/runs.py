@@ -72,23 +72,37 @@ def total_bytes(runs: Runs) -> int:
     return int(runs[:, 1].sum())
 
 
-def merged(runs: Runs) -> Runs:
-    """Joins each run with the one before it where they touch; the order stays."""
+def merged(runs: Runs, regions: Runs) -> Runs:
+    """Joins each run with the one before it where they touch in one region; the order stays."""
     # Fewer and longer runs are faster (docs/benchmarks/transports.md). They are not sorted, because
     # their order is that of the bytes on the wire.
     ends = runs[:, 0] + runs[:, 1]
     is_first = np.ones(len(runs), bool)
-    is_first[1:] = runs[1:, 0] != ends[:-1]
+    # Two allocations of a GPU may touch, and are registered apart: no read may cross over.
+    is_region_start = np.isin(runs[1:, 0], regions[:, 0])
+    is_first[1:] = (runs[1:, 0] != ends[:-1]) | is_region_start
+    return _spans(runs[:, 0], ends, is_first)
+
+
+def _spans(
+    starts: npt.NDArray[np.int64],
+    ends: npt.NDArray[np.int64],
+    is_first: npt.NDArray[np.bool_],
+) -> Runs:
+    """Returns the runs from each first start to the end before the next first start."""
     first = np.flatnonzero(is_first)
-    last = np.append(first[1:], len(runs))[: len(first)] - 1
+    last = np.append(first[1:], len(starts))[: len(first)] - 1
     made = np.empty((len(first), 2), np.int64)
-    made[:, 0] = runs[first, 0]
-    made[:, 1] = ends[last] - runs[first, 0]
+    made[:, 0] = starts[first]
+    made[:, 1] = ends[last] - starts[first]
     return made
 
 
 def cut(local: Runs, remote: Runs) -> tuple[Runs, Runs]:
-    """Cuts both lists to common lengths, pair by pair.  They must have equal bytes in total."""
+    """Cuts both lists to common lengths, pair by pair.
+
+    They must have equal bytes in total, and more than none.
+    """
     # A read goes run by run, each into one of the same length.  The two engines may have scattered
     # the blocks differently.
     if np.array_equal(local[:, 1], remote[:, 1]):
@@ -120,10 +134,14 @@ def _parts(
 
 
 def joined(regions: Runs) -> Runs:
-    """Returns the regions in order of address; regions that touch become one."""
+    """Returns the regions in order of address; regions that touch or overlap become one."""
     # Joined, because `merged` joins the runs of a piece too: one run may cover two planes that
-    # follow each other in memory.
-    return merged(regions[np.argsort(regions[:, 0], kind="stable")])
+    # follow each other in memory. vLLM lays planes of different kinds over each other.
+    ordered = regions[np.argsort(regions[:, 0], kind="stable")]
+    ends = np.maximum.accumulate(ordered[:, 0] + ordered[:, 1])
+    is_first = np.ones(len(ordered), bool)
+    is_first[1:] = ordered[1:, 0] > ends[:-1]
+    return _spans(ordered[:, 0], ends, is_first)
 
 
 def are_inside(runs: Runs, regions: Runs) -> bool:

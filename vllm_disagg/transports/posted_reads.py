@@ -58,18 +58,23 @@ class PostedReads:
         assert not is_posted, f"{key} posted twice"
         self._waiting[key] = read
 
+    def is_waiting(self, source: str, transfer: str, number: int) -> bool:
+        """Returns whether a read is posted for this piece of this source, and has not begun."""
+        read = self._waiting.get((transfer, number))
+        # The source too: the Confirm of the right one would vouch for the bytes of another member.
+        # A checksum does not prevent that, and NIXL has none.
+        return read is not None and read.source == source
+
     def begin(self, source: str, transfer: str, number: int) -> PostRead | None:
         """Returns the read for bytes of a source, or None if they must be dropped.
 
         The read is being written until `end`.
         """
-        key = (transfer, number)
-        read = self._waiting.get(key)
-        # The source too: the Confirm of the right one would vouch for the bytes of another member.
-        # A checksum does not prevent that, and NIXL has none.
-        if read is None or read.source != source:
+        if not self.is_waiting(source, transfer, number):
             return None
         # Taken out: a duplicate that comes while the piece is being written finds no read.
+        key = (transfer, number)
+        read = self._waiting[key]
         del self._waiting[key]
         self._being_written[key] = read
         return read

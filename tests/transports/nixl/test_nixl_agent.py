@@ -147,9 +147,21 @@ def test_memory_is_registered_once_at_its_device(
     library: ScriptedNixl, memory: ScriptedMemory
 ) -> None:
     agent = in_thread(lambda: make(memory))
-    assert library.registered == [("VRAM", [(1000, 16, 1, ""), (4096, 100, 1, "")])]
+    # Allocations that touch stay apart: CUDA maps each one by a key of its own.
+    rows = [(4096, 100, 1, ""), (1000, 8, 1, ""), (1008, 8, 1, "")]
+    assert library.registered == [("VRAM", rows)]
     buffer = in_thread(lambda: (memory.prepare_thread(), agent.buffer(64))[1])
     assert library.registered[1:] == [("VRAM", [(buffer.address, 64, 1, "")])]
+
+
+def test_planes_of_host_memory_that_touch_are_registered_as_one(
+    library: ScriptedNixl, memory: ScriptedMemory
+) -> None:
+    memory.prepare_thread()  # the scripted NIXL is one of GPUs
+    planes = np.zeros((2, 4, 8), np.uint8)
+    agent = Agent("a", Config(transport="nixl"), HostMemory([list(planes)], 16))
+    assert library.registered == [("DRAM", [(planes.ctypes.data, planes.nbytes, 0, "")])]
+    assert agent.regions.tolist() == [[planes.ctypes.data, planes.nbytes]]
 
 
 def test_each_side_of_a_read_has_its_own_kind_and_device(

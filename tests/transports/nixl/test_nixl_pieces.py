@@ -35,6 +35,8 @@ BLOCK_BYTES = 64
 class FullAgent:
     """Stands for an agent whose device registers no more memory."""
 
+    regions = runs_of([(0, 1 << 20)])
+
     def buffer(self, size: int) -> ByteBuffer:
         raise NixlError("NIXL_ERR_BACKEND")
 
@@ -103,3 +105,29 @@ def test_only_a_piece_that_came_ends_a_series_of_failures(monkeypatch: pytest.Mo
     opened = SimpleNamespace(buffer=None, size=BLOCK_BYTES)
     assert transport._finish(opened, posted) is ReadStatus.WRITTEN  # type: ignore[arg-type]
     assert source.failures == 0
+
+
+@pytest.mark.parametrize("runs", [b"", b"123"])
+def test_a_note_without_runs_is_dropped(monkeypatch: pytest.MonkeyPatch, runs: bytes) -> None:
+    """It would end the driver's thread: there is nothing to cut the blocks' runs by."""
+    transport = receiving(monkeypatch)
+    layout = RemoteLayout(transport._memory.shape.kinds[0], 0)
+    transport.post_read(PostRead(TRANSFER, 0, "p/0", ADDRESS, Extent(0, 1, 0, 16), [0], layout))
+    transport.on_sender_note("p/0", notes.encode(notes.PieceRuns(TRANSFER, 0, AGENT, 0, 1, runs)))
+    # As any invalid note it takes the path down, and no more.
+    assert list(transport.poll_events([])) == [
+        TransportChanged("p/0", "zmq:1"),
+        ReadCompleted(TRANSFER, 0, ReadStatus.CANCELLED),
+    ]
+    assert transport._port.counters.bad_messages == 1
+
+
+def test_notes_of_pieces_that_no_one_waits_for_are_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    transport = receiving(monkeypatch)
+    runs = runs_of([(0, BLOCK_BYTES)]).astype(notes.RUN_FORMAT).tobytes()
+    for number in range(50):
+        note = notes.PieceRuns(TRANSFER, number, AGENT, 0, 2, runs)
+        transport.on_sender_note("p/0", notes.encode(note))
+    assert not transport._sources["p/0"].runs

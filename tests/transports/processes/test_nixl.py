@@ -51,6 +51,7 @@ def test_bytes_arrive_where_they_belong(start: Callable[..., Any], row: int, pie
     assert sink.expect_exact(source, 16) == "nixl"
 
 
+@in_host_memory
 @real
 def test_agents_start_before_the_first_request(start: Callable[..., Any]) -> None:
     """UCX takes a second and more beside busy engines; the first request must not wait for that."""

@@ -127,8 +127,11 @@ class Agent:
         self.name = name
         self.place = memory.place
         # One each for the whole backing storage, however many layers it holds: registering pins
-        # pages, and costs a network card an entry.
-        self.regions = joined(memory.regions())
+        # pages, and costs a network card an entry. Allocations of a GPU that touch stay apart: a
+        # key of CUDA's is for one allocation.
+        self.regions = memory.regions()
+        if self.place.kind != "VRAM":
+            self.regions = joined(self.regions)
         self._memory = memory
         memory.prepare_thread()
         # Imported here: the package is optional, and importing it loads UCX.

@@ -160,8 +160,8 @@ def registered(info: AgentInfo) -> Runs:
 
 
 def decode_runs(note: PieceRuns) -> Runs:
-    """Returns the runs of a note. Raises BadMessage for lengths that no memory has."""
-    if len(note.runs) % RUN_BYTES:
+    """Returns the runs of a note. Raises BadMessage for none, and for those of no memory."""
+    if not note.runs or len(note.runs) % RUN_BYTES:
         raise BadMessage(f"NIXL's note: {len(note.runs)} bytes of runs")
     runs = np.frombuffer(note.runs, RUN_FORMAT).reshape(-1, 2).astype(np.int64)
     addresses = runs[:, 0]

@@ -30,15 +30,18 @@ MAX_REASON_CHARACTERS = 500  # less than the note permits, else it would not dec
 class NixlSender:
     """Lets receivers read this worker's blocks.
 
-    A thread makes the agent at the start; the agent stays. `_helped` counts the times
-    that UCX was let work; `_help_until` is when that ends.
+    A thread makes the agent, and the agent stays. `_helped` counts the times that UCX was let work;
+    `_help_until` is when that ends.
     """
 
     def __init__(self, port: DriverPort, memory: DirectMemory) -> None:
         self._port = port
         self._memory = memory
+        self._making: Job[tuple[Agent, notes.AgentInfo]] | None = None
         # At once, not at the first hello: beside busy engines UCX takes several seconds to start.
-        self._making = Job(self._make_agent)
+        # Not on a GPU: vLLM captures CUDA graphs now, which calls of CUDA in other threads break.
+        if memory.place.kind != "VRAM":
+            self._making = Job(self._make_agent)
         self._waiting: dict[str, int] = {}  # receivers without an answer, and their attempt
         self._help_until = 0.0
         self._helped = 0
@@ -46,7 +49,8 @@ class NixlSender:
 
     @property
     def _ready(self) -> tuple[Agent, notes.AgentInfo] | None:
-        return self._making.result if self._making.is_over else None
+        making = self._making
+        return making.result if making is not None and making.is_over else None
 
     def send(self, piece: SendPiece) -> None:
         """Sends the receiver the runs of a piece.
@@ -64,7 +68,7 @@ class NixlSender:
             log.warning("nixl: no agent yet; a piece for %s is lost", piece.reader)
             return
         agent, _ = ready
-        runs = merged(self._memory.runs(piece.extent, piece.blocks))
+        runs = merged(self._memory.runs(piece.extent, piece.blocks), agent.regions)
         encoded = notes.piece_notes(piece.transfer, piece.number, agent.name, runs)
         for note in encoded:
             self._port.send_to_receiver(piece.reader, note)
@@ -90,9 +94,8 @@ class NixlSender:
 
     def _on_hello(self, receiver: str, hello: notes.NixlHello) -> None:
         # An agent that was made is never replaced: receivers have its addresses and keys.
-        retry_at = self._making.started_at + AGENT_RETRY_SECONDS
-        has_failed = self._making.is_over and self._making.error
-        if has_failed and time.monotonic() > retry_at:
+        making = self._making
+        if making is None or _may_retry(making):
             self._making = Job(self._make_agent)
         # By receiver, since hellos are repeated: only the latest attempt needs an answer.
         self._waiting[receiver] = hello.attempt
@@ -129,7 +132,7 @@ class NixlSender:
         while self._completed:
             yield self._completed.popleft()
         # Until then a hello has no answer; `_waiting` keeps it.
-        if not self._making.is_over:
+        if self._making is None or not self._making.is_over:
             return
         waiting = self._waiting
         self._waiting = {}
@@ -151,6 +154,7 @@ class NixlSender:
     def _answer(self, attempt: int) -> list[bytes]:
         ready = self._ready
         if ready is None:
+            assert self._making is not None, "a hello has started it"
             reason = self._making.error[:MAX_REASON_CHARACTERS]
             return [notes.encode(notes.NixlUnavailable(attempt, reason))]
         _, info = ready
@@ -162,7 +166,9 @@ class NixlSender:
             return now
         if now < self._help_until:
             return now + PROGRESS_POLL_SECONDS
-        return self._making.next_deadline(now) if self._waiting else None
+        if self._making is None or not self._waiting:
+            return None
+        return self._making.next_deadline(now)
 
     def close(self) -> None:
         """Closes the agent, without waiting.
@@ -173,3 +179,9 @@ class NixlSender:
         if ready is not None:
             agent, _ = ready
             Job(agent.close)
+
+
+def _may_retry(making: Job[tuple[Agent, notes.AgentInfo]]) -> bool:
+    """Returns whether making the agent has failed some time ago."""
+    retry_at = making.started_at + AGENT_RETRY_SECONDS
+    return making.is_over and bool(making.error) and time.monotonic() > retry_at

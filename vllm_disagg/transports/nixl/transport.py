@@ -156,8 +156,11 @@ class NixlTransport:
         self._memory = port.memory
         self._sender = NixlSender(port, port.memory)
         # At once: UCX takes a second to start, and several seconds beside busy engines. No
-        # transfer waits for it yet.
-        self._making: Job[NixlReady] | None = Job(self._make_agent)
+        # transfer waits for it yet. Not on a GPU: vLLM captures CUDA graphs now, which calls of
+        # CUDA in other threads break. The first attempt makes it then.
+        self._making: Job[NixlReady] | None = None
+        if not self._is_on_gpu:
+            self._making = Job(self._make_agent)
         self._ready: NixlReady | None = None
         self._sources: dict[str, NixlSource] = {}  # the one used last at the end
         self._removable: set[str] = set()
@@ -200,7 +203,7 @@ class NixlTransport:
             self._begin(source, now)
 
     def _begin(self, source: NixlSource, now: float) -> None:
-        # After the agent was closed, or could not be made. No request waits for the new one.
+        # The first on a GPU, or after the agent was closed or could not be made. No request waits.
         if self._making is None and self._ready is None:
             self._making = Job(self._make_agent)
         source.attempt += 1
@@ -454,6 +457,9 @@ class NixlTransport:
         note_runs = notes.decode_runs(note)
         if note.agent != info.agent or not are_inside(note_runs, source.regions):
             raise BadMessage(f"piece {note.number} of {note.transfer} is outside registered memory")
+        # Late, repeated, or of a read that never was: kept, they could fill the memory.
+        if not self._posted.is_waiting(source.name, note.transfer, note.number):
+            return
         piece = (note.transfer, note.number)
         runs_by_index = source.runs.setdefault(piece, {})
         runs_by_index[note.index] = note_runs
@@ -514,7 +520,8 @@ class NixlTransport:
         """
         assert self._ready is not None
         size = total_bytes(remote_runs)
-        local_runs = merged(self._memory.runs(posted.extent, posted.blocks))
+        regions = self._ready.reads.agent.regions
+        local_runs = merged(self._memory.runs(posted.extent, posted.blocks), regions)
         local_bytes = total_bytes(local_runs)
         same_layout = posted.remote_layout is None
         # `cut` needs equal totals. The other limit is for a buffer, whose size the peer would

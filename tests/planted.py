@@ -215,7 +215,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a closed agent does not wait for the GPU", "transports/nixl/agent.py", "        self._memory.wait_for_device()\n", "", "tests/transports/nixl/test_nixl_agent.py"),
     ("P's memory is read at D's device", "transports/nixl/agent.py", "self._descriptors(remote, place)", "self._descriptors(remote, self.place)", "tests/transports/nixl/test_nixl_agent.py"),
     ("auto leaves NIXL out on GPUs", "transports/nixl/agent.py", "if config.transport != \"auto\" or kv_device != \"cpu\":", "if config.transport != \"auto\":", "tests/connector/test_transports.py"),
-    ("runs apart are joined", "kv/runs.py", "(runs[1:, 0] != ends[:-1])", "(runs[1:, 0] < ends[:-1])", "tests/kv/test_runs.py"),
+    ("runs apart are joined", "kv/runs.py", "runs[1:, 0] != ends[:-1]", "runs[1:, 0] < ends[:-1]", "tests/kv/test_runs.py"),
     ("runs are cut one off", "kv/runs.py", "index = np.searchsorted(run_ends, ends)", "index = np.searchsorted(run_ends, ends, side=\"right\") % len(runs)", "tests/kv/test_runs.py"),
     ("a run may end outside of its region", "kv/runs.py", "return bool((runs[:, 0] + runs[:, 1] <= region_ends).all())", "return bool((runs[:, 0] < region_ends).all())", "tests/kv/test_runs.py"),
     ("all planes are taken for alike", "kv/runs.py", "if len({place[1:] for place in places}) == 1:", "if True:", "tests/kv/test_runs.py"),
@@ -653,6 +653,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a path of NIXL that brings no piece is tried every five seconds", "transports/nixl/transport.py", "        source.state = PathState.UP\n", "        source.state = PathState.UP\n        source.failures = 0\n", "tests/transports/nixl/test_nixl_pieces.py"),
     ("a note without runs ends the driver", "transports/nixl/notes.py", "if not note.runs or len(note.runs) % RUN_BYTES:", "if len(note.runs) % RUN_BYTES:", "tests/transports/nixl/test_nixl_pieces.py"),
     ("notes of pieces that were not asked for fill the memory", "transports/nixl/transport.py", "        if not self._posted.is_waiting(source.name, note.transfer, note.number):\n            return\n", "", "tests/transports/nixl/test_nixl_pieces.py"),
-    ("a run crosses from one allocation into the next", "kv/runs.py", "(runs[1:, 0] != ends[:-1]) | is_region_start", "runs[1:, 0] != ends[:-1]", "tests/kv/test_runs.py"),
+    ("a run crosses from one allocation into the next", "kv/runs.py", "    is_first |= _are_among(runs[:, 0], regions[:, 0])\n", "", "tests/kv/test_runs.py"),
     ("a plane hides a larger one at its address", "kv/runs.py", "np.maximum.accumulate(ordered[:, 0] + ordered[:, 1])", "ordered[:, 0] + ordered[:, 1]", "tests/kv/test_runs.py"),
 ]

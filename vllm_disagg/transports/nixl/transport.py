@@ -441,8 +441,8 @@ class NixlTransport:
         changed = TransportChanged(
             source=source.name,
             address=_address(source.agent_info),
-            # On a GPU one read takes all that is final: its cost does not depend on the bytes.
-            piece_bytes=MAX_PIECE_BYTES if self._is_on_gpu else 0,
+            # One read takes all that is final: its cost hardly depends on the bytes.
+            piece_bytes=MAX_PIECE_BYTES,
         )
         self._events.append(changed)
 

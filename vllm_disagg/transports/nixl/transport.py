@@ -7,10 +7,13 @@
                ProbeLook --------------------> lets UCX work for a while
                ProbeProgress ----------------> ProbeProgressReply: how often it has
     TransportChanged("nixl:...")
-    post_read()
+    post_read() with the sender's block ids
+    READ into the blocks of the posted read; ReadCompleted
+
+    post_read() without them
                ReadRequest (control) --------> SendPiece; SendCompleted at once
                <------------------------ PieceRuns: (address, bytes) of the piece's runs
-    READ into the blocks of the posted read; ReadCompleted
+    READ, as above
 
 States of a receiver's path to one sender (`PathState`):
 
@@ -49,6 +52,7 @@ from ...errors import BadMessage, CopyFailed
 from ...kv.memory import ByteBuffer, DirectMemory, MemoryPlace
 from ...kv.runs import Runs, are_inside, cut, merged, no_runs, runs_of, total_bytes
 from ...protocol.events import (
+    BlocksAtSource,
     PostRead,
     ReadCompleted,
     ReadStatus,
@@ -443,6 +447,7 @@ class NixlTransport:
             address=_address(source.agent_info),
             # One read takes all that is final: its cost hardly depends on the bytes.
             piece_bytes=MAX_PIECE_BYTES,
+            reads_by_address=True,
         )
         self._events.append(changed)
 
@@ -478,6 +483,28 @@ class NixlTransport:
     def post_read(self, read: PostRead) -> None:
         """Accepts a read, unless the path of its address is down."""
         self._posted.post(read, self._address_in_use(read.source))
+        is_waiting = self._posted.is_waiting(read.source, read.transfer, read.number)
+        if read.at_source is None or not is_waiting:
+            return
+        source = self._sources[read.source]
+        try:
+            runs = self._locate(source, read.at_source)
+        except BadMessage as error:
+            self._port.counters.bad_messages += 1
+            self._lose(source, f"piece {read.number} of {read.transfer}: {error}")
+            return
+        located = _LocatedPiece(source, read.transfer, read.number, runs)
+        self._located.append(located)
+
+    def _locate(self, source: NixlSource, blocks: BlocksAtSource) -> Runs:
+        """Returns the runs of blocks of a sender, in its memory. Raises BadMessage."""
+        assert source.agent_info is not None, "the path is up"
+        runs = notes.runs_at_source(source.agent_info, blocks)
+        made = merged(runs, source.regions)
+        # There is no checksum that would notice bytes from elsewhere.
+        if not are_inside(made, source.regions):
+            raise BadMessage("outside registered memory")
+        return made
 
     def _address_in_use(self, sender: str) -> str:
         """Returns where the pieces of this sender arrive; empty if its path is not up."""

@@ -673,4 +673,5 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a peer chooses how many runs a piece has", "transports/nixl/notes.py", "    if count > MAX_PARTS * MAX_RUNS_PER_NOTE or max", "    if max", "tests/transports/nixl/test_nixl_pieces.py"),
     ("D reads layers that P has not described", "transports/nixl/notes.py", "    if len(layers) != blocks.layer_end - blocks.layer:\n", "    if False:\n", "tests/transports/nixl/test_nixl_pieces.py"),
     ("a read by address for an earlier path begins", "transports/nixl/transport.py", "        if read.at_source is None or not is_waiting:\n", "        if read.at_source is None:\n", "tests/transports/nixl/test_nixl_pieces.py"),
+    ("a read by address crosses from one allocation into the next", "transports/nixl/transport.py", "        made = merged(runs, runs_of(source.agent_info.regions))\n", "        made = merged(runs, source.regions)\n", "tests/transports/nixl/test_nixl_pieces.py"),
 ]

@@ -161,6 +161,22 @@ def test_runs_are_found_by_the_senders_block_ids(monkeypatch: pytest.MonkeyPatch
     assert piece.runs.tolist() == [[begins, 2 * BLOCK_BYTES], [1000 + 2 * BLOCK_BYTES, BLOCK_BYTES]]
 
 
+def test_no_run_crosses_from_one_registration_of_the_sender_into_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two allocations of a GPU may touch; a key of CUDA's is for one of them."""
+    transport = receiving(monkeypatch)
+    source = transport._sources["p/0"]
+    assert source.agent_info is not None
+    halves = [(0, 1024), (1024, 1024)]
+    source.agent_info = msgspec.structs.replace(source.agent_info, regions=halves)
+    source.regions = notes.registered(source.agent_info)
+    plane = notes.Plane(1024 - BLOCK_BYTES, BLOCK_BYTES, 1, BLOCK_BYTES, BLOCK_BYTES)
+    located(transport, BlocksAtSource(0, 1, [0, 1, 2]), plane)
+    (piece,) = transport._located
+    assert piece.runs.tolist() == [[1024 - BLOCK_BYTES, BLOCK_BYTES], [1024, 2 * BLOCK_BYTES]]
+
+
 @pytest.mark.parametrize(
     ("layer", "block", "rows"),
     [(0, 1 << 14, 1), (0, 2**31, 1), (1, 0, 1), (0, 0, notes.MAX_PLANE_ROWS)],

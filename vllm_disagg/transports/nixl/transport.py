@@ -500,7 +500,8 @@ class NixlTransport:
         """Returns the runs of blocks of a sender, in its memory. Raises BadMessage."""
         assert source.agent_info is not None, "the path is up"
         runs = notes.runs_at_source(source.agent_info, blocks)
-        made = merged(runs, source.regions)
+        # Not `source.regions`, where regions that touch are one: no read may cross over.
+        made = merged(runs, runs_of(source.agent_info.regions))
         # There is no checksum that would notice bytes from elsewhere.
         if not are_inside(made, source.regions):
             raise BadMessage("outside registered memory")

@@ -71,7 +71,7 @@ def receiving(monkeypatch: pytest.MonkeyPatch) -> NixlTransport:
     made._ready = NixlReady(Reads(FullAgent(), 2.0), 1e9)  # type: ignore[arg-type]
     source = NixlSource("p/0", PathState.UP)
     source.agent_info = notes.AgentInfo(AGENT, b"", [(0, 1 << 20)], (0, 1), b"")
-    source.regions = notes.registered(source.agent_info)
+    source.memory = notes.SenderMemory(source.agent_info)
     made._sources["p/0"] = source
     return made
 
@@ -145,7 +145,8 @@ def located(transport: NixlTransport, blocks: BlocksAtSource, *planes: notes.Pla
     source = transport._sources["p/0"]
     assert source.agent_info is not None
     layers = [[plane] for plane in planes]
-    source.agent_info = msgspec.structs.replace(source.agent_info, planes=layers)
+    info = msgspec.structs.replace(source.agent_info, planes=layers)
+    source.memory = notes.SenderMemory(info)
     extent = Extent(0, 1, 0, 16 * len(blocks.ids))
     read = PostRead(TRANSFER, 0, "p/0", ADDRESS, extent, [0] * len(blocks.ids), None, blocks)
     transport.post_read(read)
@@ -170,7 +171,6 @@ def test_no_run_crosses_from_one_registration_of_the_sender_into_the_next(
     assert source.agent_info is not None
     halves = [(0, 1024), (1024, 1024)]
     source.agent_info = msgspec.structs.replace(source.agent_info, regions=halves)
-    source.regions = notes.registered(source.agent_info)
     plane = notes.Plane(1024 - BLOCK_BYTES, BLOCK_BYTES, 1, BLOCK_BYTES, BLOCK_BYTES)
     located(transport, BlocksAtSource(0, 1, [0, 1, 2]), plane)
     (piece,) = transport._located

@@ -13,6 +13,7 @@ A *run* is a contiguous range of memory: (address, bytes).
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
@@ -20,7 +21,7 @@ import numpy as np
 
 from ...errors import BadMessage
 from ...kv.memory import MemoryPlace
-from ...kv.runs import PlanePlace, Runs, are_inside, joined, plane_runs, runs_of
+from ...kv.runs import PlanePlace, Runs, are_inside, joined, merged, plane_runs, runs_of
 from ...protocol.events import BlocksAtSource
 from ...protocol.messages import MAX_NOTE_BYTES, Count, Name
 
@@ -191,23 +192,37 @@ def decode_runs(note: PieceRuns) -> Runs:
     return runs
 
 
-def runs_at_source(info: AgentInfo, blocks: BlocksAtSource) -> Runs:
-    """Returns the runs of a piece in the sender's memory, by the sender's block ids.
+class SenderMemory:
+    """KV memory of a sender, as its AgentInfo describes it.
 
-    Raises BadMessage for layers that the sender does not have, and for too many runs.
+    `regions` are registered memory. Regions that touch are one.
     """
-    layers = info.planes[blocks.layer : blocks.layer_end]
-    if len(layers) != blocks.layer_end - blocks.layer:
-        raise BadMessage(f"layers {blocks.layer} to {blocks.layer_end} of {len(info.planes)}")
-    places: list[PlanePlace] = []
-    for planes in layers:
-        for plane in planes:
-            places.append(PlanePlace(*plane))
-    # Before the arrays are made: their size would be of the peer's choice.
-    count = len(blocks.ids) * sum(place.rows for place in places)
-    if count > MAX_PARTS * MAX_RUNS_PER_NOTE or max(blocks.ids) > MAX_BLOCK_ID:
-        raise BadMessage(f"{count} runs of one piece, or a block id above {MAX_BLOCK_ID}")
-    return plane_runs(places, blocks.ids)
+
+    # Made once for each path: for small pieces this takes as long as finding their runs.
+    def __init__(self, info: AgentInfo) -> None:
+        self.regions = registered(info)
+        self._registrations = runs_of(info.regions)
+        self._planes = [[PlanePlace(*plane) for plane in layer] for layer in info.planes]
+
+    def runs(self, blocks: BlocksAtSource) -> Runs:
+        """Returns the runs of a piece, by the sender's block ids.
+
+        Raises BadMessage unless they are in registered memory.
+        """
+        layers = self._planes[blocks.layer : blocks.layer_end]
+        if len(layers) != blocks.layer_end - blocks.layer:
+            raise BadMessage(f"layers {blocks.layer} to {blocks.layer_end} of {len(self._planes)}")
+        places = list(chain.from_iterable(layers))
+        # Before the arrays are made: their size would be of the peer's choice.
+        count = len(blocks.ids) * sum(place.rows for place in places)
+        if count > MAX_PARTS * MAX_RUNS_PER_NOTE or max(blocks.ids) > MAX_BLOCK_ID:
+            raise BadMessage(f"{count} runs of one piece, or a block id above {MAX_BLOCK_ID}")
+        # Not by `regions`: no read may cross from one registration into the next.
+        made = merged(plane_runs(places, blocks.ids), self._registrations)
+        # There is no checksum that would notice bytes from elsewhere.
+        if not are_inside(made, self.regions):
+            raise BadMessage("blocks outside registered memory")
+        return made
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:

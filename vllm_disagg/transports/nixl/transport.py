@@ -50,9 +50,8 @@ import numpy as np
 from ...config import Config
 from ...errors import BadMessage, CopyFailed
 from ...kv.memory import ByteBuffer, DirectMemory, MemoryPlace
-from ...kv.runs import Runs, are_inside, cut, merged, no_runs, runs_of, total_bytes
+from ...kv.runs import Runs, are_inside, cut, merged, runs_of, total_bytes
 from ...protocol.events import (
-    BlocksAtSource,
     PostRead,
     ReadCompleted,
     ReadStatus,
@@ -123,7 +122,7 @@ class NixlSource:
     failures: int = 0  # since the last piece that came
     parts: dict[int, bytes] = field(default_factory=dict)
     agent_info: notes.AgentInfo | None = None
-    regions: Runs = field(default_factory=no_runs)  # registered at that agent
+    memory: notes.SenderMemory | None = None  # of that agent
     probe: OneSidedProbe | None = None
     help_asked_at: float = 0.0
     runs: dict[tuple[str, int], dict[int, Runs]] = field(default_factory=dict)
@@ -343,7 +342,7 @@ class NixlTransport:
             agent.remove(peer)
             raise BadMessage(f"metadata of {peer!r} for {info.agent!r}")
         source.agent_info = info
-        source.regions = notes.registered(info)
+        source.memory = notes.SenderMemory(info)
         source.state = PathState.TRYING
         source.probe = OneSidedProbe(time.monotonic())
 
@@ -456,11 +455,11 @@ class NixlTransport:
         """Collects the runs of a piece. Raises BadMessage if they are not in registered memory."""
         info = source.agent_info
         # The path went down meanwhile: the receiver has asked for the piece again.
-        if source.state is not PathState.UP or info is None:
+        if source.state is not PathState.UP or info is None or source.memory is None:
             return
         # There is no checksum that would notice bytes from elsewhere.
         note_runs = notes.decode_runs(note)
-        if note.agent != info.agent or not are_inside(note_runs, source.regions):
+        if note.agent != info.agent or not are_inside(note_runs, source.memory.regions):
             raise BadMessage(f"piece {note.number} of {note.transfer} is outside registered memory")
         # Late, repeated, or of a read that never was: kept, they could fill the memory.
         if not self._posted.is_waiting(source.name, note.transfer, note.number):
@@ -487,25 +486,15 @@ class NixlTransport:
         if read.at_source is None or not is_waiting:
             return
         source = self._sources[read.source]
+        assert source.memory is not None, "the path is up"
         try:
-            runs = self._locate(source, read.at_source)
+            runs = source.memory.runs(read.at_source)
         except BadMessage as error:
             self._port.counters.bad_messages += 1
             self._lose(source, f"piece {read.number} of {read.transfer}: {error}")
             return
         located = _LocatedPiece(source, read.transfer, read.number, runs)
         self._located.append(located)
-
-    def _locate(self, source: NixlSource, blocks: BlocksAtSource) -> Runs:
-        """Returns the runs of blocks of a sender, in its memory. Raises BadMessage."""
-        assert source.agent_info is not None, "the path is up"
-        runs = notes.runs_at_source(source.agent_info, blocks)
-        # Not `source.regions`, where regions that touch are one: no read may cross over.
-        made = merged(runs, runs_of(source.agent_info.regions))
-        # There is no checksum that would notice bytes from elsewhere.
-        if not are_inside(made, source.regions):
-            raise BadMessage("outside registered memory")
-        return made
 
     def _address_in_use(self, sender: str) -> str:
         """Returns where the pieces of this sender arrive; empty if its path is not up."""

@@ -129,6 +129,16 @@ def test_a_note_without_runs_is_dropped(monkeypatch: pytest.MonkeyPatch, runs: b
     assert transport._port.counters.bad_messages == 1
 
 
+def test_runs_outside_registered_memory_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = receiving(monkeypatch)
+    transport.post_read(PostRead(TRANSFER, 0, "p/0", ADDRESS, Extent(0, 1, 0, 16), [0]))
+    [note] = notes.piece_notes(TRANSFER, 0, AGENT, runs_of([(1 << 20, BLOCK_BYTES)]))
+    transport.on_sender_note("p/0", note)
+    assert not transport._located
+    assert transport._sources["p/0"].state is PathState.DOWN
+    assert transport._port.counters.bad_messages == 1
+
+
 def test_notes_of_pieces_that_no_one_waits_for_are_not_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

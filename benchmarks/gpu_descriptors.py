@@ -49,7 +49,9 @@ class Pair:
             regions=[(address, size) for address, size in self.p_agent.regions.tolist()],
             test=(1, 1),
             nonce=b"",
-            planes=[[notes.Plane(*place) for place in layer] for layer in self.p.plane_places()],
+            planes=[
+                [notes.RemotePlane(*place) for place in layer] for layer in self.p.plane_places()
+            ],
         )
         self.sender_memory = notes.SenderMemory(info)
         self.extent = Extent(0, layers, 0, blocks * BLOCK_SIZE)

@@ -150,7 +150,9 @@ def test_notes_of_pieces_that_no_one_waits_for_are_not_kept(
     assert not transport._sources["p/0"].runs
 
 
-def located(transport: NixlTransport, blocks: BlocksAtSource, *planes: notes.Plane) -> PostRead:
+def located(
+    transport: NixlTransport, blocks: BlocksAtSource, *planes: notes.RemotePlane
+) -> PostRead:
     """Post a read of a sender with these planes, one a layer."""
     source = transport._sources["p/0"]
     assert source.agent_info is not None
@@ -165,7 +167,7 @@ def located(transport: NixlTransport, blocks: BlocksAtSource, *planes: notes.Pla
 
 def test_runs_are_found_by_the_senders_block_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     transport = receiving(monkeypatch)
-    plane = notes.Plane(1000, BLOCK_BYTES, 1, BLOCK_BYTES, BLOCK_BYTES)
+    plane = notes.RemotePlane(1000, BLOCK_BYTES, 1, BLOCK_BYTES, BLOCK_BYTES)
     located(transport, BlocksAtSource(1, 2, [3, 4, 2]), plane._replace(address=0), plane)
     (piece,) = transport._located
     begins = 1000 + 3 * BLOCK_BYTES
@@ -181,7 +183,7 @@ def test_no_run_crosses_from_one_registration_of_the_sender_into_the_next(
     assert source.agent_info is not None
     halves = [(0, 1024), (1024, 1024)]
     source.agent_info = msgspec.structs.replace(source.agent_info, regions=halves)
-    plane = notes.Plane(1024 - BLOCK_BYTES, BLOCK_BYTES, 1, BLOCK_BYTES, BLOCK_BYTES)
+    plane = notes.RemotePlane(1024 - BLOCK_BYTES, BLOCK_BYTES, 1, BLOCK_BYTES, BLOCK_BYTES)
     located(transport, BlocksAtSource(0, 1, [0, 1, 2]), plane)
     (piece,) = transport._located
     assert piece.runs.tolist() == [[1024 - BLOCK_BYTES, BLOCK_BYTES], [1024, 2 * BLOCK_BYTES]]
@@ -196,7 +198,7 @@ def test_block_ids_without_memory_take_the_path_down(
     monkeypatch: pytest.MonkeyPatch, layer: int, block: int, rows: int
 ) -> None:
     transport = receiving(monkeypatch)
-    plane = notes.Plane(0, BLOCK_BYTES, rows, 0, BLOCK_BYTES // rows or 1)
+    plane = notes.RemotePlane(0, BLOCK_BYTES, rows, 0, BLOCK_BYTES // rows or 1)
     located(transport, BlocksAtSource(layer, layer + 1, [block] * 20), plane)
     assert not transport._located
     assert transport._sources["p/0"].state is PathState.DOWN

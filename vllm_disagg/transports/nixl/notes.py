@@ -108,7 +108,7 @@ class PieceRuns(msgspec.Struct, frozen=True, tag="runs"):
     runs: bytes
 
 
-class Plane(NamedTuple):
+class RemotePlane(NamedTuple):
     """A PlanePlace of the sender, with limits on what a peer may claim."""
 
     address: RunAddress
@@ -132,7 +132,7 @@ class AgentInfo(msgspec.Struct, frozen=True):
     test: Run
     nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
     place: MemoryPlace = MemoryPlace()
-    planes: list[list[Plane]] = []
+    planes: list[list[RemotePlane]] = []
 
 
 ReceiverNote = NixlHello | ProbeLook | ProbeProgress

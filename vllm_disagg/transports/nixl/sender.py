@@ -182,8 +182,8 @@ class NixlSender:
             Job(agent.close)
 
 
-def _planes(memory: DirectMemory) -> list[list[notes.Plane]]:
-    return [[notes.Plane(*place) for place in layer] for layer in memory.plane_places()]
+def _planes(memory: DirectMemory) -> list[list[notes.RemotePlane]]:
+    return [[notes.RemotePlane(*place) for place in layer] for layer in memory.plane_places()]
 
 
 def _may_retry(making: Job[tuple[Agent, notes.AgentInfo]]) -> bool:

@@ -674,4 +674,5 @@ MUTANTS: list[tuple[str, ...]] = [
     ("D reads layers that P has not described", "transports/nixl/notes.py", "        if len(layers) != blocks.layer_end - blocks.layer:\n", "        if False:\n", "tests/transports/nixl/test_nixl_pieces.py"),
     ("a read by address for an earlier path begins", "transports/nixl/transport.py", "        if read.at_source is None or not is_waiting:\n", "        if read.at_source is None:\n", "tests/transports/nixl/test_nixl_pieces.py"),
     ("a read by address crosses from one allocation into the next", "transports/nixl/notes.py", "blocks.ids), self._registrations)", "blocks.ids), self.regions)", "tests/transports/nixl/test_nixl_pieces.py"),
+    ("the trace keeps the block ids of long prompts", "trace.py", "        if isinstance(content, messages.Progress) and content.blocks:\n", "        if False:\n", "tests/unit/test_trace.py"),
 ]

@@ -21,7 +21,9 @@ import numpy as np
 from vllm_disagg.config import Config
 from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.memory import HostMemory
-from vllm_disagg.kv.runs import Runs, are_inside, cut, joined, merged
+from vllm_disagg.kv.runs import cut, merged
+from vllm_disagg.protocol import messages
+from vllm_disagg.protocol.events import BlocksAtSource
 from vllm_disagg.transports.nixl import notes
 from vllm_disagg.transports.nixl.agent import Agent
 
@@ -41,7 +43,17 @@ class Pair:
         self.p_agent = Agent("p", config, self.p)
         self.d_agent = Agent("d", config, self.d)
         self.peer = self.d_agent.add(self.p_agent.metadata())
-        self.regions = joined(self.p.regions())
+        info = notes.AgentInfo(
+            agent=self.p_agent.name,
+            metadata=b"",
+            regions=[(address, size) for address, size in self.p_agent.regions.tolist()],
+            test=(1, 1),
+            nonce=b"",
+            planes=[
+                [notes.RemotePlane(*place) for place in layer] for layer in self.p.plane_places()
+            ],
+        )
+        self.sender_memory = notes.SenderMemory(info)
         self.extent = Extent(0, layers, 0, blocks * BLOCK_SIZE)
         self.milliseconds: dict[str, list[float]] = {}
         self._started_at = 0.0
@@ -58,15 +70,16 @@ class Pair:
     def read(self, p_ids: list[int], d_ids: list[int]) -> None:
         """Reads these blocks of P into these of D, as the transport does."""
         self.start_part()
-        runs = merged(self.p.runs(self.extent, p_ids), self.p_agent.regions)
-        encoded = notes.piece_notes("t", 1, "p", runs)
-        self.end_part("P: runs and notes")
+        frame = messages.encode(progress(p_ids))
+        self.end_part("P: Progress with block ids")
         self.start_part()
-        remote = self._decoded(encoded)
-        assert are_inside(remote, self.regions)
+        message = messages.decode_at_receiver(frame)
+        assert isinstance(message, messages.Progress)
+        layers = len(self.p.planes)
+        remote = self.sender_memory.runs(BlocksAtSource(0, layers, message.blocks[0].ids))
         local_runs = merged(self.d.runs(self.extent, d_ids), self.d_agent.regions)
         local, remote = cut(local_runs, remote)
-        self.end_part("D: notes and runs")
+        self.end_part("D: Progress and runs")
         self.start_part()
         self.d_agent.request(self.peer, local, remote, self.p.place)
         self.end_part("D: NIXL's request")
@@ -76,14 +89,19 @@ class Pair:
             self.p_agent.progress()
         self.end_part("D: the same request, posted, and the copies")
 
-    @staticmethod
-    def _decoded(encoded: list[bytes]) -> Runs:
-        parts = []
-        for data in encoded:
-            note = notes.decode_sender_note(data)
-            assert isinstance(note, notes.PieceRuns)
-            parts.append(notes.decode_runs(note))
-        return np.concatenate(parts)
+
+def progress(ids: list[int]) -> messages.Progress:
+    """Returns P's message about these blocks."""
+    tokens = len(ids) * BLOCK_SIZE
+    return messages.Progress(
+        transfer="t" * 32,
+        source="p" * 14,
+        reader="d" * 14,
+        tokens_final=tokens,
+        tokens_partial=tokens,
+        layers_partial=0,
+        blocks=[messages.NewBlocks(0, 0, ids)],
+    )
 
 
 def kv_cache(layers: int, blocks: int) -> HostMemory:

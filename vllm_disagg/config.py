@@ -70,7 +70,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     peer_timeout: Seconds = 2.0
     # D gives P up when P's vLLM makes no step for so long; longer than any step, which may compile
     engine_stall_timeout: Seconds = 30.0
-    # bytes of one piece; larger ones cost less CPU and overlap less
+    # bytes of one piece, by NIXL up to 64 MiB; larger ones cost less CPU and overlap less
     piece_bytes: Bytes = 4 << 20
     # P offers KV every few layers, each chunk, or once
     overlap: Literal["layer", "chunk", "off"] = "layer"

@@ -354,6 +354,8 @@ class Driver:
                     self._control.send_to_receiver(action.to, message)
                 case events.SendPiece():
                     self._send_piece(action)
+                case events.CountSentBytes():
+                    self.counters.bytes_sent += action.size
                 case events.ReleaseBlocks():
                     self._outcomes.report(action)
                 case _:

@@ -7,7 +7,7 @@ from collections import deque
 
 import msgspec
 
-from .protocol import events
+from .protocol import events, messages
 
 log = logging.getLogger("vllm_disagg.trace")
 
@@ -34,6 +34,9 @@ class TransferTrace:
         if isinstance(entry, events.BlocksSummed):
             # The sums of a long prompt fill megabytes, and would stay here for thousands of events.
             entry = msgspec.structs.replace(entry, layers=[])
+        if isinstance(content, messages.Progress) and content.blocks:
+            # So would the block ids, in the traces of both workers.
+            entry = msgspec.structs.replace(content, blocks=[])
         # Ticks, and events of a connection, belong to no transfer.
         transfer = getattr(content, "transfer", "")
         self._entries.append((at, transfer, entry))

@@ -92,6 +92,10 @@ class DeviceMemory:
         """Returns the runs of GPU memory that hold the extent, in the order of `read`."""
         return plane_runs([_place_of(plane) for plane in self._planes_of(extent)], blocks)
 
+    def plane_places(self) -> list[list[PlanePlace]]:
+        """Returns the places of all planes by layer, in wire order."""
+        return [[_place_of(plane) for plane in layer] for layer in self.planes]
+
     def regions(self) -> Runs:
         """Returns the memory that holds all caches: in vLLM 0.32 one buffer."""
         return runs_of(self._storages)

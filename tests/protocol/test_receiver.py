@@ -515,3 +515,100 @@ def test_a_part_of_the_heads_is_not_compared() -> None:
     assert others == [] and isinstance(complete, SendMessage)
     assert isinstance(complete.message, messages.ReadComplete)
     assert complete.message.extents == []
+
+
+def located(tokens: int, first: int, *ids: int) -> messages.Progress:
+    """Return a Progress with block ids, from the place `first` on."""
+    return msgspec.structs.replace(offer(tokens), blocks=[messages.NewBlocks(0, first, list(ids))])
+
+
+def at_source(actions: Sequence[object]) -> list[list[int] | None]:
+    """Return the block ids at the source of each posted read."""
+    return [
+        action.at_source.ids if action.at_source is not None else None
+        for action in actions
+        if isinstance(action, PostRead)
+    ]
+
+
+@pytest.fixture
+def by_address(side: Receiver) -> Receiver:
+    """A receiver with a transport that reads by address."""
+    (request,) = side.handle(TransportChanged("p", "fast:1", reads_by_address=True), 0.1)
+    assert isinstance(request, SendMessage)
+    assert isinstance(request.message, messages.TransferRequest)
+    assert request.message.reads_by_address
+    return side
+
+
+def test_what_is_read_by_address_is_not_requested(by_address: Receiver) -> None:
+    actions = by_address.handle(located(4, 0, 7, 9), 0.2)
+    assert said(actions) == ["PostRead"] and at_source(actions) == [[7]]
+    actions = by_address.handle(offer(8), 0.3)
+    assert said(actions) == ["PostRead"] and at_source(actions) == [[9]]
+    by_address.handle(completed(0), 0.4)
+    (complete,) = by_address.handle(completed(1), 0.4)
+    assert isinstance(complete, SendMessage)
+    assert isinstance(complete.message, messages.ReadComplete)
+    assert complete.message.uncounted_bytes == 40
+
+
+def test_blocks_behind_a_lost_message_are_requested(by_address: Receiver) -> None:
+    """Their place in the prompt is unknown: the ids would be those of other tokens."""
+    actions = by_address.handle(located(8, 2, 9, 11), 0.2)
+    assert said(actions) == ["PostRead", "ReadRequest"] and at_source(actions) == [None]
+    (complete,) = by_address.handle(completed(0), 0.4)
+    assert isinstance(complete, SendMessage)
+    assert isinstance(complete.message, messages.ReadComplete)
+    assert complete.message.uncounted_bytes == 0, "the sender has counted them"
+
+
+def test_block_ids_that_come_twice_or_late_keep_their_places(by_address: Receiver) -> None:
+    by_address.handle(located(4, 0, 7), 0.2)
+    by_address.handle(located(4, 0, 7, 9), 0.2)
+    by_address.handle(located(4, 0, 7), 0.2)
+    assert by_address.transfers["t"].sources["p"].blocks == {0: [7, 9]}
+    assert at_source(by_address.handle(offer(8), 0.3)) == [[9]]
+
+
+def test_block_ids_beyond_the_prompt_and_of_other_groups_are_not_kept(
+    by_address: Receiver,
+) -> None:
+    strange = messages.NewBlocks(5, 0, [1])
+    many = messages.NewBlocks(0, 0, list(range(100)))
+    by_address.handle(msgspec.structs.replace(offer(4), blocks=[strange, many]), 0.2)
+    assert by_address.transfers["t"].sources["p"].blocks == {0: [0, 1]}
+
+
+def test_a_late_read_by_address_is_requested(by_address: Receiver) -> None:
+    by_address.handle(located(8, 0, 7, 9), 0.2)
+    by_address.handle(offer(8), 2.1)
+    assert requests(by_address.handle(ClockTick(), 2.3)) == [0]
+
+
+def test_other_transports_request_what_was_to_be_read_by_address(by_address: Receiver) -> None:
+    by_address.handle(located(8, 0, 7, 9), 0.2)
+    actions = by_address.handle(TransportChanged("p", ""), 0.3)
+    assert said(actions) == ["TransferRequest"]
+    actions = by_address.handle(completed(0, "cancelled"), 0.3)
+    assert said(actions) == ["PostRead", "ReadRequest"] and at_source(actions) == [None]
+
+
+def test_a_piece_of_which_some_blocks_are_unknown_is_requested(by_address: Receiver) -> None:
+    actions = by_address.handle(located(8, 0, 7), 0.2)
+    assert said(actions) == ["PostRead", "ReadRequest"] and at_source(actions) == [None]
+
+
+def test_a_part_of_the_heads_is_requested() -> None:
+    """The sender's blocks have other heads too; by their ids all of them would be read."""
+    theirs = uniform(layers=2, block_size=4, block_bytes=[10], heads=2)
+    kind = msgspec.structs.replace(theirs.kinds[0].cut(1), total_heads=2)
+    ours = RankLayout([kind], [0, 0])
+    side = Receiver("d", "", 0, ours)
+    side.handle(TransportChanged("p", "fast:1", reads_by_address=True), 0.0)
+    worker = WorkerInfo("p", "", "", holds=theirs)
+    blocks = [GroupBlocks(0, [0, 1])]
+    load = LoadRequested("t", [worker], plan([theirs], [ours]), blocks, 8, stall_timeout=30.0)
+    side.handle(load, 0.0)
+    actions = side.handle(located(8, 0, 7, 9), 0.1)
+    assert said(actions) == ["PostRead", "ReadRequest"] and at_source(actions) == [None]

@@ -18,6 +18,7 @@ from vllm_disagg.protocol.events import (
     BlocksSummed,
     ClockTick,
     ConnectionLost,
+    CountSentBytes,
     LayersComputed,
     LayersRecomputed,
     PrefillFinished,
@@ -416,3 +417,61 @@ def test_tokens_that_were_never_computed_have_no_sums() -> None:
     side.handle(PrefillFinished("t"), 0.1)
     (confirm,) = complete(side, extents.Extent(0, 2, 4, 13, 0, 2))
     assert confirm.valid and confirm.sums == []
+
+
+def by_address(side: Sender, now: float = 0.1, reads: bool = True) -> list[messages.NewBlocks]:
+    """Return the block ids that `d` gets for its request."""
+    request = messages.TransferRequest("t", "p", "d", "fast:x", reads_by_address=reads)
+    return new_blocks(side, request, now)
+
+
+def new_blocks(side: Sender, event: SenderEvent, now: float = 0.1) -> list[messages.NewBlocks]:
+    actions = side.handle(event, now)
+    side.validate()
+    (progress,) = [
+        action.message
+        for action in actions
+        if isinstance(action, SendMessage) and isinstance(action.message, messages.Progress)
+    ]
+    return progress.blocks
+
+
+def test_a_receiver_that_reads_by_address_gets_each_block_id_once(side: Sender) -> None:
+    """Not those of a window or a state: vLLM frees them, or goes on to write into them."""
+    assert by_address(side) == [messages.NewBlocks(0, 0, [1, 2, 3, 4, 5])]
+    assert by_address(side) == []
+    side.handle(BlocksScheduled("t", 24, [[12], [13], []]), 0.2)
+    assert new_blocks(side, LayersComputed("t", 3)) == [messages.NewBlocks(0, 5, [12])]
+
+
+def test_a_receiver_gets_all_block_ids_again_after_a_change_of_transport(side: Sender) -> None:
+    by_address(side)
+    assert by_address(side, reads=False) == []
+    assert by_address(side) == [messages.NewBlocks(0, 0, [1, 2, 3, 4, 5])]
+
+
+def test_a_message_has_a_bounded_number_of_block_ids() -> None:
+    side = Sender("p", RankLayout([FULL], [0]))
+    many = messages.MAX_BLOCKS_PER_PROGRESS + 10
+    ids = [2**31 - 1] * many
+    side.handle(BlocksScheduled("t", 4 * many, [ids]), 0.0)
+    side.handle(LayersComputed("t", 1), 0.0)
+    (first,) = by_address(side)
+    assert len(first.ids) == messages.MAX_BLOCKS_PER_PROGRESS
+    progress = messages.Progress("t" * 256, "p" * 256, "d" * 256, 0, 0, 0, blocks=[first])
+    assert messages.decode_at_receiver(messages.encode(progress)) == progress
+    assert by_address(side) == [messages.NewBlocks(0, len(first.ids), ids[-10:])]
+
+
+def test_a_request_before_the_prompt_is_scheduled_gets_no_block_ids() -> None:
+    side = Sender("p", RankLayout([FULL], [0]))
+    assert by_address(side) == []
+    side.handle(BlocksScheduled("t", 4, [[7]]), 0.2)
+    assert new_blocks(side, LayersComputed("t", 1), 0.3) == [messages.NewBlocks(0, 0, [7])]
+
+
+def test_bytes_that_were_read_by_address_are_counted_once(side: Sender) -> None:
+    complete = messages.ReadComplete("t", "p", "d", uncounted_bytes=640)
+    assert side.handle(complete, 0.2)[0] == CountSentBytes(640)
+    (confirm,) = side.handle(complete, 0.3)
+    assert isinstance(confirm, SendMessage)

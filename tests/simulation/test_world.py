@@ -14,7 +14,7 @@ from vllm_disagg.protocol.events import Reason
 from world import CHAOS, EQUAL, SILENT, World
 
 SEEDS = int(os.environ.get("SEEDS", "1000"))
-NETWORK = frozenset({"drop", "repeat", "reorder", "damage"})
+NETWORK = frozenset({"drop", "repeat", "reorder", "damage", "connect"})
 BATCHES = 20
 GONE = (
     Reason.BLOCKS_REVOKED,

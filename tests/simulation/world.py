@@ -40,6 +40,7 @@ CHAOS = {  # percent, each time it may happen; a leap is a long time in which no
         "reroute": 2,
     },
     **{"differ": 10, "unlink": 2, "loop": 2, "refuse": 3},
+    "connect": 70,  # the fast transport is up before a transfer begins
 }
 SILENT = {"tear": 20, "swap": 20, "stale": 20}  # wrong bytes under a right checksum
 CHANCES = {
@@ -191,6 +192,7 @@ class World:
         elif self.to_decode:
             transfer, label, sources = self.to_decode.pop()
             if not self.decodes[label].frozen:
+                self.connect(self.decodes[label].ranks)
                 self.decodes[label].want(transfer, sources)
 
     def deliver(self) -> None:
@@ -303,6 +305,13 @@ class World:
             piece = (LIAR, read.transfer, read.number, content, content)
             self.network.append((reader.name, "piece", piece))
 
+    def connect(self, readers: Iterable[Rank]) -> None:
+        for reader in readers:
+            for source in self.prefill.ranks:
+                is_connected = source.name in reader.reading.fast_addresses
+                if not is_connected and self.roll("connect"):
+                    self.change_transport(reader, source, "connect")
+
     def reroute(self) -> None:
         side, source = self.random.choice(self.readers()), self.random.choice(self.prefill.ranks)
         self.change_transport(side, source, self.random.choice(["connect", "break", "leave"]))
@@ -320,8 +329,11 @@ class World:
             side.reading.break_down(source.name)
             if self.random.random() < 0.5:
                 self.network = [sent for sent in self.network if not self.is_by_fast(sent, side)]
-        piece_bytes = FAST_PIECE_BYTES if what == "connect" else 0
-        side.inbox.append(events.TransportChanged(source.name, address, piece_bytes))
+        changed = events.TransportChanged(source.name, address)
+        if what == "connect":
+            by_address = self.random.random() < 0.6
+            changed = events.TransportChanged(source.name, address, FAST_PIECE_BYTES, by_address)
+        side.inbox.append(changed)
 
     @staticmethod
     def is_by_fast(sent: tuple[str, str, Any], side: Rank) -> bool:

@@ -321,6 +321,8 @@ class Serving(Half):
                     self.world.falsified.add(action.transfer)
                     contents[self.world.random.randrange(len(contents))] = "torn"
                     self.torn.append(contents)
+            case events.CountSentBytes():
+                pass
             case events.ReleaseBlocks():
                 self.rank.engine.released(self.rank, action.transfer)
 
@@ -371,6 +373,7 @@ class Copy:
     fits: bool
     content: list[str]
     is_lost: bool = False
+    is_by_address: bool = False  # no sum is checked
 
     @property
     def status(self) -> events.ReadStatus:
@@ -385,6 +388,7 @@ class WorldTransport:
     def __init__(self) -> None:
         self.posted = PostedReads()
         self.copies: list[Copy] = []
+        self.located: list[events.PostRead] = []  # that begin without the source
         self.completed: deque[events.ReadCompleted] = deque()
 
     @property
@@ -425,6 +429,7 @@ class Reading(Half):
         self.slow, self.fast = WorldTransport(), WorldTransport()
         self.epoch = 0  # of the fast transport
         self.fast_addresses: dict[str, str] = {}  # by source, of those that it connects
+        self.by_address = 0  # pieces that were read so
         self.landed: set[tuple[str, int]] = set()
 
     def receive(self, raw: bytes) -> None:
@@ -458,7 +463,10 @@ class Reading(Half):
     def post_read(self, read: events.PostRead) -> None:
         if FAST in read.address:
             self.fast.posted.post(read, self.fast_addresses.get(read.source, ""))
+            if read.at_source is not None:
+                self.fast.located.append(read)
         else:
+            assert read.at_source is None, "the slow transport reads nothing by address"
             self.slow.posted.post(read, self.rank.name)
 
     def check_posted(self, message: object) -> None:
@@ -486,6 +494,30 @@ class Reading(Half):
                 self.fast.copies.remove(copy)
                 self.fast.completed.append(self.fast.posted.end(copy.read, copy.status))
         self.fast.posted.flush(source)
+
+    def read_by_address(self) -> None:
+        """Begins a read of what the source's memory holds just now, whatever its machine knows."""
+        post = self.fast.located.pop(0)
+        read = self.fast.posted.begin(post.source, post.transfer, post.number)
+        if read is None:
+            return  # cancelled meanwhile
+        content = self.content_at_source(read)
+        if content is None:  # the process has ended
+            cancelled = self.fast.posted.end(read, events.ReadStatus.CANCELLED)
+            self.fast.completed.append(cancelled)
+            return
+        assert len(content) == self.cells(read), "other blocks than those of the piece"
+        self.by_address += 1
+        self.fast.copies.append(Copy(read, True, True, content, is_by_address=True))
+
+    def content_at_source(self, read: events.PostRead) -> list[str] | None:
+        source = self.world.sides[read.source.partition(".")[0]]
+        if source.name != read.source or read.at_source is None:
+            return None
+        blocks = read.at_source
+        heads = source.shape.kind(blocks.layer).heads
+        extent = extents.Extent(blocks.layer, blocks.layer_end, 0, 0, 0, heads)
+        return source.serving.contents(extent, blocks.ids)
 
     def arrive(self, address: str, data: tuple[str, str, int, list[str], list[str]]) -> None:
         """Bytes of a connection that has broken do not get here."""
@@ -519,6 +551,8 @@ class Reading(Half):
 
     def land(self) -> None:
         """A copy into the blocks ends, of each transport; then other completions are taken."""
+        if self.fast.located and self.world.random.random() < 0.7:
+            self.read_by_address()
         for transport in self.transports:
             if transport.copies:
                 index = self.world.random.randrange(len(transport.copies))
@@ -549,6 +583,10 @@ class Reading(Half):
         return blocks, lost
 
     def end_copy(self, transport: WorldTransport, copy: Copy) -> None:
+        if copy.is_by_address and self.world.random.random() < 0.5:
+            # Its last bytes are read only now.
+            late = self.content_at_source(copy.read)
+            copy.content = late or copy.content
         if copy.status is events.ReadStatus.WRITTEN:
             key = (copy.read.transfer, copy.read.number)
             assert key not in self.landed, f"landed twice: {key}"

@@ -78,3 +78,13 @@ def test_sums_of_blocks_are_not_kept(trace: TransferTrace) -> None:
     trace.add(1.0, summed)
     (line,) = trace.lines(TRANSFER)
     assert "BlocksSummed" in line and "SummedBlocks" not in line
+
+
+def test_block_ids_of_a_long_prompt_are_not_kept(trace: TransferTrace) -> None:
+    blocks = [messages.NewBlocks(0, 0, [1, 2])]
+    progress = messages.Progress(TRANSFER, "p", "d", 4, 4, 0, blocks=blocks)
+    trace.add(1.0, progress)
+    trace.add(2.0, events.SendMessage("d", progress))
+    lines = trace.lines(TRANSFER)
+    assert len(lines) == 2
+    assert all("tokens_final=4" in line and "NewBlocks" not in line for line in lines)

@@ -93,6 +93,9 @@ class DirectMemory(Memory, Protocol):
     def runs(self, extent: Extent, blocks: Sequence[int]) -> Runs:
         """Returns the runs of memory that hold the extent, in wire order."""
 
+    def plane_places(self) -> list[list[PlanePlace]]:
+        """Returns the places of all planes by layer, in wire order."""
+
     def regions(self) -> Runs:
         """Returns the memory to register: it holds all runs."""
 
@@ -190,6 +193,10 @@ class HostMemory:
         for layer in range(extent.layer, extent.layer_end):
             places += self._places[layer]
         return plane_runs(places, blocks)
+
+    def plane_places(self) -> list[list[PlanePlace]]:
+        """Returns the places of all planes by layer, in wire order."""
+        return self._places
 
     def regions(self) -> Runs:
         """Returns (address, bytes) of all planes, from the first byte to the last."""

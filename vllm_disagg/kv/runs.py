@@ -78,10 +78,26 @@ def merged(runs: Runs, regions: Runs) -> Runs:
     # their order is that of the bytes on the wire.
     ends = runs[:, 0] + runs[:, 1]
     is_first = np.ones(len(runs), bool)
+    is_first[1:] = runs[1:, 0] != ends[:-1]
+    if is_first.all():
+        return runs
     # Two allocations of a GPU may touch, and are registered apart: no read may cross over.
-    is_region_start = np.isin(runs[1:, 0], regions[:, 0])
-    is_first[1:] = (runs[1:, 0] != ends[:-1]) | is_region_start
+    is_first |= _are_among(runs[:, 0], regions[:, 0])
     return _spans(runs[:, 0], ends, is_first)
+
+
+def _are_among(
+    addresses: npt.NDArray[np.int64],
+    starts: npt.NDArray[np.int64],
+) -> npt.NDArray[np.bool_]:
+    """Returns which addresses are among the starts."""
+    if not len(starts):
+        return np.zeros(len(addresses), bool)
+    # Not np.isin: it takes ten times as long for the runs of one piece.
+    ordered = np.sort(starts)
+    index = np.searchsorted(ordered, addresses)
+    found: npt.NDArray[np.bool_] = ordered[np.minimum(index, len(ordered) - 1)] == addresses
+    return found
 
 
 def _spans(

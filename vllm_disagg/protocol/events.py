@@ -187,6 +187,8 @@ class TransportChanged(msgspec.Struct, frozen=True, tag=True):
     address: str  # <transport>:<address>
     # Limit of one piece, if the transport needs another one than the setting `piece_bytes`; 0: no.
     piece_bytes: int = 0
+    # The transport reads a piece without a ReadRequest, if its PostRead has `at_source`.
+    reads_by_address: bool = False
 
 
 # Events for both ----------------------------------------------------------------------------------
@@ -218,6 +220,12 @@ class SendPiece(msgspec.Struct, frozen=True, tag=True):
         return SendCompleted(self.transfer, self.reader, self.number, self.address)
 
 
+class CountSentBytes(msgspec.Struct, frozen=True, tag=True):
+    """Adds bytes that a receiver has read by address to the total of this worker."""
+
+    size: int
+
+
 class ReleaseBlocks(msgspec.Struct, frozen=True, tag=True):
     """Gives a finished request's blocks back to vLLM."""
 
@@ -229,6 +237,14 @@ class ConnectPeer(msgspec.Struct, frozen=True, tag=True):
     """Opens the control channel to a sending worker."""
 
     worker: WorkerInfo
+
+
+class BlocksAtSource(msgspec.Struct, frozen=True, tag=True):
+    """Blocks that hold a piece at its source, with all heads of these layers."""
+
+    layer: int
+    layer_end: int
+    ids: list[int]
 
 
 class PostRead(msgspec.Struct, frozen=True, tag=True):
@@ -244,6 +260,8 @@ class PostRead(msgspec.Struct, frozen=True, tag=True):
     extent: Extent  # in this rank's numbering; `token` need not start a block
     blocks: list[int]
     remote_layout: RemoteLayout | None = None  # layout of the piece's bytes, if not as in blocks
+    # Known only for a transport that reads by address: it reads at once, without a ReadRequest.
+    at_source: BlocksAtSource | None = None
 
 
 class CancelReads(msgspec.Struct, frozen=True, tag=True):
@@ -297,7 +315,7 @@ SenderEvent = (
     | ClockTick
     | messages.ToSender
 )
-SenderAction = SendMessage | SendPiece | ReleaseBlocks
+SenderAction = SendMessage | SendPiece | CountSentBytes | ReleaseBlocks
 ReceiverEvent = (
     LoadRequested
     | LookupRequested

@@ -8,12 +8,16 @@ the wrong side does not decode.
     receiver                                 sender
        |-- TransferRequest ------------------->|  requests a transfer; repeated as a keep-alive
        |<------------------------- Progress ---|  how many tokens and layers are final
-       |-- ReadRequest ----------------------->|  requests one piece; no other is sent
+       |-- ReadRequest ----------------------->|  requests one piece; no other is sent.  None for
+       |                                       |  pieces that are read by address, see below
        |<----------- PieceHeader and bytes ----|  on the data socket, of transports that need one
        |-- ReadComplete ---------------------->|  all bytes are in place
        |<------------------------- Confirm ----|  whether the blocks were held, and their sums
        |<------------------------> Abort       |  the transfer will not happen, and why
        |<----------------> TransportNote       |  opaque to all but the two ends of one transport
+
+A receiver whose transport reads the sender's memory by address needs the block ids only.  They come
+with Progress, so it reads at once: no request, and nothing to do for the sender.
 
 The fields `source` and `reader` name the worker that sends KV and the worker that receives it.
 """
@@ -29,7 +33,7 @@ from ..kv.extents import Extent
 
 # Of the format; both ends must have the same.  Engines compare it before any transfer, so the check
 # in `_decode` meets another version only if an engine was replaced meanwhile.
-VERSION = 4
+VERSION = 5
 # A piece is at least one block of one layer, and an SSM state is one block for a whole prompt.  So
 # the limit is far above the setting `piece_bytes`.
 MAX_PIECE_BYTES = 64 << 20
@@ -38,6 +42,10 @@ MAX_PIECE_BYTES = 64 << 20
 MAX_FRAME_BYTES = 64 * 1024
 # Of the data of one TransportNote.  The difference has room for the names beside the data.
 MAX_NOTE_BYTES = 60 * 1024
+
+# Block ids in one Progress, of all groups: msgpack takes up to 5 bytes for each.  Pieces in blocks
+# beyond them are requested one by one.
+MAX_BLOCKS_PER_PROGRESS = 8192
 
 # Extents in one ReadComplete, and sums in one Confirm: as many as a rank may have layers.
 MAX_SUMMED_LAYERS = 4096
@@ -62,6 +70,15 @@ class TransferRequest(msgspec.Struct, frozen=True, tag="transfer_request"):
     address: Name  # <transport>:<address>, where the receiver takes its pieces
     readers: Count = 1  # the blocks are released after so many receivers; 0: none needs this rank
     prompt: Name = ""  # digest of the receiver's own prompt; another prompt's KV is never served
+    reads_by_address: bool = False  # Progress is to have the block ids
+
+
+class NewBlocks(msgspec.Struct, frozen=True, array_like=True):
+    """Block ids of a prompt at the sender, in one KV-cache group.  An array on the wire."""
+
+    group: Count
+    first: Count  # place of the first one in the list of all blocks of the prompt
+    ids: Annotated[list[Count], msgspec.Meta(max_length=MAX_BLOCKS_PER_PROGRESS)]
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
@@ -80,10 +97,13 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
     # Since the sender's engine last began or ended a step; 0 if no prompt is being computed.
     # Needed because the sender's thread answers keep-alives even while its engine is stuck.
     seconds_without_step: Seconds = 0.0
+    # Those that earlier ones to this receiver did not have.  Not cumulative: a lost one costs a
+    # ReadRequest for each piece in its blocks.
+    blocks: list[NewBlocks] = []
 
 
 class ReadRequest(msgspec.Struct, frozen=True, tag="read_request"):
-    """Requests the bytes of one piece.  This is the credit: a sender sends nothing else."""
+    """Requests the bytes of one piece.  This is the credit: no other is sent."""
 
     transfer: Name
     source: Name
@@ -91,7 +111,7 @@ class ReadRequest(msgspec.Struct, frozen=True, tag="read_request"):
     # Of the piece, within the transfer and receiver.  It comes back in PieceHeader; the receiver
     # remembers the extent behind it.
     number: Count
-    # An extent and no block ids: ids stay inside their engine, which looks them up when it serves.
+    # An extent and no block ids: the sender looks them up when it serves.
     extent: Extent
 
 
@@ -104,6 +124,8 @@ class ReadComplete(msgspec.Struct, frozen=True, tag="read_complete"):
     # Of which the receiver compares layer sums: each of whole blocks, in ascending order of layers.
     # Empty without a comparison.
     extents: Annotated[list[Extent], msgspec.Meta(max_length=MAX_SUMMED_LAYERS)] = []
+    # Read by address without a ReadRequest: the sender's transport has not counted them.
+    uncounted_bytes: Annotated[int, msgspec.Meta(ge=0, lt=2**62)] = 0
 
 
 class Confirm(msgspec.Struct, frozen=True, tag="confirm"):

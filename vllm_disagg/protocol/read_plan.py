@@ -13,7 +13,7 @@ from itertools import groupby
 from ..kv.extents import Extent, blocks_of, size, split, whole_blocks
 from ..kv.layout import LayerLayout, RankLayout, RemoteLayout
 from ..kv.reshard import Shard
-from .events import GroupBlocks, LoadRequested
+from .events import BlocksAtSource, GroupBlocks, LoadRequested
 
 
 @dataclass
@@ -103,6 +103,24 @@ class ReadPlan:
         if self.piece_kind is not None:
             remote = RemoteLayout(self.piece_kind, extent.token)
         return ours, blocks, remote
+
+    def at_source(
+        self,
+        extent: Extent,
+        blocks: dict[int, list[int]],
+    ) -> BlocksAtSource | None:
+        """Returns where the source holds an extent, by its blocks of each KV-cache group.
+
+        None if some blocks are unknown, or if the extent has a part of their heads only.
+        """
+        kind = self.source_kind
+        known = blocks.get(kind.group, [])
+        is_known = extent.token_end <= len(known) * kind.block_size
+        has_all_heads = self.shard.head_end - self.shard.head == kind.heads
+        if not (is_known and has_all_heads):
+            return None
+        ids = blocks_of(extent, known, 0, kind.block_size)
+        return BlocksAtSource(extent.layer, extent.layer_end, ids)
 
     def source_extent(self, layer: int, layer_end: int, token: int, token_end: int) -> Extent:
         """Returns a part of the shard in the source's numbering; layers count from the shard's."""

@@ -24,7 +24,8 @@ DRAINING  The transfer has failed and its reads are cancelled, but a piece may s
 
 States of one piece:
 
-    QUEUED -> POSTED        there is a credit: PostRead, then ReadRequest
+    QUEUED -> POSTED        there is a credit: PostRead, then ReadRequest.  No ReadRequest if
+                            the transport reads by address and the source's block ids are known
     POSTED -> (forgotten)   ReadCompleted(WRITTEN)
     POSTED -> POSTED        ReadCompleted(DAMAGED): again, under a new number
     POSTED -> CANCELLED     ReadCompleted(CANCELLED)
@@ -43,7 +44,8 @@ Rules, checked by `validate` and by the property tests:
   3. LoadResult without a reason only after a Confirm from every source: it held its blocks until
      our bytes were in place.  If the Confirm has sums, they are those of our blocks.
   4. A piece has at most one posted read at a time, and none once it was written.
-  5. Each PostRead precedes the ReadRequest of its piece and ends in one ReadCompleted.
+  5. Each PostRead precedes the ReadRequest of its piece, if there is one, and ends in one
+     ReadCompleted.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ from ..kv.extents import Extent
 from ..kv.layout import RankLayout
 from . import messages
 from .events import (
+    BlocksAtSource,
     CancelReads,
     ClockTick,
     ConnectPeer,
@@ -118,6 +121,7 @@ class PieceRecord:
     address: str = ""
     retry_at: float = 0.0  # time at which to request it again
     damaged: int = 0  # times that it has arrived damaged
+    is_requested: bool = False  # by a ReadRequest since its read was posted last
 
     @property
     def credit_in_use(self) -> int:
@@ -142,10 +146,25 @@ class SourceRecord:
     compared: list[ReadPlan] = field(default_factory=list)
     sums: list[int] | None = None  # of these blocks here; None until they are summed
     confirmed_sums: list[int] | None = None  # of the same blocks at the source; None until Confirm
+    # By KV-cache group: ids of the source's blocks, from the prompt's first one on.
+    blocks: dict[int, list[int]] = field(default_factory=dict)
+    uncounted_bytes: int = 0  # read without a ReadRequest
     # From the last Progress.  Kept, because an older one may arrive after it.
     tokens_final: int = 0
     tokens_partial: int = 0
     layers_partial: int = 0
+
+    def add_blocks(self, added: list[messages.NewBlocks], token_end: int) -> None:
+        """Adds block ids of the source to those that are known."""
+        sizes = {plan.source_kind.group: plan.source_kind.block_size for plan in self.read_plans}
+        for new in added:
+            known = self.blocks.get(new.group, [])
+            # One that follows a lost Progress leaves a gap: the place of its blocks is unknown.
+            # Without the other limits a faulty source could fill the memory.
+            if new.group in sizes and new.first <= len(known):
+                count = -(-token_end // sizes[new.group])
+                later = new.ids[len(known) - new.first :]
+                self.blocks[new.group] = [*known, *later][:count]
 
     @property
     def is_verified(self) -> bool:
@@ -239,6 +258,8 @@ class Receiver:
         self.addresses: dict[str, str] = {}
         # By source: the limit of one piece, if not `piece_bytes`.
         self.piece_limits: dict[str, int] = {}
+        # Sources of which pieces are read by address at present.
+        self.read_by_address: set[str] = set()
         # By source: (transfer, number) of pieces that wait for a credit.
         self.queues: dict[str, deque[tuple[str, int]]] = {}
         # By source: requested and not yet written.
@@ -368,6 +389,9 @@ class Receiver:
             self.piece_limits[event.source] = event.piece_bytes
         else:
             self.piece_limits.pop(event.source, None)
+        self.read_by_address.discard(event.source)
+        if event.reads_by_address:
+            self.read_by_address.add(event.source)
         actions: list[ReceiverAction] = []
         # POSTED reads stay: bytes may be on their way to the old address.  If its path has broken,
         # the transport ends them as CANCELLED, before this event or after it.
@@ -445,6 +469,8 @@ class Receiver:
         self.credit_in_use[piece.source] -= piece.credit
         t.last_progress = now
         source.bytes_remaining -= piece.bytes
+        if not piece.is_requested:
+            source.uncounted_bytes += piece.bytes
         t.bytes_landed += piece.bytes
         if source.tokens_final < t.token_end:
             t.bytes_overlapped += piece.bytes
@@ -496,6 +522,7 @@ class Receiver:
         # Not MOVING: all pieces of this source were written, and a late Progress adds none.
         if t.failure is not None or source.state is not SourceState.MOVING:
             return []
+        source.add_blocks(event.blocks, t.token_end)
         # Checked before the comparison below: a stuck engine makes no new tokens, so its Progress
         # is always a repeated one.
         is_stalled = event.seconds_without_step >= self.engine_stall_timeout
@@ -705,6 +732,11 @@ class Receiver:
         piece = self.transfers[name].pieces[number]
         piece.state = PieceState.POSTED
         piece.address = self._address_for(piece.source)
+        piece.is_requested = False
+        at_source: BlocksAtSource | None = None
+        if piece.source in self.read_by_address:
+            known = self.transfers[name].sources[piece.source].blocks
+            at_source = piece.read_plan.at_source(piece.extent, known)
         extent, blocks, remote_layout = piece.read_plan.target(piece.extent)
         read = PostRead(
             transfer=name,
@@ -714,7 +746,12 @@ class Receiver:
             extent=extent,
             blocks=blocks,
             remote_layout=remote_layout,
+            at_source=at_source,
         )
+        if at_source is not None:
+            # Requested only if its end is late: the transport may have lost its way to the source.
+            piece.retry_at = now + self.peer_timeout
+            return [read]
         # Rule 5.  A transport drops bytes that find no posted read: a quick sender's piece would
         # come again only after `peer_timeout`.
         return [read, self._read_request(name, number, now)]
@@ -751,6 +788,7 @@ class Receiver:
         # Long, because a piece may wait at the sender behind others: each early repeat would make
         # it send the bytes once more.
         piece.retry_at = now + self.peer_timeout
+        piece.is_requested = True
         request = messages.ReadRequest(
             transfer=name,
             source=piece.source,
@@ -852,6 +890,7 @@ class Receiver:
             readers=source.readers,
             # In each one: the sender may have forgotten this receiver, and compares it anew.
             prompt=self.transfers[name].prompt,
+            reads_by_address=source.name in self.read_by_address,
         )
         return SendMessage(source.name, request)
 
@@ -862,6 +901,7 @@ class Receiver:
             source=source.name,
             reader=self.name,
             extents=[plan.whole(token_end) for plan in source.compared],
+            uncounted_bytes=source.uncounted_bytes,
         )
         return SendMessage(source.name, complete)
 

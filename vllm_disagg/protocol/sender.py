@@ -24,7 +24,8 @@ HELD       The request has finished.  The blocks wait for ReleaseBlocks.
 A receiver of a transfer is active until it has sent ReadComplete, has aborted, or has been silent
 for the lease.  Its exchange with the sender:
 
-    TransferRequest -> Progress        repeated; each one renews the lease
+    TransferRequest -> Progress        repeated; each one renews the lease.  With the block ids for
+                                       a receiver that reads by address: it requests no pieces
     ReadRequest     -> SendPiece       only of tokens and layers that are final; a repeated request
                                        for a piece that is still being sent is ignored
     ReadComplete    -> Confirm(valid)  whether the blocks were held until then; with their sums,
@@ -55,6 +56,7 @@ from .events import (
     BlocksSummed,
     ClockTick,
     ConnectionLost,
+    CountSentBytes,
     LayersComputed,
     LayersRecomputed,
     PrefillFinished,
@@ -94,6 +96,8 @@ class ReceiverRecord:
     last_seen: float
     # Number and address of each SendPiece that has not ended.
     sending: set[tuple[int, str]] = field(default_factory=set)
+    reads_by_address: bool = False
+    blocks_sent: dict[int, int] = field(default_factory=dict)  # by KV-cache group: how many
     is_complete: bool = False  # has sent ReadComplete
     sums: list[int] = field(default_factory=list)  # those of its Confirm
     waiting: messages.ReadComplete | None = None  # until the blocks are summed
@@ -170,6 +174,10 @@ class Sender:
         self.lease = lease
         self.grace = grace
         self.sums_blocks = sums_blocks
+        # KV-cache groups whose blocks receivers may read at any time.  vLLM frees blocks of a
+        # sliding window while it computes the prompt, and rewrites those of a state: such pieces
+        # are checked when they are requested.
+        self._lasting_groups = _lasting_groups(layout)
         self.transfers: dict[str, OutgoingTransfer] = {}
         # The last endings: by transfer, the receivers that had sent ReadComplete by then, with the
         # sums of their Confirm.
@@ -400,6 +408,9 @@ class Sender:
             t.receivers[event.reader] = receiver
         receiver.last_seen = now
         receiver.address = event.address  # the receiver may have changed its transport
+        if receiver.reads_by_address != event.reads_by_address:
+            receiver.reads_by_address = event.reads_by_address
+            receiver.blocks_sent.clear()  # some may have been lost with its last transport
         # While WANTED or HELD a keep-alive renews the transfer, too: the other receivers of the
         # same engine may come later than the first one ends.
         t.deadline = max(t.deadline, now + self.lease)
@@ -479,6 +490,7 @@ class Sender:
             return [self._confirm(event, valid, complete.get(event.reader, []))]
         # The transfer is still here, so its blocks were held until now: the driver has handed in
         # all facts from vLLM before this message (rule 3).
+        actions: Actions = []
         if not receiver.is_complete:
             if self._lacks_sums(t, event.extents):
                 receiver.waiting = event
@@ -486,10 +498,12 @@ class Sender:
                 return []
             # Once: a repeated ReadComplete gets the sums of the first one.
             receiver.sums = self._layer_sums(t, event.extents)
+            if event.uncounted_bytes:
+                actions.append(CountSentBytes(event.uncounted_bytes))
         # Complete receivers do not hold the blocks any longer; the last one releases them.
         receiver.is_complete = True
-        confirm = self._confirm(event, True, receiver.sums)
-        return [confirm, *self._release_if_over(event.transfer, t)]
+        actions.append(self._confirm(event, True, receiver.sums))
+        return actions + self._release_if_over(event.transfer, t)
 
     def _on_abort(self, event: messages.Abort) -> Actions:
         t = self.transfers.get(event.transfer)
@@ -636,8 +650,28 @@ class Sender:
             tokens_partial=t.tokens_partial,
             layers_partial=t.layers_partial,
             seconds_without_step=stalled_seconds,
+            blocks=self._new_blocks(t, t.receivers[receiver]),
         )
         return SendMessage(receiver, progress)
+
+    def _new_blocks(
+        self, t: OutgoingTransfer, receiver: ReceiverRecord
+    ) -> list[messages.NewBlocks]:
+        """Returns the block ids that no Progress for this receiver has had."""
+        made: list[messages.NewBlocks] = []
+        if not receiver.reads_by_address:
+            return made
+        room = messages.MAX_BLOCKS_PER_PROGRESS
+        for group in self._lasting_groups:
+            # No list is there before vLLM has scheduled the prompt.
+            blocks = t.blocks[group] if t.blocks else []
+            first = receiver.blocks_sent.get(group, 0)
+            ids = blocks[first : first + room]
+            if ids:
+                made.append(messages.NewBlocks(group, first, ids))
+                receiver.blocks_sent[group] = first + len(ids)
+                room -= len(ids)
+        return made
 
     def _stalled_seconds(self, now: float) -> float:
         """Returns the seconds without an engine step while a prompt of ours is being computed.
@@ -707,6 +741,15 @@ class Sender:
                 assert len(receiver.sending) <= messages.MAX_PIECES_PER_RECEIVER, context
             # Else no event would be left that releases the blocks before the lease runs out.
             assert not (t.state is SendState.HELD and t.is_over()), context
+
+
+def _lasting_groups(layout: RankLayout) -> list[int]:
+    """Returns the KV-cache groups without a sliding window and without a state."""
+    groups = {kind.group for kind in layout.kinds}
+    for kind in layout.kinds:
+        if kind.window or kind.block_size >= STATE:
+            groups.discard(kind.group)
+    return sorted(groups)
 
 
 def _is_in_sliding_window(t: OutgoingTransfer, extent: Extent, kind: LayerLayout) -> bool:

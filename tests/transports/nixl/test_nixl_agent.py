@@ -17,7 +17,7 @@ from vllm_disagg.config import Config
 from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.layout import RankLayout, RemoteLayout, uniform
 from vllm_disagg.kv.memory import ByteBuffer, DirectMemory, HostBuffer, HostMemory, MemoryPlace
-from vllm_disagg.kv.runs import Runs, plane_runs, runs_of
+from vllm_disagg.kv.runs import PlanePlace, Runs, plane_runs, runs_of
 from vllm_disagg.transports.nixl import agent as nixl_agent
 from vllm_disagg.transports.nixl.agent import Agent, NixlError
 
@@ -53,6 +53,9 @@ class ScriptedMemory:
 
     def runs(self, extent: Extent, blocks: Sequence[int]) -> Runs:
         return plane_runs([], blocks)
+
+    def plane_places(self) -> list[list[PlanePlace]]:
+        return []
 
     def regions(self) -> Runs:
         return runs_of([(4096, 100), (1000, 8), (1008, 8)])

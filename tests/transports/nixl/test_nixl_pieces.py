@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -17,7 +18,13 @@ from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.layout import RemoteLayout
 from vllm_disagg.kv.memory import ByteBuffer, HostMemory
 from vllm_disagg.kv.runs import runs_of
-from vllm_disagg.protocol.events import PostRead, ReadCompleted, ReadStatus, TransportChanged
+from vllm_disagg.protocol.events import (
+    BlocksAtSource,
+    PostRead,
+    ReadCompleted,
+    ReadStatus,
+    TransportChanged,
+)
 from vllm_disagg.transports.base import Counters, DriverPort
 from vllm_disagg.transports.nixl import notes
 from vllm_disagg.transports.nixl import sender as nixl_sender
@@ -64,7 +71,7 @@ def receiving(monkeypatch: pytest.MonkeyPatch) -> NixlTransport:
     made._ready = NixlReady(Reads(FullAgent(), 2.0), 1e9)  # type: ignore[arg-type]
     source = NixlSource("p/0", PathState.UP)
     source.agent_info = notes.AgentInfo(AGENT, b"", [(0, 1 << 20)], (0, 1), b"")
-    source.regions = notes.registered(source.agent_info)
+    source.memory = notes.SenderMemory(source.agent_info)
     made._sources["p/0"] = source
     return made
 
@@ -122,6 +129,16 @@ def test_a_note_without_runs_is_dropped(monkeypatch: pytest.MonkeyPatch, runs: b
     assert transport._port.counters.bad_messages == 1
 
 
+def test_runs_outside_registered_memory_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = receiving(monkeypatch)
+    transport.post_read(PostRead(TRANSFER, 0, "p/0", ADDRESS, Extent(0, 1, 0, 16), [0]))
+    [note] = notes.piece_notes(TRANSFER, 0, AGENT, runs_of([(1 << 20, BLOCK_BYTES)]))
+    transport.on_sender_note("p/0", note)
+    assert not transport._located
+    assert transport._sources["p/0"].state is PathState.DOWN
+    assert transport._port.counters.bad_messages == 1
+
+
 def test_notes_of_pieces_that_no_one_waits_for_are_not_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -131,3 +148,68 @@ def test_notes_of_pieces_that_no_one_waits_for_are_not_kept(
         note = notes.PieceRuns(TRANSFER, number, AGENT, 0, 2, runs)
         transport.on_sender_note("p/0", notes.encode(note))
     assert not transport._sources["p/0"].runs
+
+
+def located(
+    transport: NixlTransport, blocks: BlocksAtSource, *planes: notes.RemotePlane
+) -> PostRead:
+    """Post a read of a sender with these planes, one a layer."""
+    source = transport._sources["p/0"]
+    assert source.agent_info is not None
+    layers = [[plane] for plane in planes]
+    info = msgspec.structs.replace(source.agent_info, planes=layers)
+    source.memory = notes.SenderMemory(info)
+    extent = Extent(0, 1, 0, 16 * len(blocks.ids))
+    read = PostRead(TRANSFER, 0, "p/0", ADDRESS, extent, [0] * len(blocks.ids), None, blocks)
+    transport.post_read(read)
+    return read
+
+
+def test_runs_are_found_by_the_senders_block_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = receiving(monkeypatch)
+    plane = notes.RemotePlane(1000, BLOCK_BYTES, 1, BLOCK_BYTES, BLOCK_BYTES)
+    located(transport, BlocksAtSource(1, 2, [3, 4, 2]), plane._replace(address=0), plane)
+    (piece,) = transport._located
+    begins = 1000 + 3 * BLOCK_BYTES
+    assert piece.runs.tolist() == [[begins, 2 * BLOCK_BYTES], [1000 + 2 * BLOCK_BYTES, BLOCK_BYTES]]
+
+
+def test_no_run_crosses_from_one_registration_of_the_sender_into_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two allocations of a GPU may touch; a key of CUDA's is for one of them."""
+    transport = receiving(monkeypatch)
+    source = transport._sources["p/0"]
+    assert source.agent_info is not None
+    halves = [(0, 1024), (1024, 1024)]
+    source.agent_info = msgspec.structs.replace(source.agent_info, regions=halves)
+    plane = notes.RemotePlane(1024 - BLOCK_BYTES, BLOCK_BYTES, 1, BLOCK_BYTES, BLOCK_BYTES)
+    located(transport, BlocksAtSource(0, 1, [0, 1, 2]), plane)
+    (piece,) = transport._located
+    assert piece.runs.tolist() == [[1024 - BLOCK_BYTES, BLOCK_BYTES], [1024, 2 * BLOCK_BYTES]]
+
+
+@pytest.mark.parametrize(
+    ("layer", "block", "rows"),
+    [(0, 1 << 14, 1), (0, 2**31, 1), (1, 0, 1), (0, 0, notes.MAX_PLANE_ROWS)],
+    ids=["outside", "far outside", "a layer too many", "too many runs"],
+)
+def test_block_ids_without_memory_take_the_path_down(
+    monkeypatch: pytest.MonkeyPatch, layer: int, block: int, rows: int
+) -> None:
+    transport = receiving(monkeypatch)
+    plane = notes.RemotePlane(0, BLOCK_BYTES, rows, 0, BLOCK_BYTES // rows or 1)
+    located(transport, BlocksAtSource(layer, layer + 1, [block] * 20), plane)
+    assert not transport._located
+    assert transport._sources["p/0"].state is PathState.DOWN
+    assert transport._port.counters.bad_messages == 1
+    assert ReadCompleted(TRANSFER, 0, ReadStatus.CANCELLED) in list(transport.poll_events([]))
+
+
+def test_a_read_by_address_for_an_earlier_path_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = receiving(monkeypatch)
+    blocks = BlocksAtSource(0, 1, [0])
+    extent = Extent(0, 1, 0, 16)
+    transport.post_read(PostRead(TRANSFER, 0, "p/0", "nixl:p/0#0", extent, [0], None, blocks))
+    assert not transport._located
+    assert list(transport.poll_events([])) == [ReadCompleted(TRANSFER, 0, ReadStatus.CANCELLED)]

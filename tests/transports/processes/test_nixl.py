@@ -45,8 +45,11 @@ from vllm_disagg.transports.zmq import control
 
 @real
 @pytest.mark.parametrize(("row", "piece"), [(48, 4 << 20), (4096, 10_000), (200_000, 4 << 20)])
-def test_bytes_arrive_where_they_belong(start: Callable[..., Any], row: int, piece: int) -> None:
-    source, sink = start(Source, row), start(Sink, row, piece_bytes=piece)
+def test_bytes_arrive_where_they_belong(
+    start: Callable[..., Any], row: int, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl, "MAX_PIECE_BYTES", piece)
+    source, sink = start(Source, row), start(Sink, row)
     sink.pair(source)
     assert sink.expect_exact(source) == "nixl"
     assert sink.expect_exact(source, 16) == "nixl"
@@ -163,6 +166,7 @@ def test_a_sender_that_dies_or_freezes(
     if tls:
         monkeypatch.setattr(nixl.NixlTransport, "_decide", lenient)
         monkeypatch.setenv("UCX_TLS", tls)
+        monkeypatch.setattr(nixl, "MAX_PIECE_BYTES", 1 << 20)
     row = 100_000
     source, sink = start(Source, row), start(Sink, row, **QUICK)
     sink.pair(source)

@@ -13,14 +13,16 @@ A *run* is a contiguous range of memory: (address, bytes).
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from itertools import chain
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
 from ...errors import BadMessage
 from ...kv.memory import MemoryPlace
-from ...kv.runs import Runs, are_inside, joined, runs_of
+from ...kv.runs import PlanePlace, Runs, are_inside, joined, merged, plane_runs, runs_of
+from ...protocol.events import BlocksAtSource
 from ...protocol.messages import MAX_NOTE_BYTES, Count, Name
 
 TEST_REGION_BYTES = 4 << 20  # by which a receiver measures the path
@@ -36,6 +38,12 @@ MAX_RUNS_PER_NOTE = (MAX_NOTE_BYTES - NOTE_OVERHEAD_BYTES) // RUN_BYTES
 ADDRESS_LIMIT = 2**62
 MAX_RUN_BYTES = 2**40
 RunAddress = Annotated[int, msgspec.Meta(ge=0, lt=ADDRESS_LIMIT)]
+# Of planes. With MAX_BLOCK_ID they keep the address of a block below 2**63.
+MAX_STRIDE_BYTES = 2**30
+MAX_PLANE_ROWS = 2**16
+MAX_BLOCK_ID = 2**31  # as of a Count
+Stride = Annotated[int, msgspec.Meta(ge=0, le=MAX_STRIDE_BYTES)]
+RowBytes = Annotated[int, msgspec.Meta(gt=0, le=MAX_STRIDE_BYTES)]
 RunBytes = Annotated[int, msgspec.Meta(gt=0, le=MAX_RUN_BYTES)]
 Run = tuple[RunAddress, RunBytes]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=MAX_PARTS)]
@@ -100,11 +108,21 @@ class PieceRuns(msgspec.Struct, frozen=True, tag="runs"):
     runs: bytes
 
 
+class RemotePlane(NamedTuple):
+    """A PlanePlace of the sender, with limits on what a peer may claim."""
+
+    address: RunAddress
+    block_stride: Stride
+    rows: Annotated[int, msgspec.Meta(gt=0, le=MAX_PLANE_ROWS)]
+    row_stride: Stride
+    row_bytes: RowBytes
+
+
 class AgentInfo(msgspec.Struct, frozen=True):
     """An agent that may be read from.
 
-    `regions` are registered memory, as `joined` makes them. `test` is the test region. Both are at
-    `place`.
+    `regions` are registered memory, as `joined` makes them. `test` is the test region. `planes` are
+    those of the KV cache by layer, in wire order. All are at `place`.
     """
 
     agent: Name
@@ -114,6 +132,7 @@ class AgentInfo(msgspec.Struct, frozen=True):
     test: Run
     nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
     place: MemoryPlace = MemoryPlace()
+    planes: list[list[RemotePlane]] = []
 
 
 ReceiverNote = NixlHello | ProbeLook | ProbeProgress
@@ -171,6 +190,39 @@ def decode_runs(note: PieceRuns) -> Runs:
     if not (has_address & has_size).all():
         raise BadMessage("NIXL's note: a run that no memory has")
     return runs
+
+
+class SenderMemory:
+    """KV memory of a sender, as its AgentInfo describes it.
+
+    `regions` are registered memory. Regions that touch are one.
+    """
+
+    # Made once for each path: for small pieces this takes as long as finding their runs.
+    def __init__(self, info: AgentInfo) -> None:
+        self.regions = registered(info)
+        self._registrations = runs_of(info.regions)
+        self._planes = [[PlanePlace(*plane) for plane in layer] for layer in info.planes]
+
+    def runs(self, blocks: BlocksAtSource) -> Runs:
+        """Returns the runs of a piece, by the sender's block ids.
+
+        Raises BadMessage unless they are in registered memory.
+        """
+        layers = self._planes[blocks.layer : blocks.layer_end]
+        if len(layers) != blocks.layer_end - blocks.layer:
+            raise BadMessage(f"layers {blocks.layer} to {blocks.layer_end} of {len(self._planes)}")
+        places = list(chain.from_iterable(layers))
+        # Before the arrays are made: their size would be of the peer's choice.
+        count = len(blocks.ids) * sum(place.rows for place in places)
+        if count > MAX_PARTS * MAX_RUNS_PER_NOTE or max(blocks.ids) > MAX_BLOCK_ID:
+            raise BadMessage(f"{count} runs of one piece, or a block id above {MAX_BLOCK_ID}")
+        # Not by `regions`: no read may cross from one registration into the next.
+        made = merged(plane_runs(places, blocks.ids), self._registrations)
+        # There is no checksum that would notice bytes from elsewhere.
+        if not are_inside(made, self.regions):
+            raise BadMessage("blocks outside registered memory")
+        return made
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:

@@ -7,10 +7,13 @@
                ProbeLook --------------------> lets UCX work for a while
                ProbeProgress ----------------> ProbeProgressReply: how often it has
     TransportChanged("nixl:...")
-    post_read()
+    post_read() with the sender's block ids
+    READ into the blocks of the posted read; ReadCompleted
+
+    post_read() without them
                ReadRequest (control) --------> SendPiece; SendCompleted at once
                <------------------------ PieceRuns: (address, bytes) of the piece's runs
-    READ into the blocks of the posted read; ReadCompleted
+    READ, as above
 
 States of a receiver's path to one sender (`PathState`):
 
@@ -47,7 +50,7 @@ import numpy as np
 from ...config import Config
 from ...errors import BadMessage, CopyFailed
 from ...kv.memory import ByteBuffer, DirectMemory, MemoryPlace
-from ...kv.runs import Runs, are_inside, cut, merged, no_runs, runs_of, total_bytes
+from ...kv.runs import Runs, are_inside, cut, merged, runs_of, total_bytes
 from ...protocol.events import (
     PostRead,
     ReadCompleted,
@@ -119,7 +122,7 @@ class NixlSource:
     failures: int = 0  # since the last piece that came
     parts: dict[int, bytes] = field(default_factory=dict)
     agent_info: notes.AgentInfo | None = None
-    regions: Runs = field(default_factory=no_runs)  # registered at that agent
+    memory: notes.SenderMemory | None = None  # of that agent
     probe: OneSidedProbe | None = None
     help_asked_at: float = 0.0
     runs: dict[tuple[str, int], dict[int, Runs]] = field(default_factory=dict)
@@ -339,7 +342,7 @@ class NixlTransport:
             agent.remove(peer)
             raise BadMessage(f"metadata of {peer!r} for {info.agent!r}")
         source.agent_info = info
-        source.regions = notes.registered(info)
+        source.memory = notes.SenderMemory(info)
         source.state = PathState.TRYING
         source.probe = OneSidedProbe(time.monotonic())
 
@@ -441,8 +444,9 @@ class NixlTransport:
         changed = TransportChanged(
             source=source.name,
             address=_address(source.agent_info),
-            # On a GPU one read takes all that is final: its cost does not depend on the bytes.
-            piece_bytes=MAX_PIECE_BYTES if self._is_on_gpu else 0,
+            # One read takes all that is final: its cost hardly depends on the bytes.
+            piece_bytes=MAX_PIECE_BYTES,
+            reads_by_address=True,
         )
         self._events.append(changed)
 
@@ -451,11 +455,11 @@ class NixlTransport:
         """Collects the runs of a piece. Raises BadMessage if they are not in registered memory."""
         info = source.agent_info
         # The path went down meanwhile: the receiver has asked for the piece again.
-        if source.state is not PathState.UP or info is None:
+        if source.state is not PathState.UP or info is None or source.memory is None:
             return
         # There is no checksum that would notice bytes from elsewhere.
         note_runs = notes.decode_runs(note)
-        if note.agent != info.agent or not are_inside(note_runs, source.regions):
+        if note.agent != info.agent or not are_inside(note_runs, source.memory.regions):
             raise BadMessage(f"piece {note.number} of {note.transfer} is outside registered memory")
         # Late, repeated, or of a read that never was: kept, they could fill the memory.
         if not self._posted.is_waiting(source.name, note.transfer, note.number):
@@ -478,6 +482,19 @@ class NixlTransport:
     def post_read(self, read: PostRead) -> None:
         """Accepts a read, unless the path of its address is down."""
         self._posted.post(read, self._address_in_use(read.source))
+        is_waiting = self._posted.is_waiting(read.source, read.transfer, read.number)
+        if read.at_source is None or not is_waiting:
+            return
+        source = self._sources[read.source]
+        assert source.memory is not None, "the path is up"
+        try:
+            runs = source.memory.runs(read.at_source)
+        except BadMessage as error:
+            self._port.counters.bad_messages += 1
+            self._lose(source, f"piece {read.number} of {read.transfer}: {error}")
+            return
+        located = _LocatedPiece(source, read.transfer, read.number, runs)
+        self._located.append(located)
 
     def _address_in_use(self, sender: str) -> str:
         """Returns where the pieces of this sender arrive; empty if its path is not up."""

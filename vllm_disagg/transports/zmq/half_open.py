@@ -65,13 +65,13 @@ class SilentConnections:
     def close_excess(self) -> None:
         """Shuts down the oldest of too many, after all waiting messages went to `on_message`."""
         self._read_monitor_events()
+        if len(self._accepted_at) <= MAX_SILENT_CONNECTIONS:
+            self._over_limit_since = None
+            return
         # A message that was not read yet may be of a member, which then is not silent.
         if int(self._listener.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return
         now = time.monotonic()
-        if len(self._accepted_at) <= MAX_SILENT_CONNECTIONS:
-            self._over_limit_since = None
-            return
         self._over_limit_since = self._over_limit_since or now
         # While this thread was busy elsewhere, no handshake went on: members get time to finish.
         if now < self._over_limit_since + GRACE_SECONDS:

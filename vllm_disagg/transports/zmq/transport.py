@@ -171,8 +171,8 @@ class ZmqTransport:
                 yield from self._receive(sender, link)
         # Reading the ROUTER is also how ZMQ notices that a receiver has gone. Only then it drops
         # the pieces that are queued for that receiver.
-        for greeting in receive(self._router):
-            self._silent_connections.on_message(greeting)
+        if self._router in ready or self._sending:
+            self._take_greetings()
         now = time.monotonic()
         # Taken out first: handling an event may add another piece.
         unsent = self._unsent
@@ -201,6 +201,10 @@ class ZmqTransport:
         while self._failed:
             yield self._failed.popleft().completed()
         yield from self._posted.take_cancelled()
+
+    def _take_greetings(self) -> None:
+        for greeting in receive(self._router):
+            self._silent_connections.on_message(greeting)
 
     # Receiving half -------------------------------------------------------------------------------
     def connect(self, worker: WorkerInfo) -> None:

@@ -10,6 +10,7 @@ is drawn from one seed.
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,11 @@ BOUNCE, DIRECT = "zmq:d", "nccl:1"  # addresses of D
 EPOCH = 1
 SLOT_BLOCKS = 4
 OLD = 0xEE  # what others have in a block
+# A gather and what vLLM does with its blocks, whichever was launched first.
+GATHER_RACE = re.compile(
+    r"(?:others|prefill) on p compute against move of (?P<first>\w+)"
+    r"|move of (?P<second>\w+) on p stream \d+ against (?:others|prefill)"
+)
 
 
 @dataclass
@@ -166,6 +172,19 @@ class StreamWorld:
             end.state = channel.ChannelState.UP
         self.in_flight: dict[int, tuple[torch.Tensor, Any]] = {}  # by seq: bytes, event of the send
         self.wrong: list[str] = []
+        self.revoked: set[str] = set()
+
+    @property
+    def races(self) -> list[str]:
+        """All races except those of a gather whose transfer was revoked.
+
+        vLLM takes revoked blocks at once. The gather only reads them, and no Confirm follows.
+        """
+        return [race for race in self.gpu.races if not self._is_of_revoked(race)]
+
+    def _is_of_revoked(self, race: str) -> bool:
+        found = GATHER_RACE.fullmatch(race)
+        return found is not None and (found["first"] or found["second"]) in self.revoked
 
     # P's vLLM -------------------------------------------------------------------------------------
     def submit_prompt(self, blocks: int) -> Prompt | None:
@@ -197,6 +216,7 @@ class StreamWorld:
     def revoke(self, prompt: Prompt) -> None:
         """Preempts: others write into the blocks from now on."""
         prompt.is_over_at_p = True
+        self.revoked.add(prompt.transfer)
         self.p.facts.submit([events.BlocksRevoked(prompt.transfer)])
         self.give_back(self.p, prompt.at_p)
 
@@ -327,7 +347,9 @@ class StreamWorld:
     def transmit(self, action: channel.TransmitSlot) -> None:
         link = self.p.link
         slot = link.slots[action.slot]
+        self.gpu.label = f"of {action.piece.transfer}"
         size, poll = self.p.staging.gather(action.piece, slot, link)
+        self.gpu.label = ""
 
         def gathered(digest: int) -> None:
             self.on_sending_end(channel.SlotGathered(EPOCH, action.seq, size, digest))

@@ -63,6 +63,7 @@ class SimulatedStream:
         self.gpu = gpu
         self.name = name
         self.number = len(gpu.streams) + 1  # 0 is the detector's default stream
+        self.cuda_stream = self.number  # the handle that libraries get
         self.work: deque[Work] = deque()
         self.running: Work | None = None
         self.ends_at = 0.0

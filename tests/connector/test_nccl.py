@@ -255,6 +255,8 @@ def test_an_error_is_reported_once_and_close_aborts(make_link: MakeLink) -> None
     wait(lambda: made.link.stream.events == 1)
     made.library.fails = "communicator: remote process exited"
     wait(made.has_reported(channel.LinkFailed(3, "communicator: remote process exited")))
+    time.sleep(0.05)
+    assert not made.link.is_gone, "its slots are in use until the channel closes it"
     made.end()
     assert len(made.reported) == 3
     assert made.library.calls[-1] == "ncclCommAbort"

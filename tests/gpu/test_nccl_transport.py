@@ -29,6 +29,7 @@ KEY = keys.FleetKey(b"k" * keys.KEY_BYTES)
 SHAPE = Shape(layers=3, blocks=12, block_bytes=512)
 LIMIT_SECONDS = 30.0
 PIECE_BYTES = 1024
+PEER_SECONDS = 3.0  # far above what a busy machine delays a thread
 
 
 class Pair:
@@ -50,7 +51,7 @@ class Pair:
 
     @staticmethod
     def _driver(engine: Engine) -> Driver:
-        config = Config(transport="nccl", piece_bytes=PIECE_BYTES, peer_timeout=1.0)
+        config = Config(transport="nccl", piece_bytes=PIECE_BYTES, peer_timeout=PEER_SECONDS)
         make = nccl.transport_factory(config, "cuda")
         return Driver(config, KEY, engine.memory, 0, {"nccl": make})
 
@@ -146,11 +147,12 @@ def test_a_wrong_proof_leaves_the_path_unused(pair: Pair, caplog: pytest.LogCapt
 def test_a_proof_that_never_ends_holds_up_no_load(
     pair: Pair, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel, "PAIRING_SECONDS", 0.5)
+    monkeypatch.setattr(channel, "PAIRING_SECONDS", 2.0)
     pair.network.is_silent = True
-    pair.load_until(lambda: pair.network.calls.count("ncclCommAbort") >= 2)
+    # On a busy machine the first attempts may not even connect in time.
+    pair.load_until(lambda: lines(caplog, "its proof piece did not arrive within 2 s"))
     assert pair.by_nccl == 0
-    assert lines(caplog, "its proof piece did not arrive within 0.5 s")
+    pair.load_until(lambda: pair.network.calls.count("ncclCommAbort") >= 2)
 
 
 def test_a_peer_that_stops_after_the_proof_is_replaced_by_zmq(
@@ -161,4 +163,4 @@ def test_a_peer_that_stops_after_the_proof_is_replaced_by_zmq(
     pair.network.is_silent = True
     pair.load()
     assert pair.drivers[1].counters.received["nccl"] == before["nccl"]
-    assert lines(caplog, "no progress for 1 s")
+    assert lines(caplog, f"no progress for {PEER_SECONDS:g} s")

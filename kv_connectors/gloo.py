@@ -109,11 +109,9 @@ class ChannelStore(Store):  # type: ignore[misc]
 class GlooLink:
     """One end of a link; see `collective.worker.CollectiveLink`.
 
-    Threads: the collective worker's thread calls all public methods. The link's own thread makes
-    the group and waits for the end of each operation. A third thread aborts.
+    Threads: the collective worker's thread calls all public methods, the driver's `close`. The
+    link's own thread makes the group and waits for the end of each operation. Another one aborts.
     """
-
-    is_polled = False
 
     def __init__(
         self, device: Any, rank: int, report: Callable[[LinkEvent], None], epoch: int
@@ -160,10 +158,6 @@ class GlooLink:
     def _post(self, seq: int, work: Any) -> None:
         self._unfinished.append(work)
         self._posted.put((seq, work))
-
-    def poll(self) -> bool:
-        """Does nothing: the link's own thread waits."""
-        return False
 
     def close(self) -> None:
         """Aborts all operations, without waiting; `is_gone` reports the end."""

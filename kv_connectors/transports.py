@@ -59,7 +59,11 @@ def chosen(config: Config, device: str = "cpu") -> dict[str, MakeTransport]:
                 log.warning("transport is %s, but KV goes by ZMQ: %s", name, error)
     # In host memory TCP is always left, or the operator's own choice.
     if is_auto and device != "cpu" and not found:
-        bounce = "transport is auto, but KV goes from GPU to GPU through host memory, by ZMQ: %s"
+        # NCCL is left to the operator: docs/explanation/transports.md has the reasons.
+        bounce = (
+            "transport is auto, but KV goes from GPU to GPU through host memory, by ZMQ: %s;"
+            " nccl: only where transport is nccl"
+        )
         log.warning(bounce, "; ".join(reasons))
     return found
 

@@ -3,10 +3,15 @@
 vLLM's wrapper finds the library. This module binds the functions that the wrapper lacks: a
 communicator that does not block its maker, the query of its state, and a limit on its CTAs.
 
-Threads and streams. The collective worker's thread makes all calls except the abort, which may
-wait and has its own thread. Each link has its own stream, so a peer that does not receive delays
-no other peer. No call is captured into a CUDA graph: this thread captures nothing, and makes no
-call before the first request, when vLLM's own captures are over. No environment variable is set.
+Threads and streams. Each link has its own thread and its own stream, so a peer that does not
+receive delays no other peer. Making a communicator and aborting it may wait for the GPU and for
+the peer; only the link's thread waits. No call is captured into a CUDA graph: these threads capture
+nothing, and make no call before the first request, when vLLM's own captures are over. No
+environment variable is set.
+
+Proof. A new communicator carries a piece of known bytes before any KV (`collective/proof.py`).
+
+`transport: auto` leaves NCCL out; docs/explanation/transports.md has the reasons.
 
 Addresses. NCCL makes its own connections: P's end opens a TCP port for the first contact, on the
 interface that NCCL chooses (NCCL_SOCKET_IFNAME overrides it). The unique id, 128 bytes with that
@@ -17,9 +22,12 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,9 +43,10 @@ from vllm_disagg.transports.collective.channel import (
     SlotCompleted,
 )
 from vllm_disagg.transports.collective.transport import CollectiveTransport
-from vllm_disagg.transports.collective.worker import Slot
+from vllm_disagg.transports.collective.worker import POLL_SECONDS, Slot
 
 from .memory import DeviceMemory
+from .runtime import Runtime
 from .staging import DeviceStaging
 
 log = logging.getLogger("vllm_disagg.nccl")
@@ -52,6 +61,10 @@ UNDEFINED_INT = -(2**31)  # NCCL_CONFIG_UNDEF_INT
 # A communicator takes at least and at most so many CTAs from the forward pass.
 MIN_CTAS = 1
 MAX_CTAS = 4
+# Of one piece. Each costs about 1 ms of Python at both ends together, so smaller ones would bound
+# the rate: 4 MiB to 5 GB/s. A communicator has four slots of this size at each end, 64 MiB. At most
+# 16 of a worker are open, 1 GiB; with those that are being aborted, MAX_SLOTS_BYTES.
+PIECE_BYTES = 16 << 20
 
 
 class UniqueId(ctypes.Structure):
@@ -162,52 +175,94 @@ class NcclLibrary:
         return result.value
 
 
+@dataclass(frozen=True)
+class NcclCall:
+    """A send or a receive that waits for the link's thread."""
+
+    function: str
+    seq: int
+    slot: Slot
+    size: int
+
+
 class NcclLink:
     """One end of a link; see `collective.worker.CollectiveLink`.
 
-    NCCL takes up one call at a time. While a call is IN_PROGRESS, the next one of this link waits;
-    other links go on.
+    The link's own thread makes all of its NCCL calls, from the unique id to the abort. So a call
+    that waits, for a GPU or a peer, holds up this link alone. NCCL permits one thread at a time in
+    a communicator, and an abort frees what another thread's call may be using.
     """
-
-    is_polled = True
 
     def __init__(
         self,
         library: NcclLibrary,
-        device: torch.device,
+        runtime: Runtime,
         rank: int,
         report: Callable[[LinkEvent], None],
         epoch: int,
     ) -> None:
         """Starts to connect. `rank`: 0 is P's end, which makes the unique id."""
         self._library = library
-        self._device = device
+        self._runtime = runtime
         self._rank = rank
         self._report = report
         self._epoch = epoch
         self.is_gone = False
-        self.stream = torch.cuda.Stream(device, priority=0)
+        self.stream = runtime.new_stream()
         self._comm = ctypes.c_void_p()
-        self._is_open = False
         self._is_closing = False
-        self._has_failed = False
-        self._waiting_calls: deque[tuple[str, int, Slot, int]] = deque()  # not yet given to NCCL
-        self._call_in_progress: int | None = None  # seq of the call that NCCL takes up now
+        # Calls and the other end's blob; None wakes the thread for the close.
+        self._inbox: queue.SimpleQueue[NcclCall | bytes | None] = queue.SimpleQueue()
         self._posted: deque[tuple[int, Any]] = deque()  # (seq, event that follows the call)
-        if rank == 0:
-            unique_id = library.unique_id()
-            report(LinkBlob(epoch, unique_id))
-            self._open(unique_id)
+        # A daemon: a call into NCCL that hangs must not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name="vllm-disagg-nccl", daemon=True)
+        self._thread.start()
 
+    # The collective worker's thread ---------------------------------------------------------------
     def on_blob(self, blob: bytes) -> None:
-        """Takes the unique id from the other end, once."""
-        if self._rank == 1 and not self._comm:
-            self._open(blob)
+        """Takes the unique id from the other end."""
+        self._inbox.put(blob)
 
-    def _open(self, unique_id: bytes) -> None:
+    def send(self, seq: int, slot: Slot, size: int) -> None:
+        """Posts a send of the slot's first `size` bytes; it ends in SlotCompleted(seq)."""
+        self._inbox.put(NcclCall("ncclSend", seq, slot, size))
+
+    def receive(self, seq: int, slot: Slot, size: int) -> None:
+        """Posts a receive of `size` bytes into the slot; it ends in SlotCompleted(seq)."""
+        self._inbox.put(NcclCall("ncclRecv", seq, slot, size))
+
+    # Also the driver's thread ---------------------------------------------------------------------
+    def close(self) -> None:
+        """Has the link's thread abort all calls; `is_gone` reports the end."""
+        self._is_closing = True
+        self._inbox.put(None)
+
+    # The link's own thread ------------------------------------------------------------------------
+    def _run(self) -> None:
+        try:
+            self._runtime.use_device()
+            self._connect()
+            while not self._is_closing:
+                self._advance()
+        except Exception as error:  # NCCL's errors, and those of CUDA
+            self._report(LinkFailed(self._epoch, str(error)))
+        # After a failure the channel decides, and closes both ends.
+        while not self._is_closing:
+            self._inbox.get()
+        self._abort()
+
+    def _connect(self) -> None:
+        """Makes the communicator; returns early if the link is closed meanwhile."""
+        if self._rank == 0:
+            unique_id = self._library.unique_id()
+            self._report(LinkBlob(self._epoch, unique_id))
+        else:
+            blob = self._inbox.get()
+            if not isinstance(blob, bytes):
+                return  # closed before the other end has sent it
+            unique_id = blob
         if len(unique_id) != UNIQUE_ID_BYTES:
             raise NcclError(f"the peer sent a unique id of {len(unique_id)} bytes")
-        torch.cuda.set_device(self._device)  # applies to this thread
         config = comm_config()
         self._library.call(
             "ncclCommInitRankConfig",
@@ -217,76 +272,60 @@ class NcclLink:
             self._rank,
             ctypes.byref(config),
         )
-
-    def send(self, seq: int, slot: Slot, size: int) -> None:
-        """Posts a send of the slot's first `size` bytes; it ends in SlotCompleted(seq)."""
-        self._waiting_calls.append(("ncclSend", seq, slot, size))
-        self._make_calls()
-
-    def receive(self, seq: int, slot: Slot, size: int) -> None:
-        """Posts a receive of `size` bytes into the slot; it ends in SlotCompleted(seq)."""
-        self._waiting_calls.append(("ncclRecv", seq, slot, size))
-        self._make_calls()
-
-    def _make_calls(self) -> None:
-        """Gives NCCL the waiting calls, one after the other, each with an event behind it."""
-        while self._is_open and not self._is_closing and not self._has_failed:
-            if self._library.state(self._comm) == IN_PROGRESS:
-                return
-            if self._call_in_progress is not None:
-                self._posted.append((self._call_in_progress, self.stream.record_event()))
-                self._call_in_progress = None
-            if not self._waiting_calls:
-                return
-            name, seq, slot, size = self._waiting_calls.popleft()
-            self._call_in_progress = seq
-            self._library.call(
-                name,
-                ctypes.c_void_p(slot.data_ptr()),
-                size,
-                UINT8,
-                1 - self._rank,
-                self._comm,
-                ctypes.c_void_p(self.stream.cuda_stream),
-            )
-
-    def poll(self) -> bool:
-        """Makes waiting calls and reports ended ones; returns whether to poll again soon."""
-        if self._is_closing:
-            return not self.is_gone
-        if self._has_failed or not self._comm:
-            return False
-        try:
-            return self._advance()
-        except NcclError as error:
-            self._report(LinkFailed(self._epoch, str(error)))
-            self._has_failed = True  # reported once
-            return False
-
-    def _advance(self) -> bool:
-        if not self._is_open:
-            if self._library.state(self._comm) == IN_PROGRESS:
-                return True
-            self._is_open = True
+        if self._wait_until_taken_up():
             self._report(LinkUp(self._epoch))
-        self._make_calls()
+
+    def _advance(self) -> None:
+        """Makes the next call, if one comes soon, and reports the calls that have ended."""
+        try:
+            # Without a timeout when nothing is under way: an idle link wakes no thread.
+            call = self._inbox.get(timeout=POLL_SECONDS if self._posted else None)
+        except queue.Empty:
+            call = None
+        if isinstance(call, NcclCall) and not self._is_closing:
+            self._make(call)
+        if not self._is_closing:
+            # Raises what has gone wrong since: NCCL's kernels do not end by themselves then.
+            self._library.state(self._comm)
+            self._report_completed()
+
+    def _make(self, call: NcclCall) -> None:
+        self._library.call(
+            call.function,
+            ctypes.c_void_p(call.slot.data_ptr()),
+            call.size,
+            UINT8,
+            1 - self._rank,
+            self._comm,
+            ctypes.c_void_p(self.stream.cuda_stream),
+        )
+        # The kernel is on the stream only then, and only an event behind it shows its end.
+        if self._wait_until_taken_up():
+            self._posted.append((call.seq, self._runtime.record_event(self.stream)))
+
+    def _wait_until_taken_up(self) -> bool:
+        """Waits while the last call is IN_PROGRESS; returns False if the link is closed first.
+
+        NCCL takes up one call at a time.
+        """
+        while not self._is_closing:
+            if self._library.state(self._comm) == SUCCESS:
+                return True
+            self._report_completed()
+            time.sleep(POLL_SECONDS)
+        return False
+
+    def _report_completed(self) -> None:
         while self._posted and self._posted[0][1].query():
             seq, _ = self._posted.popleft()
             self._report(SlotCompleted(self._epoch, seq))
-        return bool(self._posted or self._waiting_calls or self._call_in_progress is not None)
-
-    def close(self) -> None:
-        """Aborts all calls, without waiting; `is_gone` reports the end."""
-        self._is_closing = True
-        threading.Thread(target=self._abort, name="vllm-disagg-nccl-abort", daemon=True).start()
 
     def _abort(self) -> None:
         """Returns when NCCL's kernels have ended, so that none writes into our slots any more."""
         try:
             if self._comm:
-                torch.cuda.set_device(self._device)
                 self._library.call("ncclCommAbort", self._comm)
-            self.stream.synchronize()
+            self._runtime.record_event(self.stream).synchronize()
             self.is_gone = True
         # The slots are kept forever then: memory is lost, which is better than wrong bytes.
         except Exception as error:
@@ -322,9 +361,10 @@ def transport_factory(
             )
 
         def make_link(rank: int, report: Callable[[LinkEvent], None], epoch: int) -> NcclLink:
-            return NcclLink(library, memory.device, rank, report, epoch)
+            return NcclLink(library, memory.runtime, rank, report, epoch)
 
-        return CollectiveTransport("nccl", port, DeviceStaging(memory), make_link)
+        piece_bytes = max(PIECE_BYTES, config.piece_bytes)
+        return CollectiveTransport("nccl", port, DeviceStaging(memory), make_link, piece_bytes)
 
     return make
 

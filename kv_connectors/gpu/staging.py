@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm_disagg.protocol.events import PostRead, SendPiece
 from vllm_disagg.transports.collective.worker import Poll, Slot
@@ -76,6 +78,26 @@ class DeviceStaging:
             self._memory.move(read.extent, read.blocks, slot, stream, gather=False)
             copy_event = self._runtime.record_event(stream)
             return None
+
+        return poll
+
+    def fill(self, slot: Slot, content: NDArray[np.uint8], link: Any) -> None:
+        """Starts to copy bytes to the start of a slot; later sends on the link wait for it."""
+        stream = self._gather_stream
+        host = self._runtime.pinned(content.size)
+        host.numpy()[:] = content
+        self._runtime.copy(slot[: content.size], host, stream)
+        link.stream.wait_event(self._runtime.record_event(stream))
+
+    def compare(self, slot: Slot, content: NDArray[np.uint8]) -> Poll:
+        """Starts to read a slot's start back; the poll's result: does it hold these bytes."""
+        stream = self._scatter_stream
+        host = self._runtime.pinned(content.size)
+        self._runtime.copy(host, slot[: content.size], stream)
+        event = self._runtime.record_event(stream)
+
+        def poll() -> bool | None:
+            return np.array_equal(host.numpy(), content) if event.query() else None
 
         return poll
 

@@ -6,10 +6,14 @@ With NCCL's library at hand (VLLM_NCCL_SO_PATH, or torch's own) its symbols and 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
+import threading
+import time
 from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -62,98 +66,243 @@ def test_the_library_has_what_is_bound() -> None:
 
 
 class Scripted:
-    """Replaces the library of both ranks: each call is IN_PROGRESS at two queries."""
+    """Replaces the library of one rank: each call is IN_PROGRESS at two queries.
+
+    `threads` are those that called. `is_stuck`: calls stay IN_PROGRESS until the abort.
+    """
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.states: deque[int] = deque()
         self.fails = ""
+        self.is_stuck = False
+        self.threads: set[int] = set()
+        self.is_aborted = False
 
     def unique_id(self) -> bytes:
+        self.threads.add(threading.get_ident())
         return b"i" * nccl.UNIQUE_ID_BYTES
 
-    def call(self, name: str, *arguments: object) -> int:
+    def call(self, name: str, *arguments: Any) -> int:
+        assert not self.is_aborted, f"{name} on a communicator that is gone"
+        self.threads.add(threading.get_ident())
+        is_abort = name == "ncclCommAbort"
+        assert is_abort or not self.states, f"{name} while another call is in progress"
         self.calls.append(name)
         if name == "ncclCommInitRankConfig":
             ctypes.cast(arguments[0], ctypes.POINTER(ctypes.c_void_p))[0] = 1  # type: ignore[arg-type]
-        self.states += [nccl.IN_PROGRESS] * 2
+        self.is_aborted = is_abort
+        if not is_abort:
+            self.states += [nccl.IN_PROGRESS] * 2
         return int(nccl.IN_PROGRESS)
 
     def state(self, comm: object) -> int:
+        assert not self.is_aborted, "a query of a communicator that is gone"
+        self.threads.add(threading.get_ident())
         if self.fails:
             raise nccl.NcclError(self.fails)
+        if self.is_stuck:
+            return int(nccl.IN_PROGRESS)
         return self.states.popleft() if self.states else int(nccl.SUCCESS)
 
 
-class Stream:
+class ScriptedEvent:
+    """An event that the test reaches."""
+
+    def __init__(self, stream: ScriptedStream) -> None:
+        self.stream = stream
+        self.number = stream.events
+        stream.events += 1
+
+    def query(self) -> bool:
+        return self.number < self.stream.ended
+
+    def synchronize(self) -> None:
+        wait(lambda: self.stream.can_end)
+
+
+class ScriptedStream:
     """Replaces a CUDA stream; the test ends its events."""
 
     cuda_stream = 0
 
-    def __init__(self, *_: object, **__: object) -> None:
+    def __init__(self) -> None:
         self.ended = 0
         self.events = 0
+        self.can_end = True
 
-    def record_event(self) -> SimpleNamespace:
-        number, self.events = self.events, self.events + 1
-        return SimpleNamespace(query=lambda: number < self.ended)
 
-    def synchronize(self) -> None: ...
+class ScriptedRuntime:
+    """The part of a runtime that a link uses; each thread must set its device first."""
+
+    def __init__(self) -> None:
+        self.threads = {threading.get_ident()}
+
+    def use_device(self) -> None:
+        self.threads.add(threading.get_ident())
+
+    def new_stream(self) -> ScriptedStream:
+        return ScriptedStream()
+
+    def record_event(self, stream: ScriptedStream) -> ScriptedEvent:
+        assert threading.get_ident() in self.threads, "this thread has set no device"
+        return ScriptedEvent(stream)
+
+
+def wait(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+class LinkUnderTest:
+    """A link over a scripted library, and what it has reported."""
+
+    def __init__(self, rank: int) -> None:
+        self.library = Scripted()
+        self.reported: list[object] = []
+        runtime = ScriptedRuntime()
+        self.link = nccl.NcclLink(self.library, runtime, rank, self.reported.append, 3)
+
+    def has_reported(self, *reports: object) -> Callable[[], bool]:
+        return lambda: self.reported[-len(reports) :] == list(reports)
+
+    def end(self) -> None:
+        self.link.close()
+        wait(lambda: self.link.is_gone)
 
 
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Scripted:
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    return Scripted()
+def make_link() -> Iterator[Callable[[int], LinkUnderTest]]:
+    made: list[LinkUnderTest] = []
 
+    def make(rank: int) -> LinkUnderTest:
+        made.append(LinkUnderTest(rank))
+        return made[-1]
 
-def link(library: Scripted, rank: int) -> tuple[object, list[object]]:
-    reported: list[object] = []
-    return nccl.NcclLink(library, torch.device("cpu"), rank, reported.append, 3), reported
+    yield make
+    for one in made:
+        one.link.stream.can_end = True
+        one.link.close()
 
 
 def slot() -> torch.Tensor:
     return torch.empty(8, dtype=torch.uint8)
 
 
-def test_a_link_opens_sends_in_order_and_reports_each_end(library: Scripted) -> None:
-    made, reported = link(library, 0)
-    assert reported == [channel.LinkBlob(3, library.unique_id())]
-    assert made.poll() and made.poll()  # type: ignore[attr-defined]
-    assert made.poll() is False and reported[1:] == [channel.LinkUp(3)]  # type: ignore[attr-defined]
+MakeLink = Callable[[int], LinkUnderTest]
+
+
+def test_a_link_opens_sends_in_order_and_reports_each_end(make_link: MakeLink) -> None:
+    made = make_link(0)
+    wait(made.has_reported(channel.LinkUp(3)))
+    assert made.reported == [channel.LinkBlob(3, made.library.unique_id()), channel.LinkUp(3)]
     for seq in range(2):
-        made.send(seq, slot(), 8)  # type: ignore[attr-defined]
-    assert library.calls.count("ncclSend") == 1, "two calls at a time on one communicator"
-    for _ in range(4):
-        assert made.poll()  # type: ignore[attr-defined]
-    assert library.calls.count("ncclSend") == 2
-    assert reported[2:] == []
-    made.stream.ended = 1  # type: ignore[attr-defined]
-    assert made.poll() and reported[2:] == [channel.SlotCompleted(3, 0)]  # type: ignore[attr-defined]
-    made.stream.ended = 2  # type: ignore[attr-defined]
-    assert not made.poll() and reported[3:] == [channel.SlotCompleted(3, 1)]  # type: ignore[attr-defined]
+        made.link.send(seq, slot(), 8)
+    # The scripted library fails where a call is made while another one is in progress.
+    wait(lambda: made.link.stream.events == 2)
+    assert made.library.calls.count("ncclSend") == 2
+    assert made.reported[2:] == []
+    made.link.stream.ended = 1
+    wait(made.has_reported(channel.SlotCompleted(3, 0)))
+    made.link.stream.ended = 2
+    wait(made.has_reported(channel.SlotCompleted(3, 0), channel.SlotCompleted(3, 1)))
 
 
-def test_the_receiving_end_opens_at_the_first_blob_only(library: Scripted) -> None:
-    made, reported = link(library, 1)
-    assert not made.poll() and not library.calls  # type: ignore[attr-defined]
-    made.on_blob(b"i" * nccl.UNIQUE_ID_BYTES), made.on_blob(b"i" * nccl.UNIQUE_ID_BYTES)  # type: ignore[attr-defined]
-    assert library.calls == ["ncclCommInitRankConfig"]
-    made.poll(), made.poll(), made.poll()  # type: ignore[attr-defined]
-    assert reported == [channel.LinkUp(3)]
-    with pytest.raises(nccl.NcclError, match="5 bytes"):
-        link(library, 1)[0].on_blob(b"short")  # type: ignore[attr-defined]
+def test_an_end_is_reported_while_the_next_call_is_taken_up(make_link: MakeLink) -> None:
+    made = make_link(1)
+    made.link.on_blob(b"i" * nccl.UNIQUE_ID_BYTES)
+    wait(made.has_reported(channel.LinkUp(3)))
+    made.link.receive(0, slot(), 8)
+    wait(lambda: made.link.stream.events == 1)
+    made.library.is_stuck = True
+    made.link.receive(1, slot(), 8)
+    made.link.stream.ended = 1
+    wait(made.has_reported(channel.SlotCompleted(3, 0)))
+    assert made.link.stream.events == 1, "an event before the call was taken up shows nothing"
 
 
-def test_an_error_is_reported_once_and_close_aborts(library: Scripted) -> None:
-    made, reported = link(library, 0)
-    made.poll(), made.poll(), made.poll()  # type: ignore[attr-defined]
-    made.send(0, slot(), 8)  # type: ignore[attr-defined]
-    library.fails = "communicator: remote process exited"
-    assert not made.poll() and not made.poll()  # type: ignore[attr-defined]
-    assert reported[2:] == [channel.LinkFailed(3, "communicator: remote process exited")]
-    made.close()  # type: ignore[attr-defined]
-    while not made.is_gone:  # type: ignore[attr-defined]
-        pass
-    assert library.calls[-1] == "ncclCommAbort"
+def test_the_receiving_end_opens_with_the_blob(make_link: MakeLink) -> None:
+    made = make_link(1)
+    assert not made.library.calls
+    made.link.on_blob(b"i" * nccl.UNIQUE_ID_BYTES)
+    wait(made.has_reported(channel.LinkUp(3)))
+    made.link.on_blob(b"i" * nccl.UNIQUE_ID_BYTES)
+    made.end()
+    assert made.library.calls == ["ncclCommInitRankConfig", "ncclCommAbort"]
+    short = make_link(1)
+    short.link.on_blob(b"short")
+    why = "the peer sent a unique id of 5 bytes"
+    wait(short.has_reported(channel.LinkFailed(3, why)))
+
+
+def test_all_calls_of_a_communicator_come_from_one_thread(make_link: MakeLink) -> None:
+    """NCCL permits no other, and this one may wait in any of them: never the worker's."""
+    made = make_link(0)
+    wait(made.has_reported(channel.LinkUp(3)))
+    made.link.send(0, slot(), 8)
+    wait(lambda: made.link.stream.events == 1)
+    made.end()
+    assert len(made.library.threads) == 1
+    assert threading.get_ident() not in made.library.threads
+
+
+def test_an_error_is_reported_once_and_close_aborts(make_link: MakeLink) -> None:
+    made = make_link(0)
+    wait(made.has_reported(channel.LinkUp(3)))
+    made.link.send(0, slot(), 8)
+    wait(lambda: made.link.stream.events == 1)
+    made.library.fails = "communicator: remote process exited"
+    wait(made.has_reported(channel.LinkFailed(3, "communicator: remote process exited")))
+    time.sleep(0.05)
+    assert not made.link.is_gone, "its slots are in use until the channel closes it"
+    made.end()
+    assert len(made.reported) == 3
+    assert made.library.calls[-1] == "ncclCommAbort"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_close_aborts_a_link_that_never_connects(make_link: MakeLink, rank: int) -> None:
+    made = make_link(rank)
+    made.library.is_stuck = True
+    made.link.on_blob(b"i" * nccl.UNIQUE_ID_BYTES)
+    wait(lambda: made.library.calls)
+    made.end()
+    assert made.library.calls[-1] == "ncclCommAbort"
+    assert channel.LinkUp(3) not in made.reported
+
+
+def test_a_link_without_a_blob_is_closed_without_an_abort(make_link: MakeLink) -> None:
+    made = make_link(1)
+    made.end()
+    assert made.library.calls == []
+
+
+def test_a_link_is_gone_only_when_its_kernels_have_ended(make_link: MakeLink) -> None:
+    """They may write into the slots until then."""
+    made = make_link(0)
+    wait(made.has_reported(channel.LinkUp(3)))
+    made.link.stream.can_end = False
+    made.link.close()
+    wait(lambda: made.library.is_aborted)
+    time.sleep(0.05)
+    assert not made.link.is_gone
+    made.link.stream.can_end = True
+    wait(lambda: made.link.is_gone)
+
+
+def test_a_link_that_cannot_be_aborted_keeps_its_slots(
+    make_link: MakeLink, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("vllm_disagg").propagate = True
+    made = make_link(0)
+    wait(made.has_reported(channel.LinkUp(3)))
+
+    def fails(*_: object) -> int:
+        raise nccl.NcclError("ncclCommAbort: unhandled cuda error")
+
+    made.library.call = fails  # type: ignore[method-assign]
+    made.link.close()
+    wait(lambda: "stays in use" in caplog.text)
+    assert not made.link.is_gone

@@ -68,6 +68,7 @@ def test_auto_on_a_gpu_takes_nixl_without_rdma(
     assert transports.chosen(Config(), "cuda") == {}
     line = caplog.records[-1].getMessage()
     assert "through host memory, by ZMQ: nixl: nixl is not installed" in line
+    assert line.endswith("; nccl: only where transport is nccl")
 
 
 def test_auto_with_encryption_uses_zmq_only() -> None:

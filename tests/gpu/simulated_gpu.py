@@ -63,6 +63,7 @@ class SimulatedStream:
         self.gpu = gpu
         self.name = name
         self.number = len(gpu.streams) + 1  # 0 is the detector's default stream
+        self.cuda_stream = self.number  # the handle that libraries get
         self.work: deque[Work] = deque()
         self.running: Work | None = None
         self.ends_at = 0.0
@@ -111,6 +112,7 @@ class SimulatedGpu:
     streams: list[SimulatedStream] = field(default_factory=list)
     races: list[str] = field(default_factory=list)
     fault: Callable[[str], None] = lambda call: None  # raises, where a call is to fail
+    label: str = ""  # behind the name of all work that is launched now
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -147,6 +149,7 @@ class SimulatedGpu:
         """Launches work that reads and writes memory at these addresses."""
         read = set(reads)
         written = set(writes)
+        name = f"{name} {self.label}".strip()
         with self.lock:
             names = {address: [name] for address in read | written}
             with without_stack_traces():

@@ -10,6 +10,7 @@ is drawn from one seed.
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from vllm_disagg.protocol.peers import WorkerInfo
 from vllm_disagg.protocol.receiver import Receiver
 from vllm_disagg.protocol.sender import Sender
 from vllm_disagg.transports.collective import channel
+from vllm_disagg.transports.collective.proof import proof_content
 from vllm_disagg.transports.collective.receiver_end import ReceiverEnd
 from vllm_disagg.transports.collective.sender_end import SenderEnd
 
@@ -39,6 +41,11 @@ BOUNCE, DIRECT = "zmq:d", "nccl:1"  # addresses of D
 EPOCH = 1
 SLOT_BLOCKS = 4
 OLD = 0xEE  # what others have in a block
+# A gather and what vLLM does with its blocks, whichever was launched first.
+GATHER_RACE = re.compile(
+    r"(?:others|prefill) on p compute against move of (?P<first>\w+)"
+    r"|move of (?P<second>\w+) on p stream \d+ against (?:others|prefill)"
+)
 
 
 @dataclass
@@ -162,10 +169,34 @@ class StreamWorld:
         self.sending = SenderEnd(PATIENCE)
         self.reading = ReceiverEnd(PATIENCE, slot=SLOT_BLOCKS * self.shape.block_bytes)
         for end in (self.sending, self.reading):
+            end.slot = SLOT_BLOCKS * self.shape.block_bytes
             end.begin(EPOCH, 0.0)
-            end.state = channel.ChannelState.UP
         self.in_flight: dict[int, tuple[torch.Tensor, Any]] = {}  # by seq: bytes, event of the send
         self.wrong: list[str] = []
+        self.revoked: set[str] = set()
+        self.is_proved = False
+        if address == DIRECT:
+            self.pair()
+
+    def pair(self) -> None:
+        """Carries the proof piece before anything else."""
+        self.on_sending_end(channel.LinkUp(EPOCH))
+        self.on_reading_end(channel.LinkUp(EPOCH))
+        while not self.is_proved:
+            self.poll()
+            self.gpu.step()
+
+    @property
+    def races(self) -> list[str]:
+        """All races except those of a gather whose transfer was revoked.
+
+        vLLM takes revoked blocks at once. The gather only reads them, and no Confirm follows.
+        """
+        return [race for race in self.gpu.races if not self._is_of_revoked(race)]
+
+    def _is_of_revoked(self, race: str) -> bool:
+        found = GATHER_RACE.fullmatch(race)
+        return found is not None and (found["first"] or found["second"]) in self.revoked
 
     # P's vLLM -------------------------------------------------------------------------------------
     def submit_prompt(self, blocks: int) -> Prompt | None:
@@ -197,6 +228,7 @@ class StreamWorld:
     def revoke(self, prompt: Prompt) -> None:
         """Preempts: others write into the blocks from now on."""
         prompt.is_over_at_p = True
+        self.revoked.add(prompt.transfer)
         self.p.facts.submit([events.BlocksRevoked(prompt.transfer)])
         self.give_back(self.p, prompt.at_p)
 
@@ -316,6 +348,8 @@ class StreamWorld:
             match action:
                 case channel.SendNote():
                     self.on_reading_end(action.note)
+                case channel.TransmitProof():
+                    self.transmit_proof(action)
                 case channel.TransmitSlot():
                     self.transmit(action)
                 case channel.SendFinished():
@@ -327,19 +361,30 @@ class StreamWorld:
     def transmit(self, action: channel.TransmitSlot) -> None:
         link = self.p.link
         slot = link.slots[action.slot]
+        self.gpu.label = f"of {action.piece.transfer}"
         size, poll = self.p.staging.gather(action.piece, slot, link)
+        self.gpu.label = ""
 
         def gathered(digest: int) -> None:
             self.on_sending_end(channel.SlotGathered(EPOCH, action.seq, size, digest))
 
         self.polls.append((poll, gathered))
+        self.launch_send(action.seq, slot, size)
+
+    def transmit_proof(self, action: channel.TransmitProof) -> None:
+        slot = self.p.link.slots[action.slot]
+        self.p.staging.fill(slot, proof_content(EPOCH, action.size), self.p.link)
+        self.launch_send(channel.PROOF_SEQ, slot, action.size)
+
+    def launch_send(self, seq: int, slot: torch.Tensor, size: int) -> None:
+        link = self.p.link
         flight = torch.zeros(size, dtype=torch.uint8)
         self.gpu.launch(
             link.stream, "send", lambda: flight.copy_(slot[:size]), [slot.data_ptr()], []
         )
         event = self.p.runtime.record_event(link.stream)
-        self.in_flight[action.seq] = flight, event
-        link.posted.append((action.seq, event))
+        self.in_flight[seq] = flight, event
+        link.posted.append((seq, event))
 
     def on_reading_end(self, event: Any) -> None:
         for action in self.reading.handle(event, 0.0):
@@ -348,6 +393,10 @@ class StreamWorld:
                     self.receive(action)
                 case channel.DeliverSlot():
                     self.scatter(action)
+                case channel.CheckProof():
+                    self.check_proof(action)
+                case channel.ChangeRoute():
+                    self.is_proved = True
                 case _:
                     raise AssertionError(action)
         self.reading.validate()
@@ -365,6 +414,16 @@ class StreamWorld:
             [slot.data_ptr()],
         )
         link.posted.append((action.seq, self.d.runtime.record_event(link.stream)))
+
+    def check_proof(self, action: channel.CheckProof) -> None:
+        slot = self.d.link.slots[action.slot]
+        poll = self.d.staging.compare(slot, proof_content(EPOCH, action.size))
+
+        def checked(is_right: bool) -> None:
+            assert is_right, "the proof piece came with other bytes"
+            self.on_reading_end(channel.ProofChecked(EPOCH, action.slot, is_right))
+
+        self.polls.append((poll, checked))
 
     def scatter(self, action: channel.DeliverSlot) -> None:
         piece = action.piece

@@ -81,7 +81,6 @@ def test_the_collective_workers_thread_sets_its_device(world: StreamWorld) -> No
 class IdleLink:
     """A link that sends nothing."""
 
-    is_polled = False
     is_gone = True
 
     def __init__(self, world: StreamWorld) -> None:

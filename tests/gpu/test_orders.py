@@ -27,7 +27,7 @@ def run(seed: int, address: str, revokes: bool = False) -> StreamWorld:
 def test_in_any_order_every_byte_is_right_and_nothing_races(batch: int, address: str) -> None:
     for seed in range(batch, SEEDS, BATCHES):
         world = run(seed, address)
-        assert not world.gpu.races, f"seed {seed}: {world.gpu.races}"
+        assert not world.races, f"seed {seed}: {world.races}"
         for prompt in world.prompts.values():
             assert prompt.result is not None and prompt.result.reason is None, (seed, prompt)
             assert prompt.was_read, (seed, prompt)
@@ -38,7 +38,12 @@ def test_in_any_order_every_byte_is_right_and_nothing_races(batch: int, address:
 def test_what_vllm_takes_back_is_never_used(batch: int, address: str) -> None:
     """A gather of revoked blocks may race with their new owner: its bytes are not confirmed."""
     for seed in range(batch, SEEDS // 2, BATCHES):
-        run(seed, address, revokes=True)
+        world = run(seed, address, revokes=True)
+        assert not world.races, f"seed {seed}: {world.races}"
+        for transfer in world.revoked:
+            prompt = world.prompts[transfer]
+            assert prompt.result is not None and prompt.result.reason is not None, (seed, prompt)
+            assert not prompt.was_read, (seed, prompt)
 
 
 def test_an_order_replays() -> None:

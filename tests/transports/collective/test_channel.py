@@ -22,7 +22,17 @@ from vllm_disagg.transports.collective.sender_end import SenderEnd
 SEEDS = int(os.environ.get("SEEDS", "160"))
 FIRST = int(os.environ.get("SEED", "0"))
 SIZE, SLOT, PATIENCE = 10, 12, 2.0
-CHAOS = {"lose": 2, "fail": 1, "freeze": 2, "refuse": 1, "leap": 1, "oversize": 1}  # percent
+# percent
+CHAOS = {
+    "lose": 2,
+    "fail": 1,
+    "freeze": 2,
+    "refuse": 1,
+    "leap": 1,
+    "oversize": 1,
+    "garble": 2,
+}
+PROOF = ("the known bytes", 0)
 
 
 @dataclass
@@ -57,6 +67,8 @@ class World:
         self.asked: dict[int, SendPiece] = {}  # not finished, by number
         self.number = 0
         self.landing: list[tuple[int, int]] = []  # epoch, slot: D reads it
+        self.checking: list[tuple[channel.CheckProof, bool]] = []  # proof, is it right
+        self.proved: set[int] = set()
         self.delivered: set[int] = set()
         self.frozen: set[str] = set()
         self.log: list[str] = []
@@ -80,10 +92,10 @@ class World:
                     self.wires["d" if who == "p" else "p"].append(notes.encode(action.note))
             case channel.OpenLink():
                 self.epochs.setdefault(action.epoch, Posted()).open_ends.add(who)
-            case channel.PassBlob():
-                pass
             case channel.CloseLink():
                 self.epochs[action.epoch].is_broken = True
+            case channel.TransmitProof() | channel.CheckProof():
+                self.do_proof(action)
             case channel.TransmitSlot():
                 epoch = self.epochs[action.epoch]
                 assert action.seq == len(epoch.sends), "not in order"
@@ -110,9 +122,21 @@ class World:
                 self.delivered.add(action.piece.number)
                 self.landing.append((action.epoch, action.slot))
             case channel.ChangeRoute():
+                assert action.epoch is None or action.epoch in self.proved, "used without proof"
                 self.routed = action.epoch
             case _:
-                raise AssertionError(action)
+                assert isinstance(action, channel.PassBlob), action
+
+    def do_proof(self, action: channel.TransmitProof | channel.CheckProof) -> None:
+        sends = self.epochs[action.epoch].sends
+        if isinstance(action, channel.TransmitProof):
+            assert not sends, "the proof is not the first send"
+            sends.append((channel.PROOF_SEQ, PROOF))
+            self.proof_bytes = action.size
+        else:
+            assert sends[0] == (channel.PROOF_SEQ, PROOF)
+            assert action.size == self.proof_bytes, "the ends differ about the proof"
+            self.checking.append((action, not self.roll("garble")))
 
     # What happens
     def ask(self) -> None:
@@ -167,6 +191,11 @@ class World:
                 self.at("d", channel.SlotCompleted(number, at))
 
     def free(self) -> None:
+        if self.checking:
+            check, is_right = self.checking.pop(0)
+            if is_right:
+                self.proved.add(check.epoch)
+            self.at("d", channel.ProofChecked(check.epoch, check.slot, is_right))
         if self.landing:
             self.at(
                 "d", channel.SlotFreed(*self.landing.pop(self.random.randrange(len(self.landing))))
@@ -220,6 +249,8 @@ class World:
         for _ in range(250):
             self.step()
         self.chaos, self.frozen = {}, set()
+        # A wrong proof keeps the receiver from pairing for long.
+        self.pass_time(channel.WRONG_PROOF_RETRY_SECONDS)
         target = 0
         for turn in range(160):
             if turn == 130:  # by now all failures are behind it
@@ -254,7 +285,7 @@ def test_a_full_ring_delays_and_never_grows() -> None:
     world = World(0)
     world.chaos, world.is_eager = {}, False
     world.at("d", channel.ConnectChannel())
-    world.hear("p"), world.move(), world.hear("d")
+    world.hear("p"), world.move(), world.hear("d"), world.move(), world.free()
     for _ in range(12):
         world.ask()
     assert (
@@ -270,11 +301,71 @@ def test_reasons_for_a_broken_epoch() -> None:
     d = ReceiverEnd(PATIENCE, slot=SLOT)
     d.handle(channel.ConnectChannel(), 0.0)
     d.handle(channel.LinkUp(1), 0.1), d.handle(notes.ChannelReady(1), 0.2)
-    close, told, route = d.handle(notes.ChannelPiece(1, 1, "t", 0, SIZE, 0), 1.0)
+    d.handle(channel.ProofChecked(1, d.proof_slot, True), 0.3)
+    close, told, route = d.handle(notes.ChannelPiece(1, 2, "t", 0, SIZE, 0), 1.0)
     assert (
         isinstance(close, channel.CloseLink)
-        and close.why == "piece 1 was announced where 0 was due"
+        and close.why == "piece 2 was announced where 1 was due"
     )
     assert isinstance(told, channel.SendNote) and route == channel.ChangeRoute(None)
     assert d.handle(channel.ConnectChannel(), 1.5) == [], "pairs again at once"
     assert d.handle(channel.ConnectChannel(), 2.1)
+
+
+def proving() -> tuple[ReceiverEnd, list[object]]:
+    """Returns a receiver's end whose proof piece is due, and what it has done for that."""
+    d = ReceiverEnd(PATIENCE, slot=SLOT)
+    d.handle(channel.ConnectChannel(), 0.0)
+    d.handle(notes.ChannelReady(1), 0.1)
+    return d, list(d.handle(channel.LinkUp(1), 0.2))
+
+
+def test_the_proof_piece_comes_before_any_request() -> None:
+    d, posted = proving()
+    assert posted == [channel.ReceiveSlot(1, channel.PROOF_SEQ, d.proof_slot, SLOT)]
+    check = channel.CheckProof(1, d.proof_slot, SLOT)
+    assert d.handle(channel.SlotCompleted(1, channel.PROOF_SEQ), 0.3) == [check]
+    checked = channel.ProofChecked(1, d.proof_slot, True)
+    assert d.handle(checked, 0.4) == [channel.ChangeRoute(1)]
+    assert sorted(d.free) == list(range(channel.SLOTS_PER_CHANNEL))
+
+
+def test_a_wrong_proof_closes_the_path_for_long() -> None:
+    d, _ = proving()
+    close, told = d.handle(channel.ProofChecked(1, d.proof_slot, False), 1.0)
+    assert close == channel.CloseLink(1, "its proof piece arrived with wrong bytes")
+    assert told == channel.SendNote(notes.ChannelBroken(1, close.why))
+    end = 1.0 + channel.WRONG_PROOF_RETRY_SECONDS
+    assert d.handle(channel.ConnectChannel(), end - 1.0) == []
+    assert d.handle(channel.ConnectChannel(), end)
+
+
+def test_a_proof_that_never_comes_ends_the_epoch() -> None:
+    d, _ = proving()
+    deadline = d.next_deadline()
+    assert deadline == 0.2 + channel.PAIRING_SECONDS
+    assert d.handle(channel.ChannelTick(), deadline - 0.1) == []
+    close, _ = d.handle(channel.ChannelTick(), deadline)
+    assert close == channel.CloseLink(1, "its proof piece did not arrive within 10 s")
+
+
+def test_the_senders_end_gives_up_a_proof_that_is_not_taken() -> None:
+    p = SenderEnd(PATIENCE)
+    p.handle(notes.PairRequest(1, SLOT), 0.0)
+    ready, proof = p.handle(channel.LinkUp(1), 0.2)
+    assert ready == channel.SendNote(notes.ChannelReady(1))
+    assert isinstance(proof, channel.TransmitProof) and proof.size == SLOT
+    close, _ = p.handle(channel.ChannelTick(), 0.2 + channel.PAIRING_SECONDS)
+    assert isinstance(close, channel.CloseLink)
+
+
+def test_a_request_may_come_before_the_proof_is_seen_to_end() -> None:
+    """The receiver may be quicker: its request must not be refused as one of an ended epoch."""
+    p = SenderEnd(PATIENCE)
+    p.handle(notes.PairRequest(1, SLOT), 0.0)
+    p.handle(channel.LinkUp(1), 0.2)
+    piece = SendPiece("t", "d", "x:1", 0, Extent(0, 1, 0, 1), [0])
+    (sent,) = p.handle(channel.SendRequested(piece, 1), 0.3)
+    assert isinstance(sent, channel.TransmitSlot) and sent.seq == channel.PROOF_SEQ + 1
+    p.handle(channel.SlotCompleted(1, channel.PROOF_SEQ), 0.4)
+    p.validate()

@@ -9,11 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from vllm_disagg.kv.extents import Extent
 from vllm_disagg.protocol.events import PostRead, SendPiece
 from vllm_disagg.transports.collective import worker as module
-from vllm_disagg.transports.collective.channel import LinkEvent, SlotGathered
+from vllm_disagg.transports.collective.channel import (
+    PROOF_SEQ,
+    LinkEvent,
+    LinkFailed,
+    SlotGathered,
+)
 from vllm_disagg.transports.collective.worker import (
     CollectiveLink,
     CollectiveWorker,
@@ -26,6 +32,7 @@ from vllm_disagg.transports.collective.worker import (
 KEY = ("sends to", "d/0", 1)
 EXTENT = Extent(0, 1, 0, 16)
 SIZE = 10
+PROOF = 9  # in place of a copy's number
 
 
 class ScriptedStaging:
@@ -49,6 +56,13 @@ class ScriptedStaging:
     ) -> Poll:
         return self._poll(read.number)
 
+    def fill(self, slot: Slot, content: NDArray[np.uint8], link: CollectiveLink) -> None:
+        slot[: content.size] = content
+
+    def compare(self, slot: Slot, content: NDArray[np.uint8]) -> Poll:
+        self.is_equal = np.array_equal(slot[: content.size], content)
+        return self._poll(PROOF)
+
     def _poll(self, number: int) -> Poll:
         def poll() -> int | bool | None:
             self.polls[number] += 1
@@ -60,21 +74,20 @@ class ScriptedStaging:
 class ScriptedLink:
     """A link whose operations never end."""
 
-    is_polled = False
-
     def __init__(self, rank: int, report: Report, epoch: int) -> None:
         self.is_gone = False
+        self.closes = 0
+        self.sent: list[tuple[int, int]] = []
 
     def on_blob(self, blob: bytes) -> None: ...
 
-    def send(self, seq: int, slot: Slot, size: int) -> None: ...
+    def send(self, seq: int, slot: Slot, size: int) -> None:
+        self.sent.append((seq, size))
 
     def receive(self, seq: int, slot: Slot, size: int) -> None: ...
 
-    def poll(self) -> bool:
-        return False
-
     def close(self) -> None:
+        self.closes += 1
         self.is_gone = True
 
 
@@ -145,6 +158,54 @@ def test_scatters_need_no_order(working: Working) -> None:
     wait(lambda: working.written == [True])
     working.staging.ended[0] = False
     wait(lambda: working.written == [True, False])
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_proof_is_the_first_send_and_its_bytes_are_compared(
+    working: Working, is_damaged: bool
+) -> None:
+    link = working.worker._links[KEY].link
+    source: LinkSlot = working.worker.slot(KEY, 1)
+    reported: list[bool] = []
+    working.staging.ended[PROOF] = True
+    working.worker.transmit_proof(KEY, 1, SIZE, 5)
+    wait(lambda: link.sent == [(PROOF_SEQ, SIZE)])  # type: ignore[attr-defined]
+    source[0][SIZE - 1] ^= is_damaged
+    working.worker.check_proof(source, SIZE, 5, reported.append)
+    wait(lambda: bool(reported))
+    assert working.staging.is_equal is not is_damaged
+
+
+def test_a_proof_that_cannot_be_compared_is_wrong(
+    working: Working, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compare(*_: object) -> Poll:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(working.staging, "compare", compare)
+    reported: list[bool] = []
+    working.worker.check_proof(working.worker.slot(KEY, 1), SIZE, 5, reported.append)
+    wait(lambda: reported == [False])
+
+
+def test_an_abort_does_not_queue_behind_a_thread_that_waits_for_the_gpu(working: Working) -> None:
+    """The GPU may be waiting for just this link's peer."""
+    is_free = threading.Event()
+    working.worker._jobs.put(lambda: is_free.wait(30))
+    link = working.worker._links[KEY].link
+    working.worker.close_link(KEY)
+    assert link.is_gone
+    is_free.set()
+    wait(lambda: KEY not in working.worker._links)
+    assert link.closes == 1  # type: ignore[attr-defined]
+
+
+def test_slots_have_a_bound(working: Working, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_SLOTS_BYTES", 7 * SIZE)
+    failed: list[LinkEvent] = []
+    working.worker.open(("reads from", "p/0", 1), SIZE, 1, failed.append)
+    wait(lambda: bool(failed))
+    assert isinstance(failed[0], LinkFailed) and "for slots are in use" in failed[0].why
 
 
 def test_close_waits_for_writes_into_blocks(working: Working) -> None:

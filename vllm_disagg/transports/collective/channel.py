@@ -8,8 +8,10 @@ is ordered and authenticated:
 
     receiver                        sender
     PairRequest(epoch) -----------> both make a communicator; LinkParameters carry its address
-              <-------------------- ChannelReady: the sender's end is up
-    ChangeRoute: the receiver's end is up too; from here on it requests pieces by this epoch
+              <-------------------- ChannelReady: the sender's end has connected
+                                    TransmitProof: known bytes (`proof.py`), as the first send
+    ReceiveSlot, CheckProof: the known bytes have arrived
+    ChangeRoute: the channel is proved; from here on the receiver requests pieces by this epoch
                                     TransmitSlot on a ReadRequest: gather into a slot of the ring
               <-------------------- ChannelPiece(seq): gathered; the slot's send is queued, by seq
     ReceiveSlot, by seq; when the receive has ended, DeliverSlot; later SlotFreed
@@ -17,10 +19,12 @@ is ordered and authenticated:
 States of either end (`ChannelState`); an *epoch* is the time from OPENING to CLOSED:
 
     CLOSED -> OPENING   receiver: ConnectChannel, not before `retry_at`; sender: PairRequest
-    OPENING -> UP       sender: LinkUp; receiver: LinkUp and ChannelReady
-    any -> CLOSED       LinkFailed, ChannelBroken, a violated rule, or no progress in time:
-                        PAIRING_SECONDS while OPENING, `patience` with bytes in flight, else
-                        IDLE_SECONDS
+    OPENING -> PROVING  sender: LinkUp; receiver: LinkUp and ChannelReady
+    PROVING -> UP       receiver: ProofChecked; sender: the proof's send has ended, or a request
+                        by this epoch, which the receiver sends only after its proof
+    any -> CLOSED       LinkFailed, ChannelBroken, a violated rule, a wrong proof, or no progress in
+                        time: PAIRING_SECONDS while OPENING or PROVING, `patience` with bytes in
+                        flight, else IDLE_SECONDS
 
 A gap in seq, a wrong size or an epoch without progress breaks the epoch. Both ends then abort their
 link. The receiver takes its pieces by ZMQ at once, and pairs again later, under the next epoch.
@@ -46,8 +50,14 @@ from .notes import AtReceiverEnd, AtSenderEnd, ChannelPiece
 
 # At each end of a communicator: one is filled, one in flight, one emptied, one spare.
 SLOTS_PER_CHANNEL = 4
-# That making a communicator may take. No note is repeated: a lost one ends the epoch by this limit.
+# That making a communicator may take, and then its proof: a library may connect only with the first
+# send. No note is repeated: a lost one ends the epoch by this limit.
 PAIRING_SECONDS = 10.0
+# The first send and receive of an epoch. Large enough that NCCL moves it as it moves large pieces.
+PROOF_SEQ = 0
+MAX_PROOF_BYTES = 4 << 20
+# Pause after a proof with wrong bytes. That is no passing state of a network, so it is long.
+WRONG_PROOF_RETRY_SECONDS = 300.0
 # A communicator without a piece for so long is closed: it holds memory, and its peer may be gone.
 IDLE_SECONDS = 300.0
 # Pause of the receiver before it pairs again after a failure: at first, at most. Meanwhile its
@@ -108,6 +118,14 @@ class SlotFreed(msgspec.Struct, frozen=True):
     slot: int
 
 
+class ProofChecked(msgspec.Struct, frozen=True):
+    """Receiver: the proof piece in this slot has been compared with the known bytes."""
+
+    epoch: int
+    slot: int
+    is_right: bool
+
+
 class LinkFailed(msgspec.Struct, frozen=True):
     """The link has failed, or the transport closes it."""
 
@@ -125,7 +143,9 @@ class ChannelTick(msgspec.Struct, frozen=True):
 
 LinkEvent = LinkUp | LinkBlob | SlotGathered | SlotCompleted | LinkFailed
 SenderEndEvent = AtSenderEnd | SendRequested | LinkEvent | ChannelTick
-ReceiverEndEvent = AtReceiverEnd | ConnectChannel | LinkEvent | SlotFreed | ChannelTick
+ReceiverEndEvent = (
+    AtReceiverEnd | ConnectChannel | LinkEvent | ProofChecked | SlotFreed | ChannelTick
+)
 
 
 # Actions ------------------------------------------------------------------------------------------
@@ -150,6 +170,25 @@ class PassBlob(msgspec.Struct, frozen=True):
 
     epoch: int
     blob: bytes
+
+
+class TransmitProof(msgspec.Struct, frozen=True):
+    """Fills the slot with `size` known bytes, then sends it as PROOF_SEQ.
+
+    Ends in SlotCompleted, unless the epoch breaks.
+    """
+
+    epoch: int
+    slot: int
+    size: int
+
+
+class CheckProof(msgspec.Struct, frozen=True):
+    """Compares the slot's first `size` bytes with the known ones; ends in ProofChecked."""
+
+    epoch: int
+    slot: int
+    size: int
 
 
 class TransmitSlot(msgspec.Struct, frozen=True):
@@ -211,9 +250,18 @@ class ChangeRoute(msgspec.Struct, frozen=True):
     epoch: int | None
 
 
-SenderEndAction = SendNote | OpenLink | PassBlob | TransmitSlot | CloseLink | SendFinished
+SenderEndAction = (
+    SendNote | OpenLink | PassBlob | TransmitProof | TransmitSlot | CloseLink | SendFinished
+)
 ReceiverEndAction = (
-    SendNote | OpenLink | PassBlob | ReceiveSlot | CloseLink | DeliverSlot | ChangeRoute
+    SendNote
+    | OpenLink
+    | PassBlob
+    | ReceiveSlot
+    | CheckProof
+    | CloseLink
+    | DeliverSlot
+    | ChangeRoute
 )
 
 
@@ -222,6 +270,7 @@ class ChannelState(Enum):
 
     CLOSED = auto()
     OPENING = auto()
+    PROVING = auto()
     UP = auto()
 
 
@@ -230,10 +279,13 @@ class ChannelEnd:
     """State that both ends have.
 
     `patience` is the time without progress, in seconds, after which a busy epoch is given up.
-    `seq` numbers the next piece. `free` lists the unused slots.
+    `slot` is the size of its slots in bytes. `seq` numbers the next send or receive. `free` lists
+    the unused slots.
     """
 
     patience: float
+    # The default of `piece_bytes`; the receiver's transport passes the size that it needs.
+    slot: int = 4 << 20
     state: ChannelState = ChannelState.CLOSED
     epoch: int = 0
     last_progress: float = 0.0
@@ -245,16 +297,33 @@ class ChannelEnd:
         self.state = ChannelState.OPENING
         self.epoch = epoch
         self.last_progress = now
-        # Both ends count from 0 in each epoch: no earlier operation exists on a new communicator.
-        self.seq = 0
+        # Both ends count anew in each epoch: no earlier operation exists on a new communicator.
+        self.seq = PROOF_SEQ
         # All, although a slot of the last epoch may still be in use: each link has its own slots.
         self.free = list(range(SLOTS_PER_CHANNEL))
+
+    @property
+    def is_pairing(self) -> bool:
+        """Whether no piece may be requested yet."""
+        return self.state in (ChannelState.OPENING, ChannelState.PROVING)
+
+    @property
+    def proof_bytes(self) -> int:
+        """Size of the proof piece, the same at both ends."""
+        return min(self.slot, MAX_PROOF_BYTES)
+
+    def begin_proof(self, now: float) -> int:
+        """Enters PROVING; returns the slot of the proof piece."""
+        self.state = ChannelState.PROVING
+        self.last_progress = now
+        self.seq = PROOF_SEQ + 1
+        return self.free.pop()
 
     def deadline(self, is_busy: bool) -> float | None:
         """Returns when this epoch ends without progress; `is_busy`: bytes are in flight."""
         if self.state is ChannelState.CLOSED:
             return None
-        if self.state is ChannelState.OPENING:
+        if self.is_pairing:
             return self.last_progress + PAIRING_SECONDS
         # Without bytes in flight nothing waits for the peer, so a channel may be idle for long.
         return self.last_progress + (self.patience if is_busy else IDLE_SECONDS)
@@ -263,6 +332,8 @@ class ChannelEnd:
         """Returns why an epoch that has passed its deadline is closed."""
         if self.state is ChannelState.OPENING:
             return f"no communicator after {PAIRING_SECONDS:g} s"
+        if self.state is ChannelState.PROVING:
+            return f"its proof piece did not arrive within {PAIRING_SECONDS:g} s"
         if is_busy:
             return f"no progress for {self.patience:g} s"
         # The transport logs a reason that begins with "unused" as normal, not as a warning.

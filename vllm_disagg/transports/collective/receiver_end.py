@@ -4,6 +4,8 @@ A piece passes through it in this order:
 
     ChannelPiece -> queued -> ReceiveSlot -> posted -> SlotCompleted
     -> DeliverSlot -> SlotFreed: the slot is free
+
+The proof piece comes first: ReceiveSlot -> SlotCompleted -> CheckProof -> ProofChecked.
 """
 
 from __future__ import annotations
@@ -14,11 +16,14 @@ from typing import assert_never
 
 from .channel import (
     BACKOFF_SECONDS,
+    PROOF_SEQ,
     SLOTS_PER_CHANNEL,
+    WRONG_PROOF_RETRY_SECONDS,
     ChangeRoute,
     ChannelEnd,
     ChannelState,
     ChannelTick,
+    CheckProof,
     CloseLink,
     ConnectChannel,
     DeliverSlot,
@@ -27,6 +32,7 @@ from .channel import (
     LinkUp,
     OpenLink,
     PassBlob,
+    ProofChecked,
     ReceiverEndAction,
     ReceiverEndEvent,
     ReceiveSlot,
@@ -49,17 +55,16 @@ from .notes import (
 class ReceiverEnd(ChannelEnd):
     """The receiver's end of a channel.
 
-    `slot` is the size of its slots in bytes. `retry_at` is when it may pair again, `backoff` the
-    pause after the next failure in seconds. `queued` holds announced pieces that wait for a slot.
+    `retry_at` is when it may pair again, `backoff` the pause after the next failure in seconds.
+    `proof_slot` receives the proof piece. `queued` holds announced pieces that wait for a slot.
     `posted` maps a seq to the piece being received and its slot.
     """
 
-    # The default of `piece_bytes`; the transport passes the size that it needs.
-    slot: int = 4 << 20
     retry_at: float = 0.0
     backoff: float = BACKOFF_SECONDS[0]
     is_link_up: bool = False
     is_sender_ready: bool = False
+    proof_slot: int = 0
     queued: deque[ChannelPiece] = field(default_factory=deque)
     posted: dict[int, tuple[ChannelPiece, int]] = field(default_factory=dict)
 
@@ -80,12 +85,16 @@ class ReceiverEnd(ChannelEnd):
                 return [SendNote(LinkParameters(event.epoch, event.blob))]
             case LinkUp():
                 self.is_link_up = True
-                return self._use_if_up(now)
+                return self._prove_if_connected(now)
             case ChannelReady():
                 self.is_sender_ready = True
-                return self._use_if_up(now)
+                return self._prove_if_connected(now)
             case ChannelPiece():
                 return self._on_piece(event, now)
+            case SlotCompleted() if event.seq == PROOF_SEQ:
+                return [CheckProof(self.epoch, self.proof_slot, self.proof_bytes)]
+            case ProofChecked():
+                return self._on_proof_checked(event, now)
             case SlotCompleted():
                 return self._on_completed(event, now)
             case SlotFreed():
@@ -112,11 +121,7 @@ class ReceiverEnd(ChannelEnd):
         """Whether no pairing goes on, no piece waits, and all slots are free."""
         # A pairing counts as busy: channels that evict each other meanwhile would never come up. A
         # slot in delivery does too: closing the channel could drop its piece.
-        return (
-            self.state is not ChannelState.OPENING
-            and len(self.free) == SLOTS_PER_CHANNEL
-            and not self.queued
-        )
+        return not self.is_pairing and len(self.free) == SLOTS_PER_CHANNEL and not self.queued
 
     def _check_deadline(self, now: float) -> list[ReceiverEndAction]:
         deadline = self.next_deadline()
@@ -135,14 +140,24 @@ class ReceiverEnd(ChannelEnd):
         # Both ends make their links at the same time, since each needs the other one to connect.
         return [OpenLink(self.epoch, self.slot), SendNote(PairRequest(self.epoch, self.slot))]
 
-    def _use_if_up(self, now: float) -> list[ReceiverEndAction]:
+    def _prove_if_connected(self, now: float) -> list[ReceiverEndAction]:
         # The two come in any order: the link of either end may connect first.
         is_complete = self.is_link_up and self.is_sender_ready
         if not is_complete or self.state is not ChannelState.OPENING:
             return []
-        # Only now both ends can execute operations, so only now pieces may be asked for here.
+        # Without a ChannelPiece: both ends know the first send.
+        self.proof_slot = self.begin_proof(now)
+        return [ReceiveSlot(self.epoch, PROOF_SEQ, self.proof_slot, self.proof_bytes)]
+
+    def _on_proof_checked(self, event: ProofChecked, now: float) -> list[ReceiverEndAction]:
+        if not event.is_right:
+            actions = self._break("its proof piece arrived with wrong bytes", now)
+            self.retry_at = now + WRONG_PROOF_RETRY_SECONDS
+            return actions
+        # Only now bytes are known to come through, so only now pieces may be asked for here.
         self.state = ChannelState.UP
         self.last_progress = now
+        self.free.append(event.slot)
         return [ChangeRoute(self.epoch)]
 
     def _on_piece(self, event: ChannelPiece, now: float) -> list[ReceiverEndAction]:
@@ -190,7 +205,7 @@ class ReceiverEnd(ChannelEnd):
         # Without the note the sender would keep its link, and its slots, until a deadline.
         if notify:
             actions.append(SendNote(ChannelBroken(self.epoch, why[:MAX_REASON_CHARACTERS])))
-        # While OPENING nothing was requested by this epoch: pieces come by ZMQ as before.
+        # While pairing nothing was requested by this epoch: pieces come by ZMQ as before.
         if self.state is ChannelState.UP:
             actions.append(ChangeRoute(None))
         self.state = ChannelState.CLOSED

@@ -4,6 +4,8 @@ A piece passes through it in this order:
 
     SendRequested -> waiting -> TransmitSlot -> gathering -> SlotGathered
     -> ChannelPiece, SendFinished -> announced -> SlotCompleted: the slot is free
+
+The proof piece comes first, and is not announced: TransmitProof -> SlotCompleted.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import assert_never
 
 from ...protocol.events import SendPiece
 from .channel import (
+    PROOF_SEQ,
     SLOTS_PER_CHANNEL,
     ChannelEnd,
     ChannelState,
@@ -31,6 +34,7 @@ from .channel import (
     SendRequested,
     SlotCompleted,
     SlotGathered,
+    TransmitProof,
     TransmitSlot,
 )
 from .notes import (
@@ -78,10 +82,7 @@ class SenderEnd(ChannelEnd):
             case LinkBlob():
                 return [SendNote(LinkParameters(event.epoch, event.blob))]
             case LinkUp():
-                self.state = ChannelState.UP
-                self.last_progress = now
-                # The receiver requests nothing by this epoch before it has this note.
-                return [SendNote(ChannelReady(self.epoch))]
+                return self._prove(now)
             case SlotCompleted():
                 return self._on_completed(event, now)
             case LinkFailed():
@@ -115,13 +116,24 @@ class SenderEnd(ChannelEnd):
         # A receiver pairs again only after it has closed its end of the last epoch. Its note of
         # that may have been lost; no ChannelBroken is due in return.
         ended = self._break("the receiver pairs again", notify=False)
+        self.slot = event.slot
         self.begin(event.epoch, now)
         return [*ended, OpenLink(event.epoch, event.slot)]
 
+    def _prove(self, now: float) -> list[SenderEndAction]:
+        slot = self.begin_proof(now)
+        self.slots[PROOF_SEQ] = slot
+        # The receiver requests nothing by this epoch before it has this note and the proof.
+        ready = SendNote(ChannelReady(self.epoch))
+        return [ready, TransmitProof(self.epoch, slot, self.proof_bytes)]
+
     def _request_send(self, event: SendRequested, now: float) -> list[SenderEndAction]:
-        if event.epoch != self.epoch or self.state is not ChannelState.UP:
+        can_send = self.state in (ChannelState.PROVING, ChannelState.UP)
+        if event.epoch != self.epoch or not can_send:
             # The receiver learns, or has learnt, that this epoch is over, and asks again.
             return [SendFinished(event.piece)]
+        # The receiver has the proof, although its send has not been seen to end here.
+        self.state = ChannelState.UP
         # An idle channel makes no progress; its time counts from this request on. Otherwise a Tick
         # could close it as unused just when it is used again.
         if self.is_idle:
@@ -175,6 +187,8 @@ class SenderEnd(ChannelEnd):
         self.announced.discard(event.seq)
         self.free.append(self.slots.pop(event.seq))
         self.last_progress = now
+        if event.seq == PROOF_SEQ:
+            self.state = ChannelState.UP
         return self._fill_slots()
 
     def _break(self, why: str, *, notify: bool = True) -> list[SenderEndAction]:
@@ -200,8 +214,9 @@ class SenderEnd(ChannelEnd):
 
     def validate(self) -> None:
         """Raises AssertionError if the state contradicts itself. Tests call it after each event."""
-        assert self.state is ChannelState.UP or self.is_idle, self
-        if self.state is ChannelState.UP:
+        can_send = self.state in (ChannelState.PROVING, ChannelState.UP)
+        assert can_send or self.is_idle, self
+        if can_send:
             # Each slot exactly once: a second user would overwrite bytes in flight (rule 2).
             slots = sorted([*self.free, *self.slots.values()])
             assert slots == list(range(SLOTS_PER_CHANNEL)), self

@@ -31,6 +31,7 @@ from ..base import DriverPort, TransportEvent
 from ..posted_reads import PostedReads
 from . import channel, notes
 from .channel import ChannelState
+from .proof import proof_seed
 from .receiver_end import ReceiverEnd
 from .sender_end import SenderEnd
 from .worker import MAX_COMMUNICATORS, CollectiveWorker, MakeLink, Staging
@@ -55,7 +56,8 @@ class CollectiveTransport:
     """One collective transport of one worker, both halves.
 
     `name` is the transport's, as in `WorkerInfo.carriers`. `make_link` makes this worker's end of a
-    communicator. `_receivers` holds the last to pair at its end.
+    communicator. `piece_bytes` limits a piece, if the setting does not. `_receivers` holds the last
+    to pair at its end.
     """
 
     def __init__(
@@ -64,9 +66,11 @@ class CollectiveTransport:
         port: DriverPort,
         staging: Staging,
         make_link: MakeLink,
+        piece_bytes: int = 0,
     ) -> None:
         self._name = name
         self._port = port
+        self._piece_bytes = piece_bytes
         self._receivers: dict[str, SenderEnd] = {}
         self._senders: dict[str, ReceiverEnd] = {}
         self._last_epoch = 0  # of all channels that were forgotten
@@ -88,10 +92,11 @@ class CollectiveTransport:
         end = self._senders.get(worker.name)
         if end is None:
             # The same bound by which the receiver cuts pieces: a piece is one block, or
-            # several of at most `piece_bytes`. Each must fit into a slot.
+            # several of at most `piece_bytes`. Each must fit into a slot. Pieces that were cut for
+            # another transport, before this one was proved, may be as large as the setting allows.
             block_sizes = [sum(kind.block_bytes) for kind in worker.holds.kinds]
             config = self._port.config
-            largest = max(config.piece_bytes, *block_sizes)
+            largest = max(config.piece_bytes, self._piece_bytes, *block_sizes)
             end = ReceiverEnd(config.peer_timeout, slot=largest)
             # Above that of every forgotten channel: their late events have no effect then (rule 4),
             # and a sender that remembers an earlier epoch takes the next one.
@@ -298,6 +303,10 @@ class CollectiveTransport:
                 case channel.PassBlob():
                     key = (SENDS, receiver, action.epoch)
                     self._worker.on_blob(key, action.blob)
+                case channel.TransmitProof():
+                    key = (SENDS, receiver, action.epoch)
+                    seed = proof_seed(self._port.name, receiver, action.epoch)
+                    self._worker.transmit_proof(key, action.slot, action.size, seed)
                 case channel.TransmitSlot():
                     key = (SENDS, receiver, action.epoch)
                     # Passed here, too: of a closed link the worker has no other way to report.
@@ -340,6 +349,8 @@ class CollectiveTransport:
                         action.slot,
                         action.size,
                     )
+                case channel.CheckProof():
+                    self._check_proof(sender, action)
                 case channel.CloseLink():
                     self._close_link(READS, sender, action)
                 case channel.DeliverSlot():
@@ -351,6 +362,18 @@ class CollectiveTransport:
                 case _:
                     assert_never(action)
 
+    def _check_proof(self, sender: str, action: channel.CheckProof) -> None:
+        """Compares the proof piece of a sender; ends in ProofChecked."""
+        source = self._worker.slot((READS, sender, action.epoch), action.slot)
+        seed = proof_seed(sender, self._port.name, action.epoch)
+
+        # In the worker's thread.
+        def report(is_right: bool) -> None:
+            checked = channel.ProofChecked(action.epoch, action.slot, is_right)
+            self._call_in_driver(lambda: self._handle_as_receiver(sender, checked))
+
+        self._worker.check_proof(source, action.size, seed, report)
+
     def _change_route(self, sender: str, epoch: int | None) -> None:
         if epoch is None:
             fallback = self._port.fallback_address
@@ -359,9 +382,9 @@ class CollectiveTransport:
             self._events.append(TransportChanged(sender, fallback))
             self._posted.flush(sender)
             return
-        connected = "%s: connected; pieces of %s come by %s"
+        connected = "%s: connected and proved; pieces of %s come by %s"
         log.info(connected, self._name, sender, self._name)
-        changed = TransportChanged(sender, self._address(epoch))
+        changed = TransportChanged(sender, self._address(epoch), self._piece_bytes)
         self._events.append(changed)
 
     def _open(
@@ -379,7 +402,7 @@ class CollectiveTransport:
         # Idle channels are closed as a rule (`timeout_reason`); other reasons concern an operator.
         is_normal = action.why.startswith("unused")
         level = logging.INFO if is_normal else logging.WARNING
-        message = "%s: closed the communicator that %s %s: %s"
+        message = "%s: closed the communicator that %s %s; its KV goes by another transport: %s"
         log.log(level, message, self._name, role, peer, action.why)
         key = (role, peer, action.epoch)
         self._worker.close_link(key)

@@ -1,10 +1,12 @@
-"""Thread that makes every call of a collective library: gathers, sends, receives and scatters.
+"""Thread that makes every copy of a collective transport: gathers, scatters and proofs.
 
 One thread serves all links of a worker. The driver's thread puts jobs in and never waits; results
 go back through callbacks.
 
-This thread does not wait for a peer either. A link posts an operation and returns, so that no peer
-holds up another, and `close` aborts without waiting.
+This thread does not wait for a peer. A link posts an operation and returns, so that no peer holds
+up another. It may wait for a GPU, as any call that takes memory there may. A peer that does not
+answer can hold up that GPU, since its link's kernel runs until the abort. So an abort never queues
+behind this thread's jobs: the driver's thread starts it.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...kv.memory import Memory, checksum
 from ...protocol.events import PostRead, SendPiece
-from .channel import SLOTS_PER_CHANNEL, LinkEvent, LinkFailed, SlotGathered
+from .channel import PROOF_SEQ, SLOTS_PER_CHANNEL, LinkEvent, LinkFailed, SlotGathered
+from .proof import proof_content
 
 log = logging.getLogger("vllm_disagg.collective")
 
@@ -34,6 +38,8 @@ JOIN_SECONDS = 5.0  # longer than CLOSE_SECONDS, so that the thread gives up fir
 # Open or being aborted, of a worker. Each has SLOTS_PER_CHANNEL slots, and NCCL takes memory of its
 # own besides.
 MAX_COMMUNICATORS = 32
+# Of all slots of a worker, also while their links are being aborted: a peer chooses their size.
+MAX_SLOTS_BYTES = 2 << 30
 
 Report = Callable[[LinkEvent], None]  # passes an event of a link to the driver's thread
 Slot = Any  # memory of one piece, made by a Staging and used by its links
@@ -43,13 +49,10 @@ Key = tuple[str, str, int]
 
 
 class CollectiveLink(Protocol):
-    """This worker's end of one communicator.
+    """This worker's end of one communicator. No method waits, neither for the other end nor a GPU.
 
-    Used by the collective worker's thread alone. No method waits for the other end. `is_polled`:
-    the link makes progress only in `poll`.
+    Used by the collective worker's thread, except `close`, which the driver's thread may call.
     """
-
-    is_polled: bool
 
     @property
     def is_gone(self) -> bool:
@@ -64,11 +67,8 @@ class CollectiveLink(Protocol):
     def receive(self, seq: int, slot: Slot, size: int) -> None:
         """Posts the seq-th receive; its end is reported as SlotCompleted."""
 
-    def poll(self) -> bool:
-        """Makes progress; returns whether to call again soon."""
-
     def close(self) -> None:
-        """Aborts without waiting.
+        """Starts to abort. Called once; other methods have no effect from then on.
 
         Posted operations may write into this link's slots for a while, and into nothing else.
         """
@@ -114,6 +114,15 @@ class Staging(Protocol):
 
         The poll's result is whether they were; if not, nothing was written.
         """
+
+    def fill(self, slot: Slot, content: NDArray[np.uint8], link: CollectiveLink) -> None:
+        """Copies bytes to the start of a slot.
+
+        A send that is posted on this link afterwards sends them.
+        """
+
+    def compare(self, slot: Slot, content: NDArray[np.uint8]) -> Poll:
+        """Starts to compare a slot's start with these bytes; the poll's result: are they equal."""
 
 
 class HostStaging:
@@ -172,15 +181,29 @@ class HostStaging:
             )
         return lambda: ok
 
+    def fill(self, slot: Slot, content: NDArray[np.uint8], link: CollectiveLink) -> None:
+        """Copies bytes to the start of a slot."""
+        slot[: content.size] = content
+
+    def compare(self, slot: Slot, content: NDArray[np.uint8]) -> Poll:
+        """Compares a slot's start with these bytes."""
+        is_equal = np.array_equal(slot[: content.size], content)
+        return lambda: is_equal
+
 
 @dataclass
 class _OpenLink:
-    """A link with its slots; `report` passes its events to the driver's thread."""
+    """A link with its slots; `report` passes its events to the driver's thread.
+
+    `slots_bytes` is the size of all slots. `is_closing`: its `close` has been called.
+    """
 
     link: CollectiveLink
     slots: Sequence[Slot]
+    slots_bytes: int
     report: Report
     epoch: int
+    is_closing: bool = False
 
 
 @dataclass
@@ -210,6 +233,7 @@ class CollectiveWorker:
         # In the order of their sends, in which they are reported: a receiver takes no other order.
         self._gathers: deque[_Pending] = deque()
         self._scatters: list[_Pending] = []
+        self._proofs: list[_Pending] = []
         # A daemon: a call into the library that hangs must not keep the process from ending.
         self._thread = threading.Thread(
             target=self._run,
@@ -245,6 +269,26 @@ class CollectiveWorker:
         """
         self._jobs.put(lambda: self._transmit(key, seq, slot, piece, report))
 
+    def transmit_proof(self, key: Key, slot: int, size: int, seed: int) -> None:
+        """Fills a slot with the proof piece and posts its send, the first of the link."""
+
+        def post(opened: _OpenLink) -> None:
+            memory = opened.slots[slot]
+            self._staging.fill(memory, proof_content(seed, size), opened.link)
+            opened.link.send(PROOF_SEQ, memory, size)
+
+        self._jobs.put(lambda: self._use(key, post))
+
+    def check_proof(
+        self,
+        source: LinkSlot,
+        size: int,
+        seed: int,
+        report: Callable[[bool], None],
+    ) -> None:
+        """Compares a slot with the proof piece; always reports whether it is right."""
+        self._jobs.put(lambda: self._check_proof(source, size, seed, report))
+
     def receive(self, key: Key, seq: int, slot: int, size: int) -> None:
         """Posts a receive into a slot; reports SlotCompleted unless the link fails or closes."""
 
@@ -275,7 +319,13 @@ class CollectiveWorker:
         self._jobs.put(lambda: self._scatter(read, source, size, expected, report))
 
     def close_link(self, key: Key) -> None:
-        """Aborts a link."""
+        """Aborts a link, at once if it has been made."""
+        # From this thread: the worker's may be waiting for a GPU that waits for this link's peer.
+        opened = self._links.get(key)
+        if opened is not None:
+            _close(opened, key)
+        # One that is being made is closed by this job. The driver closes each link once, so the two
+        # threads do not close it at the same time.
         self._jobs.put(lambda: self._close_link(key))
 
     def close(self) -> None:
@@ -319,31 +369,16 @@ class CollectiveWorker:
 
     def _is_ending(self) -> bool:
         """Returns whether a copy or an abort is under way."""
-        is_copying = bool(self._gathers or self._scatters)
+        is_copying = bool(self._gathers or self._scatters or self._proofs)
         return is_copying or any(not opened.link.is_gone for opened in self._closing)
 
     def _poll(self) -> bool:
         """Checks everything under way; returns whether to check again soon."""
         self._end_gathers()
-        self._end_scatters()
-        is_busy = False
-        # Closing links too: their `poll` keeps this loop awake until they are gone.
-        for opened in [*self._links.values(), *self._closing]:
-            if opened.link.is_polled and self._poll_link(opened):
-                is_busy = True
+        self._scatters = self._still_running(self._scatters)
+        self._proofs = self._still_running(self._proofs)
         self._forget_gone()
-        return bool(self._gathers or self._scatters) or is_busy
-
-    def _poll_link(self, opened: _OpenLink) -> bool:
-        try:
-            return opened.link.poll()
-        except Exception as error:
-            log.warning("collective worker: a communicator failed: %r", error)
-            # Again at each poll, until the driver has closed the link. Only the first one has an
-            # effect: the others are of a closed epoch.
-            failure = LinkFailed(opened.epoch, str(error))
-            opened.report(failure)
-            return False
+        return bool(self._gathers or self._scatters or self._proofs)
 
     def _forget_gone(self) -> None:
         remaining = [opened for opened in self._closing if not opened.link.is_gone]
@@ -360,6 +395,12 @@ class CollectiveWorker:
             reason = f"{MAX_COMMUNICATORS} communicators are open"
             report(LinkFailed(epoch, reason))
             return
+        slots_bytes = SLOTS_PER_CHANNEL * slot
+        used_bytes = sum(opened.slots_bytes for opened in [*self._links.values(), *self._closing])
+        if used_bytes + slots_bytes > MAX_SLOTS_BYTES:
+            reason = f"{used_bytes >> 20} MiB of {MAX_SLOTS_BYTES >> 20} MiB for slots are in use"
+            report(LinkFailed(epoch, reason))
+            return
         try:
             # Before the link: without memory for its slots no communicator is made.
             slots = self._staging.slots(SLOTS_PER_CHANNEL, slot)
@@ -369,13 +410,13 @@ class CollectiveWorker:
             log.warning(message, key[1], error)
             report(LinkFailed(epoch, f"no communicator: {error}"))
             return
-        self._links[key] = _OpenLink(link, slots, report, epoch)
+        self._links[key] = _OpenLink(link, slots, slots_bytes, report, epoch)
 
     def _use(self, key: Key, do: Callable[[_OpenLink], None]) -> None:
         """Calls `do` with an open link; if it raises, the link has failed."""
         opened = self._links.get(key)
         # Closed since by the driver itself, or never made, which was reported as LinkFailed.
-        if opened is None:
+        if opened is None or opened.is_closing:
             return
         try:
             do(opened)
@@ -399,7 +440,7 @@ class CollectiveWorker:
         opened = self._links.get(key)
         # Reported even for a closed link, other than in `_use`: the sender's blocks are held until
         # SlotGathered.
-        if opened is None:
+        if opened is None or opened.is_closing:
             report(not_gathered)
             return
         try:
@@ -440,7 +481,24 @@ class CollectiveWorker:
             report(False)
             return
         self._scatters.append(_Pending(poll, report, False))
-        self._end_scatters()
+        self._scatters = self._still_running(self._scatters)
+
+    def _check_proof(
+        self,
+        source: LinkSlot,
+        size: int,
+        seed: int,
+        report: Callable[[bool], None],
+    ) -> None:
+        slot, _ = source
+        try:
+            poll = self._staging.compare(slot, proof_content(seed, size))
+        except Exception as error:
+            log.warning("collective worker: a proof piece was not compared: %r", error)
+            report(False)
+            return
+        self._proofs.append(_Pending(poll, report, False))
+        self._proofs = self._still_running(self._proofs)
 
     def _end_gathers(self) -> None:
         """Passes on the results of the gathers that have ended, in order."""
@@ -448,13 +506,13 @@ class CollectiveWorker:
         while self._gathers and self._has_ended(self._gathers[0]):
             self._gathers.popleft()
 
-    def _end_scatters(self) -> None:
-        """Passes on the results of the scatters that have ended."""
+    def _still_running(self, copies: Sequence[_Pending]) -> list[_Pending]:
+        """Passes on the results of the copies that have ended; returns the others."""
         remaining = []
-        for copy in self._scatters:
+        for copy in copies:
             if not self._has_ended(copy):
                 remaining.append(copy)
-        self._scatters = remaining
+        return remaining
 
     @staticmethod
     def _has_ended(copy: _Pending) -> bool:
@@ -478,8 +536,15 @@ class CollectiveWorker:
             return
         # The slots stay referenced until the abort has ended, because the library may write there.
         self._closing.append(opened)
-        try:
-            opened.link.close()
-        except Exception as error:
-            message = "collective worker: aborting the communicator with %s failed: %r"
-            log.warning(message, key[1], error)
+        if not opened.is_closing:
+            _close(opened, key)
+
+
+def _close(opened: _OpenLink, key: Key) -> None:
+    """Starts to abort a link."""
+    opened.is_closing = True
+    try:
+        opened.link.close()
+    except Exception as error:
+        message = "collective worker: aborting the communicator with %s failed: %r"
+        log.warning(message, key[1], error)

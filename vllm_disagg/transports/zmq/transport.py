@@ -249,7 +249,11 @@ class ZmqTransport:
 
     def _on_link_up(self, sender: str, link: zmq.Socket[bytes]) -> Iterator[TransportEvent]:
         """Has all pieces of a sender requested anew if its connection has come up again."""
-        # The first time nothing was lost: the sender has kept the pieces until now.
+        # The first time nothing was lost: the sender has kept the pieces until now. One case
+        # differs: a first connection that breaks before its probe has arrived takes that probe with
+        # it, and the pieces behind it. The probe of the next connection then counts as the first,
+        # and those reads wait until the load has stalled; D recomputes the prompt. To flush at each
+        # first probe instead would send all pieces twice on every first connection.
         if sender not in self._were_up:
             self._were_up.add(sender)
             return

@@ -655,4 +655,9 @@ MUTANTS: list[tuple[str, ...]] = [
     ("notes of pieces that were not asked for fill the memory", "transports/nixl/transport.py", "        if not self._posted.is_waiting(source.name, note.transfer, note.number):\n            return\n", "", "tests/transports/nixl/test_nixl_pieces.py"),
     ("a run crosses from one allocation into the next", "kv/runs.py", "(runs[1:, 0] != ends[:-1]) | is_region_start", "runs[1:, 0] != ends[:-1]", "tests/kv/test_runs.py"),
     ("a plane hides a larger one at its address", "kv/runs.py", "np.maximum.accumulate(ordered[:, 0] + ordered[:, 1])", "ordered[:, 0] + ordered[:, 1]", "tests/kv/test_runs.py"),
+    ("requests at the edges of a sample count", "planner/simulation/simulator.py", "        numbers = self._counted\n", "        numbers = range(self._count)\n", "tests/planner/search/test_sample_size.py"),
+    ("misses at the edges of a sample count", "planner/simulation/simulator.py", "if self._objective is None or r not in self._counted:", "if self._objective is None:", "tests/planner/search/test_sample_size.py"),
+    ("plan gives a verdict of a burst", "planner/search/sample_size.py", "return needed if needed > self.scenario.requests else 0", "return 0", "tests/planner/search/test_sample_size.py"),
+    ("a sample is as long as a burst", "planner/search/sample_size.py", "max(MIN_SECONDS, MIN_LATENCIES * latency)", "MIN_SECONDS / 10", "tests/planner/search/test_sample_size.py"),
+    ("workers of a killed plan live on", "planner/search/optimizer.py", "    parent.join()\n", "    threading.Event().wait()\n", "tests/planner/commands/test_plan_commands.py::test_a_killed_plan_leaves_no_process"),
 ]

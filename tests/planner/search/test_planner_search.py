@@ -13,6 +13,7 @@ from vllm_disagg.planner.commands import flags, output
 from vllm_disagg.planner.cost import hardware, model
 from vllm_disagg.planner.search import advice, optimizer
 from vllm_disagg.planner.search.optimizer import RateBisection
+from vllm_disagg.planner.search.sample_size import SearchResult
 from vllm_disagg.planner.search.scenario import (
     PerformanceSource,
     Placement,
@@ -140,11 +141,8 @@ def test_advice_on_tight_tokens_and_loose_first_tokens_and_the_other_way_round()
             link=hardware.link("ib-400"),
         )
         split = optimizer.search(scenario, optimizer.disaggregated(scenario), 2, 1, _check_progress)
-        return advice.advise(
-            scenario,
-            split,
-            optimizer.search(scenario, optimizer.colocated(scenario), 2, 1, _check_progress),
-        )
+        together = optimizer.search(scenario, optimizer.colocated(scenario), 2, 1, _check_progress)
+        return advice.advise(SearchResult(scenario, split, together))
 
     tight = ask(8.0, 0.012)
     loose = ask(0.8, 0.1)

@@ -83,11 +83,11 @@ def test_of_a_burst_no_verdict_is_given(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_without_a_number_plan_takes_enough_requests(capsys: pytest.CaptureFixture[str]) -> None:
-    slow = ["--gpu", "a100", "--model", "opt-66b", "--workload", "2000:50", "--gpus", "3"]
+    slow = ["--gpu", "a100", "--model", "opt-13b", "--workload", "1500:50", "--gpus", "2"]
     found = _json(capsys, "plan", *slow, "--ttft", "4", "--seeds", "1", "--jobs", "1")
     assert found["recommendation"] in ("disaggregate", "colocate")
     assert found["requests_needed"] is None and found["setting"]["requests"] >= 1000
-    simulated = ["--prefill", "2x1", "--decode", "2x1", "--rate", "30", "--seeds", "1"]
+    simulated = ["--prefill", "1x1", "--decode", "1x1", "--rate", "30", "--seeds", "1"]
     found = _json(capsys, "simulate", *slow[:-2], *simulated)
     assert found["setting"]["requests"] == 30 * 60 / 0.8
 

@@ -149,11 +149,9 @@ def test_advice_on_tight_tokens_and_loose_first_tokens_and_the_other_way_round()
     assert tight.disaggregate and tight.ratio and tight.ratio > 1.1
     assert not loose.disaggregate
     for found_advice in (tight, loose):
+        # Enough to compare the two, and no verdict for users: 80 requests are a burst.
         document = output.as_json(found_advice, "qwen3-32b")
-        assert document["recommendation"] == (
-            "disaggregate" if found_advice.disaggregate else "colocate"
-        )
-        assert document["commands"] and document["flips"].keys() == {"ttft", "tpot"}
+        assert document["recommendation"] == "cannot tell" and not document["commands"]
 
 
 def test_commands_start_what_was_planned() -> None:

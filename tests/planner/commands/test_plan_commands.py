@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from vllm_disagg import cli
 
 BASE = ["--coefficients", "distserve-a100", "--model", "opt-13b", "--ttft", "0.2", "--tpot", "0.1"]
 QUICK = [*BASE, "--requests", "60", "--seeds", "2"]
+# Long enough for a verdict: answers are short, and prompts of equal length.
+SURE = [*BASE, "--workload", "700:20", "--requests", "1000", "--seeds", "2"]
 
 
 def _json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -45,7 +49,7 @@ def test_closed_form(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_plan_says_all_that_is_promised(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     found = _json(
-        capsys, "plan", *QUICK, "--gpus", "3", "--jobs", "1", "--report", str(tmp_path / "report")
+        capsys, "plan", *SURE, "--gpus", "3", "--jobs", "1", "--report", str(tmp_path / "report")
     )
     for phase in ("prefill", "decode"):
         assert found["best"][phase].keys() == {"tp", "pp", "n"}
@@ -64,32 +68,32 @@ def test_plan_says_all_that_is_promised(capsys: pytest.CaptureFixture[str], tmp_
     )
 
 
-def test_a_burst_is_not_taken_for_traffic(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "--gpu",
-        "h100",
-        "--model",
-        "llama-3.1-8b",
-        "--workload",
-        "500:100",
-        "--gpus",
-        "2",
-        "--seeds",
-        "1",
-        "--jobs",
-        "1",
-    ]
-    (remark,) = _json(
-        capsys, "plan", *words, "--requests", "200", "--ttft", "0.1", "--tpot", "0.02"
-    )["remarks"]
-    assert remark.startswith("200 requests last ") and "give --requests" in remark
-    assert not _json(
-        capsys, "plan", *BASE, "--gpus", "2", "--jobs", "1", "--requests", "300", "--seeds", "1"
-    )["remarks"]
+BURST = ["--gpu", "h100", "--model", "llama-3.1-8b", "--workload", "500:100", "--gpus", "2"]
+BURST += ["--requests", "200", "--seeds", "1", "--jobs", "1"]
+
+
+def test_of_a_burst_no_verdict_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    found = _json(capsys, "plan", *BURST)
+    assert found["recommendation"] == "cannot tell" and found["requests_needed"] > 1000
+    assert not found["commands"] and not found["flips"] and not found["remarks"]
+    assert cli.main(["plan", *BURST]) == 0
+    out = capsys.readouterr().out
+    assert "\ncannot tell: 200 requests are a burst" in out and "run it" not in out
+    assert "colocate:" not in out and "disaggregate:" not in out
+
+
+def test_without_a_number_plan_takes_enough_requests(capsys: pytest.CaptureFixture[str]) -> None:
+    slow = ["--gpu", "a100", "--model", "opt-13b", "--workload", "1500:50", "--gpus", "2"]
+    found = _json(capsys, "plan", *slow, "--ttft", "4", "--seeds", "1", "--jobs", "1")
+    assert found["recommendation"] in ("disaggregate", "colocate")
+    assert found["requests_needed"] is None and found["setting"]["requests"] >= 1000
+    simulated = ["--prefill", "1x1", "--decode", "1x1", "--rate", "30", "--seeds", "1"]
+    found = _json(capsys, "simulate", *slow[:-2], *simulated)
+    assert found["setting"]["requests"] == 30 * 60 / 0.8
 
 
 def test_plan_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", *QUICK, "--gpus", "2", "--jobs", "1"]) == 0
+    assert cli.main(["plan", *SURE, "--gpus", "2", "--jobs", "1"]) == 0
     out, err = capsys.readouterr()
     assert (
         out.startswith("times: distserve-a100: fits to measurements")
@@ -187,10 +191,6 @@ def test_a_profile_is_planned_with(capsys: pytest.CaptureFixture[str], tmp_path:
             ["plan", "--gpu", "l4", "--model", "llama-3.1-70b", "--gpus", "2"],
             "llama-3.1-70b fits nowhere on 2 GPUs of l4",
         ),
-        (
-            ["plan", *BASE, "--tpot", "9", "--ttft", "99", "--requests", "20"],
-            "--requests: 20 are too few",
-        ),
         (["plan", "--capacity-prefill", "5.6"], "go together: give --capacity-decode"),
         (["plan", *QUICK, "--gpus", "many"], "argument --gpus: invalid int value: 'many'"),
         (
@@ -251,6 +251,22 @@ def test_a_report_without_matplotlib_is_refused_in_words(
     monkeypatch.setattr("vllm_disagg.planner.commands.report.find_spec", lambda name: None)
     assert cli.main(["plan", *QUICK, "--report", str(tmp_path)]) == 2
     assert "pip install 'vllm-disagg[plot]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_killed_plan_leaves_no_process(number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "vllm_disagg.cli", "plan", *BASE, "--gpus", "8", "--jobs", "2"]
+    with subprocess.Popen(
+        [*command, "--requests", "5000"], stderr=subprocess.PIPE, text=True
+    ) as plan:
+        assert plan.stderr is not None
+        assert "placements" in plan.stderr.readline()  # workers have evaluated some
+        workers = psutil.Process(plan.pid).children(recursive=True)
+        assert len(workers) >= 2
+        plan.send_signal(number)
+        plan.wait(20)
+        _, alive = psutil.wait_procs(workers, timeout=20)
+        assert not alive
 
 
 def test_other_commands_do_not_load_the_planner_and_the_planner_not_numpy() -> None:

@@ -13,6 +13,7 @@ from vllm_disagg.planner.commands import flags, output
 from vllm_disagg.planner.cost import hardware, model
 from vllm_disagg.planner.search import advice, optimizer
 from vllm_disagg.planner.search.optimizer import RateBisection
+from vllm_disagg.planner.search.sample_size import SearchResult
 from vllm_disagg.planner.search.scenario import (
     PerformanceSource,
     Placement,
@@ -140,22 +141,17 @@ def test_advice_on_tight_tokens_and_loose_first_tokens_and_the_other_way_round()
             link=hardware.link("ib-400"),
         )
         split = optimizer.search(scenario, optimizer.disaggregated(scenario), 2, 1, _check_progress)
-        return advice.advise(
-            scenario,
-            split,
-            optimizer.search(scenario, optimizer.colocated(scenario), 2, 1, _check_progress),
-        )
+        together = optimizer.search(scenario, optimizer.colocated(scenario), 2, 1, _check_progress)
+        return advice.advise(SearchResult(scenario, split, together))
 
     tight = ask(8.0, 0.012)
     loose = ask(0.8, 0.1)
     assert tight.disaggregate and tight.ratio and tight.ratio > 1.1
     assert not loose.disaggregate
     for found_advice in (tight, loose):
+        # Enough to compare the two, and no verdict for users: 80 requests are a burst.
         document = output.as_json(found_advice, "qwen3-32b")
-        assert document["recommendation"] == (
-            "disaggregate" if found_advice.disaggregate else "colocate"
-        )
-        assert document["commands"] and document["flips"].keys() == {"ttft", "tpot"}
+        assert document["recommendation"] == "cannot tell" and not document["commands"]
 
 
 def test_commands_start_what_was_planned() -> None:

@@ -9,12 +9,14 @@ from ...errors import ConfigError
 from ...fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY, POLICY_NAMES
 from ...workloads import lengths
 from ..cost import distserve, hardware, known_models, model, profile
+from ..search import sample_size
 from ..search.scenario import PerformanceSource, Scenario, check_model
 from ..simulation import workload
 from ..simulation.simulator import Objective
 
 DEFAULT_WORKLOAD = "sharegpt-like"
 DEFAULT_BUDGET_TOKENS = 8192  # of a step, if neither a flag nor the profile gives one
+DEFAULT_REQUESTS = sample_size.MIN_REQUESTS
 DEFAULT_LINKS = {"coefficients": "none", "profile": "none", "roofline": "ib-400"}
 
 
@@ -98,8 +100,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--requests",
         metavar="N",
         type=int,
-        default=1000,
-        help="requests of each seed (default: %(default)s)",
+        help="requests of each seed (default: plan takes as many as it needs,"
+        f" at least {DEFAULT_REQUESTS})",
     )
     add(
         "--seeds",
@@ -179,7 +181,8 @@ def read(args: argparse.Namespace, gpus: int, flag: str) -> PlanInputs:
     for source in (prefill, decode):
         check_model(source, gpus, flag)
     arrivals = workload.arrivals(args.arrivals, work)
-    requests, seeds = workload.extent(work, arrivals, args.requests, args.seeds)
+    wanted = args.requests or DEFAULT_REQUESTS
+    requests, seeds = workload.extent(work, arrivals, wanted, args.seeds)
     scenario = Scenario(
         prefill=prefill,
         decode=decode,

@@ -24,7 +24,7 @@ from ... import http_client
 from ...errors import ConfigError
 from ...fleet.keys import ADMIN_KEY
 from ...workloads import lengths
-from ..search import optimizer
+from ..search import optimizer, sample_size
 from ..search.advice import MIN_GAIN_RATIO
 from ..search.scenario import Placement, ReplicaGroup, Scenario
 from ..simulation import workload
@@ -110,7 +110,10 @@ def run(args: argparse.Namespace, say: Callable[[str], None] | None = None) -> i
     after = parse(_page(url, "/metrics"))
     traffic = between(before, after, time.monotonic() - started_at)
     present = Placement(ReplicaGroup(tp, pp, prefills), ReplicaGroup(tp, pp, decodes))
-    scenario = refit(_with_lengths(planned.scenario, traffic, args.workload), present, traffic)
+    scenario = _with_lengths(planned.scenario, traffic, args.workload)
+    if not args.requests:
+        scenario = sample_size.lasting(scenario, traffic.rate)
+    scenario = refit(scenario, present, traffic)
     document = judge(scenario, present, traffic, optimizer.process_count(args.jobs))
     print(json.dumps(document) if args.json else _text(document))
     return 0

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY, KV_ROLES
 from ..cost import queueing
-from ..search.advice import Advice, too_few_requests
+from ..search.advice import Advice
 from ..search.optimizer import PlacementScore
 from ..search.scenario import Placement, ReplicaGroup, Scenario
 
@@ -123,8 +123,9 @@ def as_json(advice: Advice, model: str) -> dict[str, Any]:
     """Builds the document that `plan --json` prints."""
     scenario = advice.scenario
     placement = advice.chosen.placement
+    lines = commands(scenario, placement, model) if advice.is_sure else []
     return {
-        "recommendation": "disaggregate" if advice.disaggregate else "colocate",
+        "recommendation": _recommendation(advice),
         "best": _score(scenario, advice.best),
         "runner_up": _score(scenario, advice.runner_up),
         "colocated": _score(scenario, advice.colocated),
@@ -135,11 +136,18 @@ def as_json(advice: Advice, model: str) -> dict[str, Any]:
             name: {"at": crossover.at, "words": crossover.words}
             for name, crossover in advice.crossovers.items()
         },
-        "commands": commands(scenario, placement, model),
-        "remarks": [*remarks(placement), *too_few_requests(scenario, advice.chosen)],
+        "commands": lines,
+        "remarks": remarks(placement) if advice.is_sure else [],
+        "requests_needed": advice.missing or None,
         "considered": advice.considered,
         "setting": describe(scenario),
     }
+
+
+def _recommendation(advice: Advice) -> str:
+    if not advice.is_sure:
+        return "cannot tell"
+    return "disaggregate" if advice.disaggregate else "colocate"
 
 
 def describe(scenario: Scenario) -> dict[str, Any]:

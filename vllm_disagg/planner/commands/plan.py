@@ -11,7 +11,7 @@ from typing import Any
 from ...errors import ConfigError
 from ..cost import model, queueing
 from ..cost.latency import LatencyModel, unloaded_decode, unloaded_prefill
-from ..search import advice, optimizer
+from ..search import advice, optimizer, sample_size
 from ..search.scenario import PerformanceSource, Scenario
 from ..simulation import workload
 from ..simulation.simulator import quantile
@@ -64,19 +64,11 @@ def run(args: argparse.Namespace) -> int:
     scenario = planned.scenario
     started_at = time.monotonic()
     jobs = optimizer.process_count(args.jobs)
-    split = optimizer.search(
-        scenario,
-        optimizer.disaggregated(scenario),
-        KEPT_PLACEMENTS,
-        jobs,
-        _progress("disaggregated"),
-    )
-    together = optimizer.search(
-        scenario, optimizer.colocated(scenario), KEPT_PLACEMENTS, jobs, _progress("colocated")
-    )
-    if not split and not together:
+    search = sample_size.search_fixed if args.requests else sample_size.search_sized
+    result = search(scenario, KEPT_PLACEMENTS, jobs, _progress)
+    if not result.split and not result.together:
         raise ConfigError(_nothing(scenario))
-    found = advice.advise(scenario, split, together)
+    found = advice.advise(result)
     document = output.as_json(found, planned.model)
     document["seconds"] = round(time.monotonic() - started_at, 2)
     document["fits"] = {

@@ -71,14 +71,21 @@ def text(found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, Late
             lines.append(f"{name:11}{'none':>14}")
     lines.append("")
     lines += [crossover.words for crossover in found.crossovers.values()]
-    lines += ["", "run it:"]
-    lines += [f"  {command}" for command in document["commands"]]
+    if document["commands"]:
+        lines += ["", "run it:"]
+        lines += [f"  {command}" for command in document["commands"]]
     lines += [f"note: {remark}" for remark in document["remarks"]]
     return "\n".join(lines)
 
 
 def _verdict(found: Advice) -> str:
     """Formats the recommendation in one line."""
+    if not found.is_sure:
+        return (
+            f"cannot tell: {found.scenario.requests} requests are a burst at these rates, in which"
+            f" no queue has time to grow: the rates are too high; {found.missing} are needed:"
+            " give --requests or a longer trace"
+        )
     if found.disaggregate and found.best:
         gain = (
             f", {found.ratio:.2f} times the best colocated"

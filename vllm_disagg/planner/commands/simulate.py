@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from ...errors import ConfigError
+from ..search import sample_size
 from ..search.scenario import PerformanceSource, Placement, ReplicaGroup, Scenario
 from ..simulation.simulator import SimulationResult, quantile, simulate
 from . import flags
@@ -50,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
         placement = msgspec.structs.replace(placement, budget=scenario.budget)
     if not 0 < args.rate < float("inf"):
         raise ConfigError(f"--rate: {args.rate} is not a rate: give requests/s, more than 0")
+    if not args.requests:
+        scenario = sample_size.lasting(scenario, args.rate)
     deployment = scenario.deployment(placement)
     results = []
     for seed, sample in enumerate(scenario.samples()):

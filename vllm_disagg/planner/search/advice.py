@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import msgspec
@@ -10,6 +9,7 @@ import msgspec
 from ..simulation.simulator import Objective, SimulationResult, simulate
 from ..simulation.workload import WorkloadSample
 from .optimizer import PlacementScore, colocated, confidence_interval, disaggregated, estimate
+from .sample_size import SearchResult
 from .scenario import Placement, Scenario
 
 # Disaggregation is recommended above this ratio: the models' own error is 7 to 20 %.
@@ -18,8 +18,6 @@ SWEEP_RATIOS = tuple(0.1 * 1.33**n for n in range(12))  # of the placement's goo
 # Crossovers are searched between objective / MAX_OBJECTIVE_FACTOR and objective * that factor.
 MAX_OBJECTIVE_FACTOR = 8.0
 STEPS_PER_DOUBLING = 12  # of an objective, in the search of a crossover
-# A run that lasts fewer latencies of a request is a burst: its queue has no time to grow.
-MIN_LATENCIES_PER_RUN = 5.0
 
 
 class RateCurve(msgspec.Struct, frozen=True):
@@ -69,6 +67,12 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     curves: list[RateCurve]
     crossovers: dict[str, Crossover]
     considered: int
+    missing: int  # requests that a sample needs; 0 if it has them
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether the samples are long enough for a verdict."""
+        return not self.missing
 
     @property
     def disaggregate(self) -> bool:
@@ -84,13 +88,14 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
-def advise(
-    scenario: Scenario, split: Sequence[PlacementScore], together: Sequence[PlacementScore]
-) -> Advice:
-    """Builds the advice from the best placements of each kind, best first.
+def advise(result: SearchResult) -> Advice:
+    """Builds the advice from the best placements of each kind.
 
-    At least one of `split` and `together` has some goodput.
+    At least one of them has some goodput. Samples that are too short have no crossovers.
     """
+    scenario = result.scenario
+    split = result.split
+    together = result.together
     best = split[0] if split else None
     base = together[0] if together else None
     ratio = ratio_ci = None
@@ -99,6 +104,10 @@ def advise(
         ratios = [a / b for a, b in zip(best.rates, base.rates, strict=True) if b > 0]
         ratio_ci = confidence_interval(ratios) if ratios else None
     curves = curves_of(scenario, [*split, *together])
+    crossovers = {}
+    if not result.missing:
+        for name in ("tpot", "ttft"):
+            crossovers[name] = crossover(curves, scenario.objective, name)
     return Advice(
         scenario=scenario,
         best=best,
@@ -108,7 +117,8 @@ def advise(
         ratio=ratio,
         ratio_ci=ratio_ci,
         curves=curves,
-        crossovers={name: crossover(curves, scenario.objective, name) for name in ("tpot", "ttft")},
+        crossovers=crossovers,
+        missing=result.missing,
         considered=len(disaggregated(scenario)) + len(colocated(scenario)),
     )
 
@@ -201,21 +211,3 @@ def _worth_disaggregating(curves: Sequence[RateCurve], objective: Objective) -> 
     """Returns whether the gain reaches the minimum; None if no placement has goodput."""
     ratio = ratio_at(curves, objective)
     return None if ratio is None else ratio > MIN_GAIN_RATIO
-
-
-def too_few_requests(scenario: Scenario, score: PlacementScore) -> list[str]:
-    """Returns a remark if the requests are too few for a queue to grow at the found rate."""
-    sample = scenario.samples()[0]
-    rate = score.goodput * score.placement.gpus
-    result = simulate(scenario.deployment(score.placement), sample, rate)
-    served = [seconds for seconds in result.latency if seconds >= 0]
-    latency = sum(served) / len(served)
-    duration = len(sample) / rate
-    if duration >= MIN_LATENCIES_PER_RUN * latency:
-        return []
-    enough = math.ceil(MIN_LATENCIES_PER_RUN * latency * rate)
-    return [
-        f"{len(sample)} requests last {duration:.2g} s at this rate and one takes {latency:.2g} s,"
-        " so no queue has time to grow:"
-        f" these rates are too high; give --requests {enough} or more"
-    ]

@@ -17,16 +17,16 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from itertools import product
 from math import sqrt
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from statistics import mean, stdev
 
 import msgspec
 
-from ...errors import ConfigError
 from ..simulation.simulator import simulate
 from ..simulation.workload import WorkloadSample
 from .scenario import PerformanceSource, Placement, ReplicaGroup, Scenario
@@ -34,9 +34,13 @@ from .scenario import PerformanceSource, Placement, ReplicaGroup, Scenario
 BASELINE_BUDGETS_TOKENS = (512, 2048, 8192)  # of a step of the chunked baseline
 MIN_PROBE_RATIO = 1 / 256  # of the first probe: a placement that fails there has no goodput
 FIRST_PROBE_RATIO = 1.25  # of the estimated capacity
-PROBE_GROWTH_RATIO = 1.5
-# Of the first probe: a sample that still meets the objective there never overloads the placement.
+PROBE_STEP_RATIO = 1.5  # from one probe to the next, until both ends of the interval are known
+NEAR_STEP_RATIO = 1.05  # the same, where another sample has given a rate
+# Of the first probe. A sample that meets the objective even there is a burst: the rate found is
+# only a lower bound, and `sample_size` finds it too short.
 MAX_PROBE_RATIO = 64.0
+
+NO_RATES: Mapping[Placement, float] = {}
 
 # Student's t for a two-sided interval of 95 %, by degrees of freedom.
 STUDENT_T_95 = {
@@ -122,10 +126,11 @@ class RateBisection:
     That rate is in [low, high).
     """
 
-    __slots__ = ("converged", "first", "high", "low", "tolerance")
+    __slots__ = ("converged", "first", "high", "low", "step", "tolerance")
 
-    def __init__(self, first: float, tolerance: float) -> None:
+    def __init__(self, first: float, tolerance: float, step: float = PROBE_STEP_RATIO) -> None:
         self.first = first
+        self.step = step
         self.tolerance = tolerance
         self.low = 0.0
         self.high = float("inf")
@@ -134,7 +139,9 @@ class RateBisection:
     def probe(self) -> float:
         """Returns the next rate to simulate."""
         if self.high == float("inf"):
-            return max(self.first, self.low * PROBE_GROWTH_RATIO)
+            return max(self.first, self.low * self.step)
+        if not self.low:
+            return self.high / self.step
         return (self.low + self.high) / 2
 
     def record(self, rate: float, met: bool) -> None:
@@ -151,31 +158,34 @@ class RateBisection:
 
 
 def evaluate(
-    scenario: Scenario, placement: Placement, samples: Sequence[WorkloadSample], floor: float
+    scenario: Scenario,
+    placement: Placement,
+    samples: Sequence[WorkloadSample],
+    floor: float,
+    near: float = 0.0,
 ) -> PlacementScore | None:
     """Returns the goodput of a placement, or None once it is certainly not above `floor`.
 
-    Raises ConfigError if the samples are too short to overload the placement.
+    `near` is its goodput by other samples, or 0 if it is not known.
     """
     sample = samples[0]
     if all(scenario.infeasible(placement, s) for s in samples):
         return PlacementScore(placement, [0.0] * len(samples)) if floor < 0 else None
     deployment = scenario.deployment(placement)
     gpus = placement.gpus
-    first = FIRST_PROBE_RATIO * estimate(scenario, placement, sample)
-    searches = [RateBisection(first, scenario.tolerance) for _ in samples]
+    first = near or FIRST_PROBE_RATIO * estimate(scenario, placement, sample)
+    step = NEAR_STEP_RATIO if near else PROBE_STEP_RATIO
+    searches = [RateBisection(first, scenario.tolerance, step) for _ in samples]
     while not all(search.converged for search in searches):
         for seed, search in enumerate(searches):
             if search.converged:
                 continue
+            if search.low > MAX_PROBE_RATIO * first:
+                search.converged = True
+                continue
             rate = search.probe()
             result = simulate(deployment, samples[seed], rate * gpus, scenario.objective, seed)
             search.record(rate, not result.stopped)
-            if rate > MAX_PROBE_RATIO * first and not result.stopped:
-                raise ConfigError(
-                    f"--requests: {len(sample)} are too few: even all at once they meet the"
-                    f" objective on {placement}; give more"
-                )
             bounds = (s.low if s.converged else s.high for s in searches)
             if not search.converged and mean(bounds) <= floor:
                 return None
@@ -200,10 +210,11 @@ def search(
     keep: int,
     jobs: int,
     progress: ProgressCallback,
+    near: Mapping[Placement, float] = NO_RATES,
 ) -> list[PlacementScore]:
     """Returns the `keep` best placements, best first, without those that have no goodput.
 
-    With `keep` 0 it returns all of them and prunes nothing.
+    With `keep` 0 it returns all of them and prunes nothing. `near` is as of `evaluate`.
     """
     samples = scenario.samples()
 
@@ -230,9 +241,10 @@ def search(
 
     if jobs <= 1 or total < 4:
         for placement in ordered:
-            record_score(evaluate(scenario, placement, samples, floor()))
+            rate = near.get(placement, 0.0)
+            record_score(evaluate(scenario, placement, samples, floor(), rate))
     else:
-        _search_in_processes(scenario, ordered, jobs, floor, record_score)
+        _search_in_processes(scenario, ordered, jobs, floor, record_score, near)
     return _ranked(scenario, found, keep)
 
 
@@ -242,6 +254,7 @@ def _search_in_processes(
     jobs: int,
     floor: Callable[[], float],
     record_score: Callable[[PlacementScore | None], None],
+    near: Mapping[Placement, float],
 ) -> None:
     """Evaluates in `jobs` processes, each placement with the floor of the moment."""
     context = get_context("spawn")  # inherits no locks and no threads
@@ -251,7 +264,8 @@ def _search_in_processes(
         try:
             while True:
                 for placement in waiting:
-                    pending.add(pool.submit(_evaluate_in_worker, placement, floor()))
+                    rate = near.get(placement, 0.0)
+                    pending.add(pool.submit(_evaluate_in_worker, placement, floor(), rate))
                     if len(pending) > jobs:
                         break
                 if not pending:
@@ -299,10 +313,20 @@ _worker_state: list[tuple[Scenario, list[WorkloadSample]]] = []  # of a worker p
 def _init_worker(scenario: Scenario) -> None:
     """Draws the samples once for each worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it and ends the pool
+    # A parent that is killed ends no pool; its workers would wait for ever for work.
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker_state.append((scenario, scenario.samples()))
 
 
-def _evaluate_in_worker(placement: Placement, floor: float) -> PlacementScore | None:
+def _end_with_parent() -> None:
+    """Ends this process as soon as its parent has ended."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _evaluate_in_worker(placement: Placement, floor: float, near: float) -> PlacementScore | None:
     """Evaluates a placement of the worker's scenario."""
     scenario, samples = _worker_state[0]
-    return evaluate(scenario, placement, samples, floor)
+    return evaluate(scenario, placement, samples, floor, near)

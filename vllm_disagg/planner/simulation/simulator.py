@@ -83,7 +83,7 @@ class Objective(msgspec.Struct, frozen=True):
 
 
 class SimulationResult(msgspec.Struct, frozen=True):
-    """Seconds for each request; -1 for an event that did not happen."""
+    """Seconds for each request that counts; -1 for an event that did not happen."""
 
     ttft: list[float]
     tpot: list[float]
@@ -134,6 +134,7 @@ class Simulation:
         self._deployment = deployment
         self._objective = objective
         self._count = len(sample)
+        self._counted = sample.counted
         self._arrivals = sample.arrivals(rate)
         self._requests = requests = RequestTable(sample)
         self._events: list[SimulationEvent] = [
@@ -160,7 +161,7 @@ class Simulation:
         self._miss_counts = [0, 0]
         self._has_missed = bytearray(self._count)
         self._stopped_early = False
-        self._allowed_misses = objective.allowed(self._count) if objective else self._count
+        self._allowed_misses = objective.allowed(len(self._counted)) if objective else self._count
 
     def _replicas(self, pool: ReplicaPool, requests: RequestTable, first: int) -> list[Replica]:
         """Builds the replicas of a pool, numbered from `first`."""
@@ -355,7 +356,7 @@ class Simulation:
 
         Stops the simulation when too many have missed.
         """
-        if self._objective is None:
+        if self._objective is None or r not in self._counted:
             return
         if self._objective.joint:
             if self._has_missed[r]:
@@ -374,11 +375,11 @@ class Simulation:
         return (self._finished_at[r] - self._requests.first_token_at[r]) / steps if steps else 0.0
 
     def _result(self) -> SimulationResult:
-        """Computes the times of all requests."""
+        """Computes the times of the requests that count."""
         first_at = self._requests.first_token_at
         finished_at = self._finished_at
         arrivals = self._arrivals
-        numbers = range(self._count)
+        numbers = self._counted
         replicas = (*self._prefills, *self._decodes)
         return SimulationResult(
             ttft=[first_at[r] - arrivals[r] if first_at[r] >= 0 else -1.0 for r in numbers],
@@ -386,7 +387,7 @@ class Simulation:
             latency=[
                 finished_at[r] - arrivals[r] if finished_at[r] >= 0 else -1.0 for r in numbers
             ],
-            transfer=self._transfer,
+            transfer=[self._transfer[r] for r in numbers],
             preemptions=sum(replica.preemptions for replica in replicas),
             stopped=self._stopped_early,
         )

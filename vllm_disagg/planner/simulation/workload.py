@@ -21,7 +21,8 @@ from ...workloads.traces import Trace, TraceRequest
 class WorkloadSample(msgspec.Struct, frozen=True):
     """Requests of one seed.
 
-    `gaps` are the times between arrivals in units of their mean; the first is 0.
+    `gaps` are the times between arrivals in units of their mean; the first is 0. Results count
+    `counted` only, without `edge` requests at either end.
     """
 
     prompts: list[int]
@@ -29,9 +30,15 @@ class WorkloadSample(msgspec.Struct, frozen=True):
     gaps: list[float]
     prefixes: list[tuple[int, ...]] | None = None  # ids of each prompt's blocks
     block: int = traces.MOONCAKE_BLOCK_TOKENS  # tokens of a block
+    edge: int = 0
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    @property
+    def counted(self) -> range:
+        """Numbers of the requests between the edges."""
+        return range(self.edge, len(self) - self.edge)
 
     def arrivals(self, rate: float) -> list[float]:
         """Returns arrival times in seconds, at `rate` requests/s."""

@@ -1,0 +1,158 @@
+"""Sizes of samples: searches with requests enough for a queue to grow.
+
+A sample that is too short is a burst. A queue has no time to grow in it, so rates are found that
+no deployment holds, and more so for colocated placements. Between its edges a sample must last
+MIN_SECONDS, and MIN_LATENCIES times as long as a request takes.
+
+The rate, and so the number of requests, is known only after a search. So the first search, of all
+placements, has one sample as long as the closed form suggests. The second has all samples, of the
+right size, and the FINALISTS best placements of the first. Between seeds goodput differs by a few
+per cent, and the last finalist is behind the best by more; that is not proved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import msgspec
+
+from ..simulation import workload
+from ..simulation.simulator import simulate
+from .optimizer import (
+    PlacementScore,
+    ProgressCallback,
+    colocated,
+    disaggregated,
+    estimate,
+    search,
+)
+from .scenario import EDGE_SHARE, Scenario
+
+MIN_SECONDS = 60.0
+MIN_LATENCIES = 10.0
+MARGIN_RATIO = 1.25  # of the requests that a sample needs: the next rate found differs a little
+MIN_REQUESTS = 1000  # of a sample whose size is chosen here
+MAX_REQUESTS = 100_000  # of a sample whose size is chosen here: more take minutes
+FINALISTS = 6  # placements of a kind
+MAX_SEARCHES = 4  # of the finalists, each with more requests
+# Of the mean, that half of an interval may have: rooflines err by more (docs/explanation).
+MAX_HALF_INTERVAL_RATIO = 0.1
+MAX_NARROWING_RATIO = 4  # of the requests needed: few seeds have wide intervals at any size
+
+ProgressFactory = Callable[[str], ProgressCallback]
+
+
+class SearchResult(msgspec.Struct, frozen=True):
+    """Best placements of both kinds, best first, and the scenario with the last samples.
+
+    `missing` is the number of requests that a sample needs; 0 if it has them.
+    """
+
+    scenario: Scenario
+    split: list[PlacementScore]
+    together: list[PlacementScore]
+
+    @property
+    def best(self) -> list[PlacementScore]:
+        """The best placement of each kind that has any goodput."""
+        return [scores[0] for scores in (self.split, self.together) if scores]
+
+    @property
+    def needed(self) -> int:
+        """Requests that a sample needs at the rates found."""
+        return max((requests_needed(self.scenario, score) for score in self.best), default=0)
+
+    @property
+    def missing(self) -> int:
+        """Requests that a sample needs; 0 if it has them."""
+        needed = self.needed
+        return needed if needed > self.scenario.requests else 0
+
+
+def search_fixed(
+    scenario: Scenario, keep: int, jobs: int, progress: ProgressFactory
+) -> SearchResult:
+    """Searches all placements with the scenario's own samples."""
+    split = search(scenario, disaggregated(scenario), keep, jobs, progress("disaggregated"))
+    together = search(scenario, colocated(scenario), keep, jobs, progress("colocated"))
+    return SearchResult(scenario, split, together)
+
+
+def search_sized(
+    scenario: Scenario, keep: int, jobs: int, progress: ProgressFactory
+) -> SearchResult:
+    """Searches all placements with samples that are long enough, if the workload has them."""
+    first = grown(scenario, max(MIN_REQUESTS, _first_guess(scenario)))
+    found = search_fixed(msgspec.structs.replace(first, seeds=1), FINALISTS, jobs, progress)
+    for _ in range(MAX_SEARCHES):
+        if not found.best:
+            break
+        sized = grown(scenario, max(found.scenario.requests, _wanted(found)))
+        if sized == found.scenario:
+            break
+        scores = []
+        for finalists, kind in ((found.split, "disaggregated"), (found.together, "colocated")):
+            rates = {score.placement: score.goodput for score in finalists}
+            scores.append(search(sized, rates, keep, jobs, progress(f"{kind} finalists"), rates))
+        found = SearchResult(sized, scores[0], scores[1])
+    return SearchResult(found.scenario, found.split[:keep], found.together[:keep])
+
+
+def lasting(scenario: Scenario, rate: float) -> Scenario:
+    """Returns the scenario with samples that last long enough at a rate, in requests/s."""
+    requests = requests_lasting(scenario, rate, MIN_SECONDS)
+    return grown(scenario, max(scenario.requests, requests))
+
+
+def grown(scenario: Scenario, requests: int) -> Scenario:
+    """Returns the scenario with so many requests, or as many as there may be."""
+    requests, seeds = workload.extent(
+        scenario.workload, scenario.arrivals, min(requests, MAX_REQUESTS), scenario.seeds
+    )
+    return msgspec.structs.replace(scenario, requests=requests, seeds=seeds)
+
+
+def requests_needed(scenario: Scenario, score: PlacementScore) -> int:
+    """Returns the requests that a sample needs at the rate found."""
+    sample = scenario.samples()[0]
+    rate = score.goodput * score.placement.gpus
+    result = simulate(scenario.deployment(score.placement), sample, rate)
+    served = [seconds for seconds in result.latency if seconds >= 0]
+    latency = sum(served) / len(served)
+    return requests_lasting(scenario, rate, max(MIN_SECONDS, MIN_LATENCIES * latency))
+
+
+def requests_lasting(scenario: Scenario, rate: float, seconds: float) -> int:
+    """Returns the requests of a sample that lasts so long between its edges."""
+    counted_share = 1.0 if scenario.distserve else 1 - 2 * EDGE_SHARE
+    return math.ceil(rate * seconds / counted_share)
+
+
+def _first_guess(scenario: Scenario) -> int:
+    """Estimates the requests needed, by the closed form of the best placement."""
+    sample = scenario.samples()[0]
+    placements = (*disaggregated(scenario), *colocated(scenario))
+    rate = max(estimate(scenario, place, sample) * place.gpus for place in placements)
+    return requests_lasting(scenario, rate, MIN_SECONDS)
+
+
+def _wanted(found: SearchResult) -> int:
+    """Returns the requests for the next search; fewer than it had where they were enough."""
+    needed = found.needed
+    enough = needed if needed > found.scenario.requests else 0
+    narrow = min(_narrowing(found), MAX_NARROWING_RATIO * needed)
+    return int(MARGIN_RATIO * max(enough, narrow))
+
+
+def _narrowing(found: SearchResult) -> int:
+    """Estimates the requests for narrow intervals: half as wide takes four times as many."""
+    requests = found.scenario.requests
+    widest = 0.0
+    for score in found.best:
+        low, high = score.ci
+        widest = max(widest, (high - low) / 2 / score.goodput)
+    if widest <= MAX_HALF_INTERVAL_RATIO:
+        return 0
+    ratio = widest / MAX_HALF_INTERVAL_RATIO
+    return math.ceil(requests * ratio**2)

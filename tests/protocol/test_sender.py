@@ -323,10 +323,10 @@ BLOCK_SUMS = [[11, 12, 13], [21, 22, 23]]
 LAYER_SUMS = [layer_sum(SummedBlocks(1, sums[1:])) for sums in BLOCK_SUMS]
 
 
-def summing(generates_more: bool = False) -> Sender:
+def summing(writes_more: bool = False) -> Sender:
     """A sender of twelve tokens in two layers, of which one is final; `d` reads them."""
     side = Sender("p", RankLayout([FULL], [0, 0]), sums_blocks=True)
-    scheduled = BlocksScheduled("t", 12, [[1, 2, 3]], generates_more=generates_more)
+    scheduled = BlocksScheduled("t", 12, [[1, 2, 3]], writes_more=writes_more)
     side.handle(scheduled, 0.0)
     side.handle(LayersComputed("t", 1), 0.0)
     side.handle(messages.TransferRequest("t", "p", "d", "zmq:x"), 0.0)
@@ -427,7 +427,7 @@ def test_a_repeated_confirm_has_the_same_sums_after_the_release() -> None:
 
 
 def test_blocks_into_which_vllm_goes_on_to_write_are_not_compared() -> None:
-    side = summing(generates_more=True)
+    side = summing(writes_more=True)
     side.handle(summed(), 0.0)
     (confirm,) = complete(side, WHOLE)
     assert confirm.valid and confirm.sums == []

@@ -255,7 +255,7 @@ class Sender:
         t.tokens_partial = event.tokens
         t.layers_partial = 0
         t.prompt = event.prompt
-        if self.sums_blocks and not event.generates_more and t.block_sums is None:
+        if self.sums_blocks and not event.writes_more and t.block_sums is None:
             t.block_sums = BlockSums(len(self.layout.layers))
         # Rule 5.  While WANTED there was no digest to compare with: this is the first chance.
         actions: Actions = []

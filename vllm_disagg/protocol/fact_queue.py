@@ -78,14 +78,14 @@ class FactQueue(Generic[E]):
         # The last place where a fact of a transfer waits.  vLLM's thread must not search: a long
         # queue has thousands of facts.
         self._last: dict[Key, _Waiting[E]] = {}
-        self._has_failed = False
+        self.has_failed = False  # set by `fail`
 
     def add(self, facts: Sequence[Fact], event: E | None) -> list[Fact]:
         """Adds facts of vLLM's thread; returns those that go to the driver now, in order.
 
         `event`: behind all work launched so far; None if no fact claims work.
         """
-        if self._has_failed:
+        if self.has_failed:
             return _voided(facts)
         newest = _Waiting(event)
         self._waiting.append(newest)
@@ -131,7 +131,7 @@ class FactQueue(Generic[E]):
     def take_reached(self, event: E) -> list[Fact]:
         """Returns the facts that waited for `event`, the first one, which has been reached."""
         # Another thread may have called `fail` while this one waited for the event.
-        if self._has_failed:
+        if self.has_failed:
             return []
         reached = self._waiting.popleft()
         assert reached.event is event, "events are reached in the order of their facts"
@@ -146,7 +146,7 @@ class FactQueue(Generic[E]):
         Returns the waiting facts.  Each claim goes with a fact that voids it, so that every
         transfer ends: P refuses its receivers, and D computes its prompts.
         """
-        self._has_failed = True
+        self.has_failed = True
         facts = [fact for waiting in self._waiting for fact in waiting.all_facts()]
         self._waiting.clear()
         self._last.clear()

@@ -7,7 +7,7 @@ ignored. A request of kind `probe` only requests the engine's description.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_disagg.errors import BadGrant, Unmappable
@@ -124,13 +124,14 @@ class Admission:
         # computes the prompt's last token again, which looks back one token further. That token
         # may be in one block more, so P leaves out the last token of the prompt too.
         leaves_out_last = self._has_states or (before_lookup and self._leaves_out_last)
-        if (
-            digest
+        is_left_out = (
+            bool(digest)
             and grant.leg == "prefill"
             and request.num_prompt_tokens > 1
             and leaves_out_last
             and generates_one
-        ):
+        )
+        if is_left_out:
             compat.leave_out_last(request)
         obstacle = ""
         if not digest:
@@ -144,14 +145,20 @@ class Admission:
                 request.request_id,
                 obstacle,
             )
-        facts = _leg_facts(request, grant, checker, now, digest)
-        if not generates_one:
-            facts = replace(facts, generates_more=True)
+        # Of a vLLM without the hook before the lookup, P computes a token that D does not read.
+        writes_more = not generates_one or (self._leaves_out_last and not is_left_out)
+        facts = _leg_facts(request, grant, checker, now, digest, writes_more=writes_more)
         return AdmittedRequest(grant, facts, is_computed_here=bool(obstacle))
 
 
 def _leg_facts(
-    request: Request, grant: Grant, checker: GrantChecker, now: float, digest: str
+    request: Request,
+    grant: Grant,
+    checker: GrantChecker,
+    now: float,
+    digest: str,
+    *,
+    writes_more: bool,
 ) -> LegFacts:
     """Returns the facts of a new leg; uses up the transfer id of its reuse."""
     plan = (
@@ -166,6 +173,7 @@ def _leg_facts(
         sources=grant.sources,
         plan=plan,
         stall_timeout=grant.patience,
+        writes_more=writes_more,
         reuse=reuse,
     )
 

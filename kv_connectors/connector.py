@@ -201,12 +201,12 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
                     handshake.difference,
                 )
                 return
+            if not isinstance(handshake, Handshake):
+                raise ConfigError(
+                    "DisaggConnector must be the first among the connectors of MultiConnector that"
+                    " exchange handshakes: move it to the front of its list"
+                )
             handshakes.append(handshake)
-        if not all(isinstance(handshake, Handshake) for handshake in handshakes):
-            raise ConfigError(
-                "DisaggConnector must be the first among the connectors of MultiConnector that"
-                " exchange handshakes: move it to the front of its list"
-            )
         self._scheduler.set_workers(handshakes)
         if self._scheduler.engine and not self._registrations:
             self._registrations = self._register(self._scheduler.engine.incarnation)

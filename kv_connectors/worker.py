@@ -84,7 +84,6 @@ class WorkerSide:
         self._gpu_facts: GpuFacts | None = None  # None on a CPU
         self._computed_sums: ComputedSums | None = None  # None if blocks are not summed
         self._loaded_sums: LoadedSums | None = None
-        self._difference = ""  # what the proof at the start has found; then nothing is transferred
         self._serving_requests: dict[str, str] = {}  # transfer id -> vLLM's id of the sender
         self._loading_requests: dict[str, str] = {}  # transfer id -> vLLM's id of the receiver
         self._computing_transfers: list[str] = []  # this step computes a part of their prompts
@@ -201,7 +200,6 @@ class WorkerSide:
                 f' kv_load_failure_policy is "{transfer.kv_load_failure_policy}"; with "recompute"'
                 " it computes every prompt itself"
             )
-        self._difference = difference
         self.handshake = FailedProof(difference)
 
     def _start_gpu_facts(self, driver: Driver) -> None:
@@ -396,7 +394,7 @@ class WorkerSide:
         sent: set[str] = set()
         received: set[str] = set()
         failed: set[str] = set()
-        if self._difference:
+        if isinstance(self.handshake, FailedProof):
             return sent, received, failed  # the scheduler has started no transfer
         for outcome in self.driver.take():
             if isinstance(outcome, events.LookupResult):

@@ -29,16 +29,16 @@ class TransferTrace:
         Keeps the object itself: most entries are never written, and writing each would cost more
         than handling it.
         """
-        # A message that is sent has its transfer inside.
-        content = entry.message if isinstance(entry, events.SendMessage) else entry
-        if isinstance(entry, events.BlocksSummed):
-            # The sums of a long prompt fill megabytes, and would stay here for thousands of events.
-            entry = msgspec.structs.replace(entry, layers=[])
-        if isinstance(content, messages.Progress) and content.blocks:
-            # So would the block ids, in the traces of both workers.
-            entry = msgspec.structs.replace(content, blocks=[])
-        # Ticks, and events of a connection, belong to no transfer.
-        transfer = getattr(content, "transfer", "")
+        if isinstance(entry, events.SendMessage):
+            # A message that is sent has its transfer inside.
+            transfer = entry.message.transfer
+            message = _without_lists(entry.message)
+            if message is not entry.message:
+                entry = msgspec.structs.replace(entry, message=message)
+        else:
+            # Ticks, and events of a connection, belong to no transfer.
+            transfer = getattr(entry, "transfer", "")
+            entry = _without_lists(entry)
         self._entries.append((at, transfer, entry))
 
     def lines(self, transfer: str) -> list[str]:
@@ -65,3 +65,20 @@ class TransferTrace:
             result.transfer,
             "\n".join(self.lines(result.transfer)),
         )
+
+
+def _without_lists(entry: object) -> object:
+    """Returns the entry without a list that may fill megabytes for thousands of events.
+
+    A peer chooses the length of the lists in its messages.
+    """
+    match entry:
+        case events.BlocksSummed():
+            return msgspec.structs.replace(entry, layers=[])
+        case messages.Progress() if entry.blocks:
+            return msgspec.structs.replace(entry, blocks=[])
+        case messages.ReadComplete() if entry.extents:
+            return msgspec.structs.replace(entry, extents=[])
+        case messages.Confirm() if entry.sums:
+            return msgspec.structs.replace(entry, sums=[])
+    return entry

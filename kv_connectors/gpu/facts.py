@@ -102,10 +102,13 @@ class GpuFacts:
         return self._is_closing or self._queue.next_event() is not None
 
     def _fail(self, error: Exception) -> None:
+        with self._changed:
+            # Each later claim of vLLM may fail in the same way, and the log must not fill with it.
+            if self._queue.has_failed:
+                return
+            self._submit_now(self._queue.fail())
         log.critical(
             "gpu: the end of launched work cannot be seen any more; this worker goes on without KV"
             " transfers, and D recomputes its prompts",
             exc_info=error,
         )
-        with self._changed:
-            self._submit_now(self._queue.fail())

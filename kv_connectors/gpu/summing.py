@@ -101,7 +101,7 @@ class ComputedSums:
             self._prompts.pop(event.transfer, None)
             return
         if event.transfer not in self._prompts:
-            new = None if event.generates_more else _Prompt([[] for _ in event.blocks])
+            new = None if event.writes_more else _Prompt([[] for _ in event.blocks])
             self._prompts[event.transfer] = new
         prompt = self._prompts[event.transfer]
         if prompt is None:

@@ -515,8 +515,28 @@ def test_without_windows_a_prefill_leg_may_go_on() -> None:
     asked = request("prefill", p, max_tokens=3)
     p.tokens_to_load(asked, 0)
     assert p.build_step_metadata(step(new={"r1": (0, 40, [7, 8, 9])})).sender_events == [
-        events.BlocksScheduled(T, 40, [[7, 8, 9]], prompt=OF_40, generates_more=True)
+        events.BlocksScheduled(T, 40, [[7, 8, 9]], prompt=OF_40, writes_more=True)
     ]
+
+
+@pytest.mark.parametrize("has_hook", [True, False])
+def test_blocks_are_compared_only_if_p_computes_no_token_that_d_leaves_out(has_hook: bool) -> None:
+    """Without vLLM's hook before the lookup, P computes the whole prompt.
+
+    A step may end before its last token: D reads the last block then, and P writes into it later.
+    """
+    p = side("prefill", [FULL, WINDOW])
+    asked = request("prefill", p)
+    asked._all_token_ids = list(asked.prompt_token_ids)
+    if has_hook:
+        p.on_request_arrived(asked)
+    p.tokens_to_load(asked, 0)
+    scheduled = step(new={"r1": (0, 30, [])})
+    scheduled.scheduled_new_reqs[0].block_ids = ([4, 5], [6, 7])
+    (event,) = p.build_step_metadata(scheduled).sender_events
+    assert isinstance(event, events.BlocksScheduled)
+    assert asked.num_prompt_tokens == (39 if has_hook else 40)
+    assert event.writes_more == (not has_hook)
 
 
 def test_with_a_window_a_prompt_of_one_token_is_not_loaded() -> None:

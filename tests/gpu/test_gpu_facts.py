@@ -159,8 +159,12 @@ def test_a_gpu_that_fails_costs_transfers_and_no_answer(
 
 
 def test_an_event_that_cannot_be_recorded_does_not_raise_into_vllm(
-    gpu_facts: GpuFacts, runtime: HeldRuntime, submitted: Submitted
+    gpu_facts: GpuFacts,
+    runtime: HeldRuntime,
+    submitted: Submitted,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.CRITICAL)
     gpu_facts.submit([scheduled(16), LAYERS_COMPUTED])
     waited = runtime.await_event(0)
     runtime.recording_error = RuntimeError("CUDA error: unspecified launch failure")
@@ -169,6 +173,9 @@ def test_an_event_that_cannot_be_recorded_does_not_raise_into_vllm(
     waited.ends.set()  # what the thread waited for has gone already
     gpu_facts.submit([FINISHED])
     assert submitted.wait_for(4)[3:] == [FINISHED]
+    gpu_facts.submit([events.LayersComputed(TRANSFER, 2)])
+    assert submitted.wait_for(5)[4:] == [RECOMPUTED]
+    assert len(caplog.records) == 1, "one line, and not one a step"
 
 
 def test_close_ends_an_idle_thread(runtime: HeldRuntime, submitted: Submitted) -> None:

@@ -178,7 +178,7 @@ def test_two_prompts_of_a_step_are_summed_at_once() -> None:
 def test_some_prompts_are_not_summed(how: str) -> None:
     p = Engine(1)
     computed = summing.ComputedSums(p.memory)
-    scheduled = events.BlocksScheduled("t", 4, [[3], [2]], generates_more=how == "generates more")
+    scheduled = events.BlocksScheduled("t", 4, [[3], [2]], writes_more=how == "generates more")
     computed.note(scheduled)
     if how == "left out":
         computed.leave_out("t")

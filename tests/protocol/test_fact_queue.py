@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_disagg.kv.reshard import ReshardPlan
-from vllm_disagg.protocol import events
+from vllm_disagg.protocol import events, fact_queue
 from vllm_disagg.protocol.events import Fact
 from vllm_disagg.protocol.fact_queue import FactQueue, claims_work
 
@@ -161,6 +161,38 @@ def test_recomputed_layers_find_a_transfer_to_mark(queue: Queue) -> None:
     assert queue.reach() == [] and queue.reach() == []
 
 
+def test_a_fact_goes_at_once_when_nothing_of_its_transfer_waits_any_more(queue: Queue) -> None:
+    next_step = scheduled("t", 16)
+    queue.add(events.LayersComputed("t", 2))
+    queue.add(events.LayersComputed("t", 3))
+    queue.reach()
+    assert queue.add(next_step) == []
+    assert queue.reach() == [events.LayersComputed("t", 3), next_step]
+    assert queue.add(next_step) == [next_step]
+    queue.add(events.LayersComputed("t", 1), events.LayersComputed("u", 1))
+    queue.add(events.BlocksRevoked("t"))
+    assert queue.add(next_step) == [next_step]
+
+
+def test_vllms_thread_does_not_search_what_waits(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would for each fact of a step, through thousands of facts behind a busy GPU."""
+    for layer in range(100):
+        queue.add(*[events.LayersComputed(f"t{number}", layer) for number in range(10)])
+    looked: list[Fact] = []
+
+    def key(fact: Fact) -> fact_queue.Key:
+        looked.append(fact)
+        return original(fact)
+
+    original = fact_queue._key
+    monkeypatch.setattr(fact_queue, "_key", key)
+    step: list[Fact] = [scheduled("new", 8), scheduled("t3", 8), events.BlocksRevoked("t4")]
+    queue.add(*step)
+    assert {id(fact) for fact in looked} <= {id(fact) for fact in step}
+
+
 def test_a_load_that_is_cancelled_while_it_waits_ends_once(queue: Queue) -> None:
     queue.add(requested("t"))
     cancelled = events.LoadCancelled("t")
@@ -173,9 +205,9 @@ def test_after_a_failure_no_claim_is_believed(queue: Queue) -> None:
     queue.add(events.PrefillFinished("t"))
     assert queue.queue.fail() == [
         events.LayersRecomputed("t"),
+        events.PrefillFinished("t"),
         requested("l"),
         events.LoadCancelled("l"),
-        events.PrefillFinished("t"),
     ]
     assert queue.is_empty and queue.queue.fail() == []
     late: list[Fact] = [scheduled("u", 8), events.LayersComputed("u", 2), requested("m")]

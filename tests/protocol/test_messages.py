@@ -79,7 +79,10 @@ def test_malformed_frames_are_refused() -> None:
     huge = messages.encode(messages.ReadComplete("x" * 70_000, "p", "d"))
     request = {"type": "read_request", "transfer": "t", "source": "p", "reader": "d", "number": -1}
     negative = messages._PREFIX + msgspec.msgpack.encode(request)
-    for frame in (nested, other_version, huge, negative, b""):
+    most = messages.TransferRequest("t", "p", "d", "a", messages.MAX_RECEIVERS)
+    assert messages.decode_at_sender(messages.encode(most)) == most
+    crowd = messages.encode(msgspec.structs.replace(most, readers=messages.MAX_RECEIVERS + 1))
+    for frame in (nested, other_version, huge, negative, crowd, b""):
         with pytest.raises(BadMessage):
             messages.decode_at_sender(frame)
 

@@ -494,6 +494,32 @@ def test_a_load_whose_sums_never_come_stalls() -> None:
     raise AssertionError("it waits for ever")
 
 
+def test_a_p_whose_engine_stops_before_it_has_summed_is_given_up() -> None:
+    """It answers each ReadComplete, but its sums will not come."""
+    for tokens, is_given_up in ((4, True), (8, False)):
+        side = settling()
+        progress = messages.Progress("t", "p", "d", tokens, 8, 1, seconds_without_step=30.0)
+        actions = side.handle(progress, 0.3)
+        reasons = [action.reason for action in actions if isinstance(action, LoadResult)]
+        assert reasons == [Reason.ENGINE_STALLED] * is_given_up
+
+
+def test_an_abort_behind_the_confirm_has_no_effect() -> None:
+    """It answers a late TransferRequest: P has released its blocks, which our sums await."""
+    side = settling()
+    side.handle(confirmed(SUMS), 0.3)
+    assert side.handle(messages.Abort("t", "p", "d", "unknown_transfer"), 0.4) == []
+    (report,) = side.handle(LayersSummed("t", "p", SUMS), 0.5)
+    assert isinstance(report, LoadResult) and report.reason is None and report.is_verified
+
+
+def test_an_abort_before_the_confirm_ends_the_load() -> None:
+    side = settling()
+    side.handle(LayersSummed("t", "p", SUMS), 0.3)
+    (report,) = side.handle(messages.Abort("t", "p", "d", "blocks_revoked"), 0.4)
+    assert isinstance(report, LoadResult) and report.reason is Reason.BLOCKS_REVOKED
+
+
 def test_sums_of_a_load_that_has_ended_have_no_effect() -> None:
     side = settling()
     side.handle(LoadCancelled("t"), 0.3)

@@ -187,6 +187,14 @@ def test_a_withdrawal_may_be_said_before_what_it_withdraws_and_again(side: Sende
     assert isinstance(answer, SendMessage) and isinstance(answer.message, messages.Abort)
 
 
+def test_the_first_request_sets_how_many_receivers_are_served(side: Sender) -> None:
+    """A later one cannot add records without a limit."""
+    more = messages.TransferRequest("t", "p", "e", "zmq:y", readers=4096)
+    (refusal,) = side.handle(more, 0.1)
+    assert isinstance(refusal, SendMessage) and isinstance(refusal.message, messages.Abort)
+    assert list(side.transfers["t"].receivers) == ["d"]
+
+
 @pytest.mark.parametrize("asks_first", [True, False])
 def test_a_reader_of_another_prompt_is_told_so_at_once_and_holds_nothing(asks_first: bool) -> None:
     side = Sender("p", RankLayout([FULL], [0]))
@@ -315,10 +323,10 @@ BLOCK_SUMS = [[11, 12, 13], [21, 22, 23]]
 LAYER_SUMS = [layer_sum(SummedBlocks(1, sums[1:])) for sums in BLOCK_SUMS]
 
 
-def summing(generates_more: bool = False) -> Sender:
+def summing(writes_more: bool = False) -> Sender:
     """A sender of twelve tokens in two layers, of which one is final; `d` reads them."""
     side = Sender("p", RankLayout([FULL], [0, 0]), sums_blocks=True)
-    scheduled = BlocksScheduled("t", 12, [[1, 2, 3]], generates_more=generates_more)
+    scheduled = BlocksScheduled("t", 12, [[1, 2, 3]], writes_more=writes_more)
     side.handle(scheduled, 0.0)
     side.handle(LayersComputed("t", 1), 0.0)
     side.handle(messages.TransferRequest("t", "p", "d", "zmq:x"), 0.0)
@@ -352,8 +360,42 @@ def test_a_reader_that_is_complete_before_the_sums_waits_for_them() -> None:
     """A stage of D's pipeline has read the layers that were final first."""
     side = summing()
     assert complete(side, WHOLE) == complete(side, WHOLE, now=0.6) == []
-    (confirm,) = confirms(side, summed())
+    assert confirms(side, summed()) == []
+    (confirm,) = confirms(side, LayersComputed("t", 2))
     assert confirm.valid and confirm.sums == LAYER_SUMS
+
+
+def test_a_reader_that_waits_for_sums_gets_a_sign_of_life() -> None:
+    """A step may last longer than its `peer_timeout`; and vLLM may have stopped in it."""
+    side = summing()
+    side.last_engine_step = 0.0
+    (answer,) = side.handle(messages.ReadComplete("t", "p", "d", [WHOLE]), 5.0)
+    progress = messages.Progress("t", "p", "d", 0, 12, 1, seconds_without_step=5.0)
+    assert answer == SendMessage("d", progress)
+
+
+def test_a_reader_does_not_wait_for_sums_of_tokens_that_are_final() -> None:
+    """BlocksSummed precedes the end of the step: without it the blocks were not summed."""
+    side = summing()
+    assert complete(side, WHOLE) == []
+    (confirm,) = confirms(side, LayersComputed("t", 2))
+    assert confirm.valid and confirm.sums == []
+    assert complete(side, WHOLE) == [confirm], "it has no end but by vLLM"
+
+
+def test_a_reader_waits_until_the_last_chunk_is_summed() -> None:
+    side = Sender("p", RankLayout([FULL], [0, 0]), sums_blocks=True)
+    side.handle(BlocksScheduled("t", 8, [[1, 2]]), 0.0)
+    side.handle(messages.TransferRequest("t", "p", "d", "zmq:x"), 0.0)
+    side.handle(LayersComputed("t", 1), 0.0)
+    assert complete(side, WHOLE, now=1.0) == []
+    side.handle(BlocksSummed("t", 8, [SummedBlocks(0, sums[:2]) for sums in BLOCK_SUMS]), 5.0)
+    assert confirms(side, LayersComputed("t", 2), now=5.0) == []
+    assert side.transfers["t"].receivers["d"].last_seen == 1.0, "the reader was silent since"
+    side.handle(BlocksScheduled("t", 12, [[3]]), 6.0)
+    side.handle(BlocksSummed("t", 12, [SummedBlocks(2, sums[2:]) for sums in BLOCK_SUMS]), 6.0)
+    (confirm,) = confirms(side, LayersComputed("t", 2), now=6.0)
+    assert confirm.sums == LAYER_SUMS
 
 
 def test_a_reader_that_waits_for_sums_keeps_its_lease_and_hears_of_an_abort() -> None:
@@ -385,7 +427,7 @@ def test_a_repeated_confirm_has_the_same_sums_after_the_release() -> None:
 
 
 def test_blocks_into_which_vllm_goes_on_to_write_are_not_compared() -> None:
-    side = summing(generates_more=True)
+    side = summing(writes_more=True)
     side.handle(summed(), 0.0)
     (confirm,) = complete(side, WHOLE)
     assert confirm.valid and confirm.sums == []
@@ -404,8 +446,14 @@ def test_blocks_into_which_vllm_goes_on_to_write_are_not_compared() -> None:
     ],
 )
 def test_what_cannot_be_summed_is_confirmed_without_sums(asked: list[extents.Extent]) -> None:
+    """At once: an extent that is kept until the step ends may fill its whole message."""
+    side = summing()
+    (confirm,) = complete(side, *asked)
+    assert confirm.valid and confirm.sums == []
+    assert side.transfers["t"].receivers["d"].waiting is None
     side = summing()
     side.handle(summed(), 0.0)
+    side.handle(LayersComputed("t", 2), 0.0)
     (confirm,) = complete(side, *asked)
     assert confirm.valid and confirm.sums == []
 

@@ -11,11 +11,12 @@ import pytest
 from world_ranks import BACK, RETRY, STALL, STATES
 
 from vllm_disagg.protocol.events import Reason
-from world import CHAOS, EQUAL, SILENT, World
+from world import CHAOS, EQUAL, SILENT, Topology, World
 
 SEEDS = int(os.environ.get("SEEDS", "1000"))
 NETWORK = frozenset({"drop", "repeat", "reorder", "damage", "connect"})
 BATCHES = 20
+TO_STAGES: Topology = (2, 0, ("one", 4), ("pipeline", 4))
 GONE = (
     Reason.BLOCKS_REVOKED,
     Reason.UNKNOWN_TRANSFER,
@@ -121,6 +122,41 @@ def test_a_p_whose_vllm_stands_still_in_the_middle_of_a_prompt_is_given_up_in_ti
         stalled += after.count(Reason.ENGINE_STALLED)
         world.settle()
     assert stalled > 50
+
+
+@pytest.mark.parametrize("has_gpus", [False, True])
+def test_a_load_waits_for_the_sums_of_a_step_that_lasts_longer_than_the_peer_timeout(
+    has_gpus: bool,
+) -> None:
+    """D's first stage has all its bytes when the first layer is final."""
+    for seed in range(60):
+        world = World(seed, frozenset(), 1, TO_STAGES, has_gpus=has_gpus)
+        world.prefill.keepalives_per_layer = 4
+        world.run()
+        failed = {
+            key: why for key, why in world.outcomes.items() if why and not key[1].endswith(BACK)
+        }
+        assert not failed, (seed, failed, world.log[-20:])
+
+
+@pytest.mark.parametrize("has_gpus", [False, True])
+def test_no_load_waits_for_sums_that_never_come(has_gpus: bool) -> None:
+    unsummed, back = 0, 0
+    for seed in range(100):
+        topology = TO_STAGES if seed % 2 else EQUAL
+        world = World(seed, frozenset({"unsum"}), topology=topology, has_gpus=has_gpus)
+        world.run()
+        late = {Reason.TRANSFER_STALLED, Reason.PEER_TIMEOUT} & set(world.outcomes.values())
+        assert not late, (seed, world.outcomes, world.log[-20:])
+        unsummed += len(world.unsummed)
+        back += len([transfer for transfer in world.unsummed if transfer.endswith(BACK)])
+    assert unsummed > 100 and back > 10
+
+
+@pytest.mark.parametrize("batch", range(4))
+def test_whatever_happens_beside_blocks_that_are_not_summed_everything_ends(batch: int) -> None:
+    for seed in range(batch, SEEDS // 5, 4):
+        run(seed, frozenset(CHAOS) | {"unsum"}, has_gpus=seed % 8 >= 4)
 
 
 EQUAL_RANKS = [

@@ -48,7 +48,8 @@ CHANCES = {
     **SILENT,
     "stand": 4,  # P's vLLM stands still while its workers' threads live
     "blind": 1,  # a rank cannot wait for its GPU any more
-}  # the last two: in worlds of their own
+    "unsum": 20,  # a rank cannot sum the blocks of a prompt any more
+}  # the last three: in worlds of their own
 MOODS = (
     0,
     1,
@@ -96,6 +97,7 @@ class World:
         self.disturbed: set[str] = set()
         self.looped: set[str] = set()  # of which P has computed layers again that were final
         self.falsified: set[str] = set()  # that have met a fault of SILENT
+        self.unsummed: set[str] = set()  # of which a rank has no sums
         self.different = {
             transfer for transfer in self.lengths if self.roll("differ")
         }  # D makes other tokens of the body

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
-from world_ranks import BACK, STATES, Rank
+from world_ranks import BACK, RETRY, STATES, Rank
 from world_rules import EventRules
 
 from vllm_disagg.kv import reshard
@@ -202,6 +202,7 @@ class PrefillEngine(Engine):
         self.midway = False
         self.standing = False
         self.computing = False
+        self.keepalives_per_layer = 0  # that receivers send while a layer is computed
 
     @property
     def stands(self) -> bool:
@@ -296,8 +297,7 @@ class PrefillEngine(Engine):
         facts: list[events.Fact] = [events.LayersComputed(prompt.transfer, layers)]
         if self.world.sums and layers == len(rank.shape.layers):
             tokens = range(prompt.summed, upto)
-            summed = rank.blocks_summed(prompt.transfer, prompt.blocks, tokens)
-            facts.insert(0, summed)
+            facts[:0] = rank.blocks_summed(prompt.transfer, prompt.blocks, tokens)
         rank.submit(facts)
 
     def compute_twice(self, prompt: Prompt, upto: int) -> None:
@@ -342,6 +342,11 @@ class PrefillEngine(Engine):
 
     def meanwhile(self) -> None:
         """The drivers' threads and the network do not wait for the forward pass."""
+        for _ in range(self.keepalives_per_layer):
+            self.world.pass_time(RETRY)
+            self.world.copy()
+            for _ in range(len(self.world.network)):
+                self.world.deliver()
         for _ in range(self.world.random.choice([0, 0, 4])):
             self.world.run_gpus(self.ranks)
             for rank in self.ranks:
@@ -575,8 +580,7 @@ class DecodeEngine(Engine):
                 rank.compute(back, answer.blocks, layer, range(answer.cached))
             facts: list[events.Fact] = [events.LayersComputed(back, len(rank.shape.layers))]
             if self.world.sums:
-                cached = range(answer.cached)
-                facts.insert(0, rank.blocks_summed(back, answer.blocks, cached))
+                facts[:0] = rank.blocks_summed(back, answer.blocks, range(answer.cached))
             rank.submit(facts)
 
     def holder(self, transfer: str) -> Answer | None:

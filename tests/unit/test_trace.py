@@ -8,6 +8,7 @@ import pytest
 
 from vllm_disagg import trace as module
 from vllm_disagg.kv.block_sums import SummedBlocks
+from vllm_disagg.kv.extents import Extent
 from vllm_disagg.protocol import events, messages
 from vllm_disagg.trace import TransferTrace
 
@@ -88,3 +89,20 @@ def test_block_ids_of_a_long_prompt_are_not_kept(trace: TransferTrace) -> None:
     lines = trace.lines(TRANSFER)
     assert len(lines) == 2
     assert all("tokens_final=4" in line and "NewBlocks" not in line for line in lines)
+
+
+@pytest.mark.parametrize("is_sent", [False, True])
+@pytest.mark.parametrize(
+    "message",
+    [
+        messages.ReadComplete(TRANSFER, "p/0", "d/0", [Extent(0, 1, 0, 4)] * 4096),
+        messages.Confirm(TRANSFER, "p/0", "d/0", valid=True, sums=[2**63] * 4096),
+    ],
+)
+def test_lists_of_a_peers_message_are_not_kept(
+    trace: TransferTrace, message: messages.ReadComplete | messages.Confirm, is_sent: bool
+) -> None:
+    """It fills megabytes with some thousands of them."""
+    trace.add(1.0, events.SendMessage("d/0", message) if is_sent else message)
+    (line,) = trace.lines(TRANSFER)
+    assert type(message).__name__ in line and len(line) < 300

@@ -45,8 +45,9 @@ class BlocksScheduled(msgspec.Struct, frozen=True, tag=True):
     # The tokens are a prefix-cache hit: this step or an earlier one computes them.
     cached: bool = False
     prompt: str = ""  # digest of the whole prompt; receivers of another prompt are refused
-    # vLLM goes on to write generated tokens into the last block, so its sum would be no evidence.
-    generates_more: bool = False
+    # vLLM goes on to write tokens into the last block that the receivers do not read, so its sum
+    # would be no evidence.
+    writes_more: bool = False
 
 
 class LayersComputed(msgspec.Struct, frozen=True, tag=True):

@@ -49,6 +49,7 @@ from . import events
 from .events import Fact
 
 E = TypeVar("E")  # an event of the GPU, which this module only hands back
+Key = tuple[bool, str]  # the machine and the transfer of a fact
 
 
 @dataclass
@@ -56,7 +57,11 @@ class _Waiting(Generic[E]):
     """Facts that wait for one event."""
 
     event: E | None
-    facts: list[Fact] = field(default_factory=list)
+    facts: dict[Key, list[Fact]] = field(default_factory=dict)
+
+    def all_facts(self) -> list[Fact]:
+        """Returns the facts of all transfers; those of one transfer are in order."""
+        return [fact for facts in self.facts.values() for fact in facts]
 
 
 def claims_work(facts: Iterable[Fact]) -> bool:
@@ -70,14 +75,17 @@ class FactQueue(Generic[E]):
 
     def __init__(self) -> None:
         self._waiting: deque[_Waiting[E]] = deque()
-        self._has_failed = False
+        # The last place where a fact of a transfer waits.  vLLM's thread must not search: a long
+        # queue has thousands of facts.
+        self._last: dict[Key, _Waiting[E]] = {}
+        self.has_failed = False  # set by `fail`
 
     def add(self, facts: Sequence[Fact], event: E | None) -> list[Fact]:
         """Adds facts of vLLM's thread; returns those that go to the driver now, in order.
 
         `event`: behind all work launched so far; None if no fact claims work.
         """
-        if self._has_failed:
+        if self.has_failed:
             return _voided(facts)
         newest = _Waiting(event)
         self._waiting.append(newest)
@@ -95,23 +103,25 @@ class FactQueue(Generic[E]):
                 return _revoked(fact, self._take_out(fact))
             case events.LayersComputed() | events.BlocksSummed() | events.LoadRequested():
                 assert newest.event is not None, f"no event was recorded for {fact}"
-                newest.facts.append(fact)
+                self._last[_key(fact)] = newest
+                newest.facts.setdefault(_key(fact), []).append(fact)
                 return []
         # With the last of its transfer: its own event would be one that it need not wait for.
-        for waiting in reversed(self._waiting):
-            if any(_key(other) == _key(fact) for other in waiting.facts):
-                waiting.facts.append(fact)
-                return []
-        return [fact]
+        last = self._last.get(_key(fact))
+        if last is None:
+            return [fact]
+        last.facts[_key(fact)].append(fact)
+        return []
 
     def _take_out(self, revocation: Fact) -> list[Fact]:
         """Removes the waiting facts of a transfer; returns them in order."""
         key = _key(revocation)
         taken: list[Fact] = []
+        if self._last.pop(key, None) is None:
+            return taken
         for waiting in self._waiting:
-            taken += [fact for fact in waiting.facts if _key(fact) == key]
             # An entry without facts stays: a thread may be waiting for its event.
-            waiting.facts = [fact for fact in waiting.facts if _key(fact) != key]
+            taken += waiting.facts.pop(key, [])
         return taken
 
     def next_event(self) -> E | None:
@@ -121,11 +131,14 @@ class FactQueue(Generic[E]):
     def take_reached(self, event: E) -> list[Fact]:
         """Returns the facts that waited for `event`, the first one, which has been reached."""
         # Another thread may have called `fail` while this one waited for the event.
-        if self._has_failed:
+        if self.has_failed:
             return []
         reached = self._waiting.popleft()
         assert reached.event is event, "events are reached in the order of their facts"
-        return reached.facts
+        for key in reached.facts:
+            if self._last[key] is reached:
+                del self._last[key]
+        return reached.all_facts()
 
     def fail(self) -> list[Fact]:
         """Ends all waiting, now and from now on, since no event can be waited for any more.
@@ -133,13 +146,14 @@ class FactQueue(Generic[E]):
         Returns the waiting facts.  Each claim goes with a fact that voids it, so that every
         transfer ends: P refuses its receivers, and D computes its prompts.
         """
-        self._has_failed = True
-        facts = [fact for waiting in self._waiting for fact in waiting.facts]
+        self.has_failed = True
+        facts = [fact for waiting in self._waiting for fact in waiting.all_facts()]
         self._waiting.clear()
+        self._last.clear()
         return _voided(facts)
 
 
-def _key(fact: Fact) -> tuple[bool, str]:
+def _key(fact: Fact) -> Key:
     """Returns the machine and the transfer of a fact: both legs may be of one engine."""
     return isinstance(fact, events.ForReceiver), fact.transfer
 

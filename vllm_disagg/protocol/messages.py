@@ -50,6 +50,9 @@ MAX_BLOCKS_PER_PROGRESS = 8192
 # Extents in one ReadComplete, and sums in one Confirm: as many as a rank may have layers.
 MAX_SUMMED_LAYERS = 4096
 
+# Receivers of one transfer, of which a sender keeps a record each: more than an engine has ranks.
+MAX_RECEIVERS = 4096
+
 # Pieces of one transfer that one receiver may have outstanding.  A sender need not trust receivers:
 # it drops a request beyond the limit, which comes again after `peer_timeout`.
 MAX_PIECES_PER_RECEIVER = 64
@@ -68,7 +71,8 @@ class TransferRequest(msgspec.Struct, frozen=True, tag="transfer_request"):
     source: Name
     reader: Name
     address: Name  # <transport>:<address>, where the receiver takes its pieces
-    readers: Count = 1  # the blocks are released after so many receivers; 0: none needs this rank
+    # The blocks are released after so many receivers; 0: none needs this rank.
+    readers: Annotated[int, msgspec.Meta(ge=0, le=MAX_RECEIVERS)] = 1
     prompt: Name = ""  # digest of the receiver's own prompt; another prompt's KV is never served
     reads_by_address: bool = False  # Progress is to have the block ids
 

@@ -168,7 +168,7 @@ class PrefillLeg(RequestLeg):
             tokens=self.announced_tokens,
             blocks=[list(ids) for ids in new_blocks],
             prompt=self.facts.digest,
-            generates_more=self.facts.generates_more,
+            writes_more=self.facts.writes_more,
         )
         self.step.for_sender.append(scheduled)
 

@@ -502,8 +502,9 @@ class Receiver:
                 return self._on_confirm(event, t, source, now)
             case messages.Abort():
                 # It answers a TransferRequest that was overtaken by the ReadComplete.  The Confirm
-                # has vouched for the bytes, and nothing can take that back.
-                if source.state is SourceState.SETTLED:
+                # has vouched for the bytes, and nothing can take that back.  SETTLING with a
+                # Confirm: only our own sums are missing.
+                if source.confirmed_sums is not None:
                     return []
                 # A newer sender may have reasons that this version lacks.  An exception here would
                 # end the driver's thread, and with it all transfers.
@@ -519,16 +520,19 @@ class Receiver:
         source: SourceRecord,
         now: float,
     ) -> list[ReceiverAction]:
-        # Not MOVING: all pieces of this source were written, and a late Progress adds none.
-        if t.failure is not None or source.state is not SourceState.MOVING:
+        if t.failure is not None or source.state is SourceState.SETTLED:
             return []
         source.add_blocks(event.blocks, t.token_end)
         # Checked before the comparison below: a stuck engine makes no new tokens, so its Progress
         # is always a repeated one.
         is_stalled = event.seconds_without_step >= self.engine_stall_timeout
-        # A sender that has all tokens owes only bytes, for which its engine need not step.
+        # A sender that has all tokens owes only bytes, for which its engine need not step.  Without
+        # them it also owes the sums of the blocks.
         if is_stalled and event.tokens_final < t.token_end:
             return self._fail(event.transfer, Reason.ENGINE_STALLED, now)
+        # SETTLING: all pieces of this source were written, and a late Progress adds none.
+        if source.state is SourceState.SETTLING:
+            return []
         # Progress is cumulative, so a later message is never smaller than an earlier one.
         progress = (event.tokens_final, event.tokens_partial, event.layers_partial)
         if progress <= (source.tokens_final, source.tokens_partial, source.layers_partial):

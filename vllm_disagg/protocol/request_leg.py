@@ -36,8 +36,8 @@ class LegFacts:
     sources: list[WorkerInfo]  # the other engine's workers, if this leg reads from them
     plan: ReshardPlan | None  # which rank of this engine reads what; None if none reads
     stall_timeout: float  # seconds without progress after which the main load fails
-    # vLLM goes on to generate after its prefill, on P too.
-    generates_more: bool = False
+    # On P too vLLM goes on after the tokens that D reads, in the same block.
+    writes_more: bool = False
     reuse: str | None = None  # transfer id of bidirectional KV reuse; None if it is not permitted
 
 

@@ -28,8 +28,8 @@ for the lease.  Its exchange with the sender:
                                        a receiver that reads by address: it requests no pieces
     ReadRequest     -> SendPiece       only of tokens and layers that are final; a repeated request
                                        for a piece that is still being sent is ignored
-    ReadComplete    -> Confirm(valid)  whether the blocks were held until then; with their sums,
-                                       for which it may wait
+    ReadComplete    -> Confirm(valid)  whether the blocks were held until then, with their sums;
+                                       Progress while these are not known
 
 Rules, checked by `validate` and by the property tests:
   1. Each PrefillFinished is answered by exactly one ReleaseBlocks; nothing else is.
@@ -191,9 +191,9 @@ class Sender:
             case BlocksScheduled():
                 return self._on_scheduled(event, now)
             case LayersComputed():
-                return self._on_computed(event)
+                return self._on_computed(event, now)
             case BlocksSummed():
-                return self._on_summed(event, now)
+                return self._on_summed(event)
             case LayersRecomputed():
                 return self._on_recomputed(event.transfer)
             case PrefillFinished():
@@ -255,7 +255,7 @@ class Sender:
         t.tokens_partial = event.tokens
         t.layers_partial = 0
         t.prompt = event.prompt
-        if self.sums_blocks and not event.generates_more and t.block_sums is None:
+        if self.sums_blocks and not event.writes_more and t.block_sums is None:
             t.block_sums = BlockSums(len(self.layout.layers))
         # Rule 5.  While WANTED there was no digest to compare with: this is the first chance.
         actions: Actions = []
@@ -265,7 +265,7 @@ class Sender:
                 actions.append(refusal)
         return actions
 
-    def _on_computed(self, event: LayersComputed) -> Actions:
+    def _on_computed(self, event: LayersComputed, now: float) -> Actions:
         t = self.transfers.get(event.transfer)
         # Blocks may be revoked while their step runs; its layers are announced all the same.
         if t is None or t.state is not SendState.COMPUTING or t.is_recomputed:
@@ -275,16 +275,18 @@ class Sender:
             f"{event.transfer}: {t.layers_partial} layers were final, and now {event.layers}"
         )
         t.layers_partial = event.layers
+        actions: Actions = []
         # All layers: the step's tokens are final everywhere, and none are partial.
         if t.layers_partial >= len(self.layout.layers):
             t.tokens_final = t.tokens_partial
             t.layers_partial = 0
-        actions: Actions = []
+            # Sums of these tokens came before, or they never come.
+            actions += self._answer_waiting(t, now)
         for name in t.active_receivers():
             actions.append(self._progress(event.transfer, t, name))
         return actions
 
-    def _on_summed(self, event: BlocksSummed, now: float) -> Actions:
+    def _on_summed(self, event: BlocksSummed) -> Actions:
         t = self.transfers.get(event.transfer)
         # Blocks may be revoked while they are summed.  Recomputed layers have lost earlier sums.
         if t is None or t.block_sums is None or t.is_recomputed:
@@ -292,17 +294,18 @@ class Sender:
         for layer, blocks in enumerate(event.layers):
             t.block_sums.replace(layer, blocks)
         t.tokens_summed = event.tokens
-        return self._answer_waiting(t, now)
+        return []
 
     def _answer_waiting(self, t: OutgoingTransfer, now: float) -> Actions:
-        """Handles each ReadComplete that has waited for sums once more."""
+        """Answers each ReadComplete that waits for sums, unless these may still come."""
         actions: Actions = []
         # A copy: the last answer may end the transfer.
         for receiver in list(t.receivers.values()):
             waiting = receiver.waiting
-            if waiting is not None and receiver.is_active:
-                receiver.waiting = None
-                actions += self._on_read_complete(waiting, now)
+            if waiting is None or not receiver.is_active or self._lacks_sums(t, waiting.extents):
+                continue
+            receiver.waiting = None
+            actions += self._on_read_complete(waiting, now)
         return actions
 
     def _on_recomputed(self, transfer: str) -> Actions:
@@ -398,7 +401,7 @@ class Sender:
         receiver = t.receivers.get(event.reader)
         if receiver is None:
             # More receivers than announced: the plan of the other engine does not fit.
-            if len(t.receivers) >= event.readers:
+            if len(t.receivers) >= t.expected_receivers:
                 return [_abort(event)]
             receiver = ReceiverRecord(
                 address=event.address,
@@ -495,7 +498,9 @@ class Sender:
             if self._lacks_sums(t, event.extents):
                 receiver.waiting = event
                 receiver.last_seen = now
-                return []
+                # Else this sender would seem dead: a step may last longer than `peer_timeout`.
+                stalled_seconds = self._stalled_seconds(now)
+                return [self._progress(event.transfer, t, event.reader, stalled_seconds)]
             # Once: a repeated ReadComplete gets the sums of the first one.
             receiver.sums = self._layer_sums(t, event.extents)
             if event.uncounted_bytes:
@@ -583,16 +588,22 @@ class Sender:
         )
 
     def _lacks_sums(self, t: OutgoingTransfer, extents: list[Extent]) -> bool:
-        """Returns whether BlocksSummed will come for tokens of these extents."""
+        """Returns whether BlocksSummed may still come for tokens of these extents."""
         # A receiver of the first layers only may have all its bytes before the step has ended.
-        # PrefillFinished comes after the last BlocksSummed.
+        # BlocksSummed precedes the end of each step and PrefillFinished.  If it did not come by
+        # then, the blocks were not summed, and the receiver gets its Confirm without sums.
         if t.block_sums is None or t.state is not SendState.COMPUTING:
             return False
-        return any(extent.token_end > t.tokens_summed for extent in extents)
+        # What is never summed need not wait, and would be kept: it may fill its whole message.
+        if not self._are_of_whole_blocks(extents):
+            return False
+        return any(extent.token_end > t.tokens_final for extent in extents)
 
     def _layer_sums(self, t: OutgoingTransfer, extents: list[Extent]) -> list[int]:
         """Returns the layer sums of these extents; empty if they were not summed."""
-        if t.block_sums is None or not self._are_summed(t, extents):
+        if t.block_sums is None or not self._are_of_whole_blocks(extents):
+            return []
+        if any(extent.token_end > t.tokens_summed for extent in extents):
             return []
         sums: list[int] = []
         for extent in extents:
@@ -603,8 +614,8 @@ class Sender:
                 sums.append(t.block_sums.layer_sum(layer, first, end))
         return sums
 
-    def _are_summed(self, t: OutgoingTransfer, extents: list[Extent]) -> bool:
-        """Returns whether the extents are of whole blocks that have their sums."""
+    def _are_of_whole_blocks(self, extents: list[Extent]) -> bool:
+        """Returns whether the extents are of whole blocks, each layer at most once."""
         # They come from another process: no field can be trusted.  In ascending order no layer is
         # summed twice, which bounds the work.
         next_layer = 0
@@ -618,7 +629,7 @@ class Sender:
                 return False
             if heads_of(extent, kind) != (0, kind.heads) or extent.token % kind.block_size:
                 return False
-            if not extent.token < extent.token_end <= t.tokens_summed:
+            if not extent.token < extent.token_end:
                 return False
         return True
 

@@ -1,7 +1,9 @@
 """Tests the facts that the proxy learns about instances, and when."""
 
 import asyncio
+import errno
 import inspect
+import os
 import time
 from typing import Any
 
@@ -10,6 +12,9 @@ import pytest
 from proxy_world import KEY, Call, World, answer, answer_at_once, until, world
 from vllm_disagg.fleet.grants import MARGIN_SECONDS
 from vllm_disagg.fleet.keys import FleetKey
+from vllm_disagg.proxy.http import connection_pool
+from vllm_disagg.proxy.http.connection_pool import ConnectionPool
+from vllm_disagg.proxy.http.upstream import UpstreamConnection
 from vllm_disagg.proxy.membership import discovery
 from vllm_disagg.proxy.membership.discovery import Discovery, engine_in
 from vllm_disagg.proxy.routing.fleet import Instance
@@ -278,6 +283,40 @@ async def test_an_engine_that_is_too_full_for_a_probe_lives() -> None:
         assert await usable(w, w.d.url)
         w.d.probe_status = 200
         await until(lambda: w.d.probes > probes + 3)
+
+
+async def test_a_lack_of_descriptors_here_is_not_a_failure_of_the_instances(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither legs nor health checks nor probes blame them; requests in flight go on."""
+    monkeypatch.setattr(connection_pool, "IDLE_SECONDS", 0.0)  # a new connection each time
+    attempts = 0
+
+    async def lack(pool: ConnectionPool, address: str) -> UpstreamConnection:
+        nonlocal attempts
+        attempts += 1
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async with world() as w:
+        w.d.script = Call.forever
+        in_flight = await w.start()
+        await until(lambda: w.d.calls)
+        with monkeypatch.context() as patched:
+            patched.setattr(ConnectionPool, "_open_to", lack)
+            # Old clocks cause probes.
+            patched.setattr(discovery, "CLOCK_REFRESH_SECONDS", 0.0)
+            for _ in range(3):
+                reply = await w.post()
+                assert reply.status == 502
+                assert "this proxy cannot connect: Too many open files" in reply.body.decode()
+            before = attempts
+            await until(lambda: attempts > before + 20)
+            assert await usable(w, w.p.url) and await usable(w, w.d.url)
+        assert not w.d.calls[0].gone.is_set()
+        in_flight.close()
+        w.d.script = answer
+        assert (await w.post()).json()["leg"] == "decode"
+    assert "is not used" not in caplog.text
 
 
 async def test_a_full_kv_cache_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ and the request is sent once more on a new connection.
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import ssl
 from collections import deque
@@ -23,6 +24,8 @@ from .upstream_response import Unreachable, UpstreamResponse
 
 IDLE_SECONDS = 4.0  # below vLLM's VLLM_HTTP_TIMEOUT_KEEP_ALIVE
 CONNECT_SECONDS = 2.0
+# Of a connection that this process cannot open, to whatever instance.
+LOCAL_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 FULL_STATUSES = (429, 503)  # answers of an API server whose engine takes no more requests
 
 _LEFT_DETAIL = "it has left the fleet"
@@ -144,7 +147,10 @@ class ConnectionPool:
             raise Unreachable("refused", f"TLS: {detail}") from None
         # ValueError: a name that no host can have, such as one with a label of 64 bytes.
         except (OSError, ValueError) as error:
-            raise Unreachable("refused", getattr(error, "strerror", None) or str(error)) from None
+            detail = getattr(error, "strerror", None) or str(error)
+            if getattr(error, "errno", None) in LOCAL_ERRORS:
+                raise Unreachable("local", f"this proxy cannot connect: {detail}") from None
+            raise Unreachable("refused", detail) from None
 
     async def _open(self) -> UpstreamConnection:
         """Connects to the first address that accepts.

@@ -295,6 +295,8 @@ class Discovery:
                     return "is silent"
             health.result()
         except Unreachable as error:
+            if error.reason == "local":
+                return ""  # nothing was learnt
             if error.reason == "refused":
                 instance.mark_down(f"refuses connections: {error.detail}")
                 pool.abort()
@@ -344,8 +346,9 @@ class Discovery:
                 instance.mark_down("does not answer a probe in time")
         except (Unreachable, _UnexpectedAnswer, *_DecodeErrors) as error:
             status = error.status if isinstance(error, _UnexpectedAnswer) else 0
-            is_full = instance.up and status in FULL_STATUSES
-            if not is_full:
+            is_local = isinstance(error, Unreachable) and error.reason == "local"
+            shows_nothing = is_local or status in FULL_STATUSES
+            if not (instance.up and shows_nothing):
                 instance.mark_down(f"does not answer a probe: {error}")
         else:
             self._take_facts(instance, names, answer, card)

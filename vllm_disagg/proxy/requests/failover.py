@@ -33,8 +33,8 @@ MAX_ATTEMPTS = 5
 MAX_PAIR_ATTEMPTS = 3  # attempts with two legs; after these a D alone is tried
 MAX_DEATHS = 2
 
-# The instance seems to be alive, so the failure may be a sign of overload.
-CHARGED_REASONS = frozenset(("garbled", "timeout", "5xx", "busy"))
+# The instance seems to be alive, so the failure may be a sign of overload; "local": of the proxy.
+CHARGED_REASONS = frozenset(("garbled", "timeout", "5xx", "busy", "local"))
 
 
 class NextStep(Enum):

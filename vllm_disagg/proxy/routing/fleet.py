@@ -163,11 +163,13 @@ class Instance:
         started_at: float | None = None,
         ended_at: float | None = None,
     ) -> None:
-        """Notes a failure that is the instance's fault, of a leg sent at `started_at`.
+        """Notes a failure of a leg sent at `started_at`, unless its reason is "local".
 
         `ended_at`: when the leg ended, by default `now`. A leg that was sent before the last
         verdict adds nothing to the circuit breaker.
         """
+        if reason == "local":
+            return
         if reason == "refused":
             self.mark_down("refuses connections")
         elif reason == "died":

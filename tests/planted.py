@@ -675,4 +675,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a read by address for an earlier path begins", "transports/nixl/transport.py", "        if read.at_source is None or not is_waiting:\n", "        if read.at_source is None:\n", "tests/transports/nixl/test_nixl_pieces.py"),
     ("a read by address crosses from one allocation into the next", "transports/nixl/notes.py", "blocks.ids), self._registrations)", "blocks.ids), self.regions)", "tests/transports/nixl/test_nixl_pieces.py"),
     ("the trace keeps the block ids of long prompts", "trace.py", "        if isinstance(content, messages.Progress) and content.blocks:\n", "        if False:\n", "tests/unit/test_trace.py"),
+    ("a P outage takes the proxy out of its Service", "proxy/routing/readiness.py", 'return not self.reason and (mode == "any" or not self.degraded)', "return not self.reason and not self.degraded", "tests/proxy/routing/test_readiness.py"),
+    ("a drained P is no P that was wanted", "proxy/routing/readiness.py", 'bool(fleet.with_role("prefill")) or "prefill" in fleet.drained.values()', 'bool(fleet.with_role("prefill"))', "tests/proxy/routing/test_readiness.py"),
 ]

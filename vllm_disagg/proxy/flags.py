@@ -16,6 +16,7 @@ from ..errors import ConfigError
 from ..fleet import keys
 from ..fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY, POLICY_NAMES
 from .http.limits import Limits
+from .routing.readiness import DEFAULT_READINESS, READINESS_MODES
 
 MAX_PREFILL_SECONDS = 86400.0  # engines refuse grants that last longer
 # Old name of a flag -> its name; see `old_names.py`.
@@ -243,6 +244,13 @@ _SERVICE = (
         0.0,
         "TPOT objective: streams with a higher mean do not count as goodput (default: none)",
         is_positive=False,
+    ),
+    Flag(
+        name="--readiness",
+        choices=READINESS_MODES,
+        default=DEFAULT_READINESS,
+        help="when /readiness answers 200: while any request is served, or only while a pair of"
+        " instances can work (default: %(default)s)",
     ),
     _text("--access-log", "PATH", "file for one JSON line per request; - is standard output"),
     _text("--otlp-traces-endpoint", "URL", "collector of OpenTelemetry spans (OTLP over HTTP)"),

@@ -23,6 +23,7 @@ from .http.addresses import Network, check_url, parse_networks
 from .http.limits import Limits
 from .membership.sources import parse_name, read_fleet
 from .routing.fleet import Role
+from .routing.readiness import ReadinessMode
 from .telemetry.metrics import LatencyObjectives
 from .workers.bus import WorkerPlace, parse_place
 
@@ -77,6 +78,7 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     keyfile: str = default("--ssl-keyfile")
     origins: list[str] = []
     objectives: LatencyObjectives = LatencyObjectives()
+    readiness: ReadinessMode = default("--readiness")
     access_log: str = default("--access-log")
     traces_endpoint: str = default("--otlp-traces-endpoint")
     workers: int = default("--workers")
@@ -121,6 +123,7 @@ def from_arguments(args: argparse.Namespace) -> ProxySettings:
         keyfile=args.ssl_keyfile,
         origins=_origins(args.allowed_origins),
         objectives=LatencyObjectives(args.objective_ttft, args.objective_tpot),
+        readiness=args.readiness,
         access_log=args.access_log,
         traces_endpoint=args.otlp_traces_endpoint,
         workers=args.workers,

@@ -31,6 +31,7 @@ from ..routing.fleet import Fleet, Instance
 from ..routing.pairing import choose_decode
 from ..routing.policies import RoutingQuery
 from ..routing.prefill_queue import QueueFull, QueueTimeout
+from ..routing.readiness import READINESS_MODES, judge_readiness
 from ..settings import ProxySettings
 from ..telemetry.meter import TrafficCounters
 from ..telemetry.record import RequestRecorder
@@ -75,6 +76,7 @@ class Api:
         self._origins = settings.origins
         self._cors = Cors(settings.origins) if settings.origins else None
         self._keys = [key.encode() for key in settings.api_keys]
+        self._readiness_mode = settings.readiness
         self._timeout = settings.request_timeout
         self._time_limit = TimeLimit(settings.request_timeout)
         self._body_bytes = settings.limits.body_bytes
@@ -311,9 +313,15 @@ class Api:
         return 200
 
     async def _readiness(self, request: HttpRequest, client: Connection) -> int:
-        ready, facts = self._relay.fleet.readiness(asyncio.get_running_loop().time())
-        status = 200 if ready else 503
-        client.answer(status, [JSON], msgspec.json.encode(facts))
+        """Answers whether requests are served; `?mode=` overrides --readiness for one probe."""
+        mode = parse_qs(request.query).get("mode", [self._readiness_mode])[0]
+        if mode not in READINESS_MODES:
+            message = f"mode must be one of {', '.join(READINESS_MODES)}"
+            client.answer(400, [JSON], error_body(400, message))
+            return 400
+        found = judge_readiness(self._relay.fleet, asyncio.get_running_loop().time())
+        status = 200 if found.is_ready(mode) else 503
+        client.answer(status, [JSON], msgspec.json.encode(found))
         return status
 
     async def _metrics(self, request: HttpRequest, client: Connection) -> int:

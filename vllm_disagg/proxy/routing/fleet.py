@@ -262,6 +262,8 @@ class Fleet:
     choices: int = 0  # how many choices of instances were made
     # Instances that get no new requests, kept until their running requests have ended.
     leaving: list[Instance] = field(default_factory=list)
+    # Instances that a source names and the admin API has drained, also after they have left.
+    drained: dict[str, Role] = field(default_factory=dict)
 
     def with_role(self, role: Role) -> list[Instance]:
         """Returns the instances of one role, in the order of their addition."""
@@ -304,27 +306,6 @@ class Fleet:
                 return f"{instance.url} {instance.unavailable_reason}"
         problem = mismatch(prefills[0], decodes[0])
         return f"{prefills[0].url} and {decodes[0].url} do not fit: {problem}"
-
-    def readiness(self, now: float) -> tuple[bool, dict[str, object]]:
-        """Returns whether requests are served as configured, and the JSON of /readiness.
-
-        The JSON has the counts of usable instances and, if not ready, the reason.
-        """
-        decodes = [d for d in self.with_role("decode") if d.up]
-        prefills = [
-            p
-            for p in self.with_role("prefill")
-            if p.can_prefill(now) and any(d.can_transfer and not mismatch(p, d) for d in decodes)
-        ]
-        facts: dict[str, object] = {"prefill": len(prefills), "decode": len(decodes)}
-        ready = bool(decodes) and (bool(prefills) or not self.with_role("prefill"))
-        if not ready:
-            role = "prefill" if decodes else "decode"
-            facts["reason"] = f"no {role} instance can be used"
-            facts["instances"] = {
-                i.url: i.unavailable_reason for i in self.instances if i.unavailable_reason
-            }
-        return ready, facts
 
 
 def _can_pair(prefill: Instance, decode: Instance) -> bool:

@@ -677,4 +677,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("the trace keeps the block ids of long prompts", "trace.py", "        if isinstance(content, messages.Progress) and content.blocks:\n", "        if False:\n", "tests/unit/test_trace.py"),
     ("a P outage takes the proxy out of its Service", "proxy/routing/readiness.py", 'return not self.reason and (mode == "any" or not self.degraded)', "return not self.reason and not self.degraded", "tests/proxy/routing/test_readiness.py"),
     ("a drained P is no P that was wanted", "proxy/routing/readiness.py", 'bool(fleet.with_role("prefill")) or "prefill" in fleet.drained.values()', 'bool(fleet.with_role("prefill"))', "tests/proxy/routing/test_readiness.py"),
+    ("a misfit is not shown", "proxy/routing/instance_report.py", "            misfits.append(Misfit(other.url, why))\n", "            pass\n", "tests/proxy/routing/test_instance_report.py"),
+    ("pairs that do not fit count as working", "proxy/routing/instance_report.py", "sum(not misfit(prefill, decode) for decode in decodes)", "len(decodes)", "tests/proxy/routing/test_instance_report.py"),
+    ("the last failure of a leg is forgotten", "proxy/routing/fleet.py", "        self.last_failure = reason\n", "", "tests/proxy/routing/test_instance_report.py"),
 ]

@@ -10,6 +10,7 @@ import asyncio
 import hmac
 import logging
 import secrets
+import time
 from collections.abc import Awaitable, Callable
 from urllib.parse import parse_qs
 
@@ -27,7 +28,8 @@ from ..http.response import JSON, error_body
 from ..http.routes import How
 from ..http.server import Connection
 from ..routing.concurrency_limit import PRIORITY_HEADER, ConcurrencyLimit, priority
-from ..routing.fleet import Fleet, Instance
+from ..routing.fleet import Instance
+from ..routing.instance_report import Clock, report
 from ..routing.pairing import choose_decode
 from ..routing.policies import RoutingQuery
 from ..routing.prefill_queue import QueueFull, QueueTimeout
@@ -342,29 +344,10 @@ class Api:
 
     async def _instances(self, request: HttpRequest, client: Connection) -> int:
         fleet = self._relay.fleet
-        now = asyncio.get_running_loop().time()
-        rows = [_instance_row(fleet, i, now) for i in (*fleet.instances, *fleet.leaving)]
+        clock = Clock(asyncio.get_running_loop().time(), time.time())
+        rows = [report(fleet, i, clock) for i in (*fleet.instances, *fleet.leaving)]
         client.answer(200, [JSON], msgspec.json.encode(rows))
         return 200
-
-
-def _instance_row(fleet: Fleet, instance: Instance, now: float) -> dict[str, object]:
-    """Returns an instance's JSON in GET /disagg/instances."""
-    usable = instance.is_usable(now)
-    reason = instance.unavailable_reason
-    if not reason and instance.up and not usable:
-        reason = "rests after failures"
-    elif not reason:
-        reason = fleet.pairing_problem(instance)
-    return {
-        "url": instance.url,
-        "role": instance.role,
-        "usable": usable and (instance.role == "decode" or instance.can_transfer),
-        "why_not": reason,
-        "incarnation": instance.engine.incarnation if instance.engine else "",
-        "in_flight": instance.active_requests,
-        "leaving": instance in fleet.leaving,
-    }
 
 
 def _identify(request: HttpRequest, client: Connection) -> None:

@@ -63,6 +63,10 @@ class Instance:
     context_bytes: int = 0  # prompts of requests in flight
     aggregated_requests: int = 0  # requests of which it computes the whole prompt
     kv_cache_usage: float = 0.0  # 0 to 1, last reported
+    is_usage_known: bool = False  # whether `kv_cache_usage` is the engine's own report
+    state_since: float = 0.0  # when it became up or down
+    last_failure: str = ""  # of a leg, a probe or a health check, for operators
+    last_failure_at: float = 0.0
     models: frozenset[str] = frozenset()  # all names that it serves
     unsupported_paths: set[str] = field(default_factory=set)  # paths at which it ignores grants
     connector: Connector = "plain"
@@ -168,6 +172,8 @@ class Instance:
         `ended_at`: when the leg ended, by default `now`. A leg that was sent before the last
         verdict adds nothing to the circuit breaker.
         """
+        self.last_failure = reason
+        self.last_failure_at = now
         if reason == "refused":
             self.mark_down("refuses connections")
         elif reason == "died":

@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from ..routing.fleet import Fleet
+from ..routing.instance_report import working_pairs
 from .meter import TOKEN_KINDS, HistogramBuckets, TrafficCounters, now
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -263,6 +264,11 @@ class Metrics:
             leaving.add_metric(names, float(instance in self._fleet.leaving))
             busy.add_metric(names, float(instance.active_requests))
         yield from (up, breaker_open, leaving, busy)
+        pairs = GaugeMetricFamily(
+            "vllm_disagg_pairs", "Pairs of instances that can work: both are up, and they fit."
+        )
+        pairs.add_metric([], working_pairs(self._fleet))
+        yield pairs
         waiting = GaugeMetricFamily(
             "vllm_disagg_waiting", "Requests that wait, by place.", labels=["place"]
         )

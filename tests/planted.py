@@ -680,4 +680,9 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a misfit is not shown", "proxy/routing/instance_report.py", "            misfits.append(Misfit(other.url, why))\n", "            pass\n", "tests/proxy/routing/test_instance_report.py"),
     ("pairs that do not fit count as working", "proxy/routing/instance_report.py", "sum(not misfit(prefill, decode) for decode in decodes)", "len(decodes)", "tests/proxy/routing/test_instance_report.py"),
     ("the last failure of a leg is forgotten", "proxy/routing/fleet.py", "        self.last_failure = reason\n", "", "tests/proxy/routing/test_instance_report.py"),
+    ("an outage fills the log with failed requests", "proxy/telemetry/logs.py", "            self._left_out += 1\n            return\n", "            self._left_out += 1\n", "tests/proxy/telemetry/test_logs.py"),
+    ("failed requests above the limit are not mentioned", "proxy/telemetry/logs.py", "        if left_out:\n", "        if False:\n", "tests/proxy/telemetry/test_logs.py"),
+    ("an error of the proxy has no request id", "proxy/http/error_replies.py", "error_body(status, message, param, request_id)", "error_body(status, message, param)", "tests/proxy/telemetry/test_logs.py"),
+    ("refusals by the admin API are not counted", "proxy/requests/api.py", "        if self._admin.handle(request, client):\n            self._count_refusal(request, client)\n", "        if self._admin.handle(request, client):\n", "tests/proxy/telemetry/test_logs.py"),
+    ("a failed request has no rung", "proxy/requests/plans.py", "        context.request.rung = step.value\n", "", "tests/proxy/telemetry/test_logs.py"),
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from .. import old_names
 from ..errors import ConfigError
@@ -21,6 +21,8 @@ from .routing.readiness import DEFAULT_READINESS, READINESS_MODES
 MAX_PREFILL_SECONDS = 86400.0  # engines refuse grants that last longer
 # Old name of a flag -> its name; see `old_names.py`.
 OLD_NAMES = {"--patience": "--prefill-timeout", "--stall-timeout": "--send-timeout"}
+LogFormat = Literal["text", "json"]
+LOG_LEVELS = ("debug", "info", "warning", "error")
 _LIMITS = Limits()
 
 
@@ -253,6 +255,18 @@ _SERVICE = (
         " instances can work (default: %(default)s)",
     ),
     _text("--access-log", "PATH", "file for one JSON line per request; - is standard output"),
+    Flag(
+        name="--log-level",
+        choices=LOG_LEVELS,
+        default="info",
+        help="least level of lines on standard error (default: %(default)s)",
+    ),
+    Flag(
+        name="--log-format",
+        choices=get_args(LogFormat),
+        default="text",
+        help="form of lines on standard error; json has times in UTC (default: %(default)s)",
+    ),
     _text("--otlp-traces-endpoint", "URL", "collector of OpenTelemetry spans (OTLP over HTTP)"),
     _number(
         "--workers",

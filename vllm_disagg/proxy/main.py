@@ -35,6 +35,7 @@ from .routing.fleet import Fleet, Role
 from .routing.policies import Policy
 from .routing.prefill_queue import PrefillQueue
 from .settings import ProxySettings, from_arguments
+from .telemetry import logs
 from .telemetry.access_log import AccessLog
 from .telemetry.metrics import Metrics
 from .telemetry.record import RequestRecorder
@@ -127,13 +128,21 @@ async def serve(
             if ready:
                 ready(port)
             await stop.wait()
-            await server.stop(settings.shutdown_timeout)
+            await _drain(server, settings.shutdown_timeout)
             for task in running:
                 task.cancel()
             members.close()
     finally:
         members.close()
         await asyncio.to_thread(recorder.shut)  # may wait for a collector of spans
+
+
+async def _drain(server: Server, grace: float) -> None:
+    """Ends the running requests, within `grace` seconds."""
+    running = server.running_requests
+    log.info("proxy: stopping: no new requests; %d are running and have %g s", running, grace)
+    cut = await server.stop(grace)
+    log.info("proxy: stopped: %d of %d requests ended, %d were cut", running - cut, running, cut)
 
 
 def _connector(
@@ -221,9 +230,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"vllm-disagg proxy: {error}", file=sys.stderr)
         return 2
     refused_status = supervisor.REFUSED_EXIT_STATUS if settings.place else 1
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
-    )
+    logs.set_up(settings.log_level, settings.log_format)
     # The supervisor's workers have the same flags; only the supervisor warns.
     if (warning := old_names_warning(args)) and not settings.place:
         log.warning(warning)

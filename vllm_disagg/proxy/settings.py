@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from ..fleet import keys
 from ..fleet.conventions import PolicyName
 from ..fleet.keys import FleetKey
-from .flags import check_numbers, default
+from .flags import LogFormat, check_numbers, default
 from .http.addresses import Network, check_url, parse_networks
 from .http.limits import Limits
 from .membership.sources import parse_name, read_fleet
@@ -80,6 +80,8 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     objectives: LatencyObjectives = LatencyObjectives()
     readiness: ReadinessMode = default("--readiness")
     access_log: str = default("--access-log")
+    log_level: str = default("--log-level")
+    log_format: LogFormat = default("--log-format")
     traces_endpoint: str = default("--otlp-traces-endpoint")
     workers: int = default("--workers")
     place: WorkerPlace | None = None  # with several workers
@@ -125,6 +127,8 @@ def from_arguments(args: argparse.Namespace) -> ProxySettings:
         objectives=LatencyObjectives(args.objective_ttft, args.objective_tpot),
         readiness=args.readiness,
         access_log=args.access_log,
+        log_level=args.log_level,
+        log_format=args.log_format,
         traces_endpoint=args.otlp_traces_endpoint,
         workers=args.workers,
         place=place,

@@ -23,7 +23,7 @@ from ..http.cors import Cors, may_open
 from ..http.endpoint_schema import SCHEMAS
 from ..http.error_replies import RequestFailed, answer_error
 from ..http.headers import Headers
-from ..http.request import HttpRequest
+from ..http.request import REQUEST_ID_HEADER, HttpRequest
 from ..http.response import JSON, error_body
 from ..http.routes import How
 from ..http.server import Connection
@@ -52,7 +52,6 @@ ADMIN = (
     ("POST", DRAIN_PATH),
     ("POST", REGISTER),
 )
-REQUEST_ID = b"x-request-id"
 TEXT = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 
 # Handlers of a path; they return the answer's status.
@@ -102,16 +101,20 @@ class Api:
     async def handle(self, request: HttpRequest, client: Connection) -> None:
         """Answers one request, also when its route fails."""
         if self._cors and self._cors.handle(request, client):
+            self._count_refusal(request, client)
             return
         if self._admin.handle(request, client):
+            self._count_refusal(request, client)
             return
         if refusal := self._refusal(request):
+            _identify(request, client)
             client.answer(*refusal)
-            self.refused(request, client, refusal[0])
+            self._count_refusal(request, client)
             return
         _, how = routes.find(request.path) or ((), "own")
         if how == "own":
             await self._own_paths[request.path](request, client)
+            self._count_refusal(request, client)
         else:
             _identify(request, client)
             await self._run(self._engine_routes[how], request, client)
@@ -128,6 +131,12 @@ class Api:
     def refused(self, request: HttpRequest, client: Connection, status: int) -> None:
         """Records a request that was refused for its head or its framing."""
         self._recorder.refused(request, client, _outcome(status), status)
+
+    def _count_refusal(self, request: HttpRequest, client: Connection) -> None:
+        """Records an answer with an error status that no route with an instance has given."""
+        status = client.response.status
+        if 400 <= status < 500:
+            self.refused(request, client, status)
 
     def _refusal(self, request: HttpRequest) -> tuple[int, Headers, bytes] | None:
         """Returns (status, headers, body) if the request's head alone is refused, else None."""
@@ -160,6 +169,7 @@ class Api:
         """Runs a route that needs an engine, within the time limit, and records its outcome."""
         outcome = "cancelled"
         status = 499
+        reason = ""
         client.response.meter = meter = self._relay.metrics.meter()
         self._relay.tracing.begin(request)
         try:
@@ -173,22 +183,26 @@ class Api:
         except RequestFailed as error:
             outcome = _outcome(error.status)
             status = error.status
+            reason = str(error)
             answer_error(client, error.status, str(error), retry_after=error.retry_after)
         except TimeoutError:
             outcome = "timeout"
             status = 504
-            answer_error(client, 504, f"the request was not finished within {self._timeout:g} s")
+            reason = f"the request was not finished within {self._timeout:g} s"
+            answer_error(client, 504, reason)
         except Exception:
             outcome = "upstream_error"
             status = 500
+            reason = "an error of the proxy"
             log.exception(
-                "api: %s %s failed by an error of the proxy; answered with 500",
+                "api: request %s: %s %s failed by an error of the proxy; answered with 500",
+                request.request_id,
                 request.method,
                 request.path,
             )
             answer_error(client, 500, "the proxy failed; its log says why")
         finally:
-            self._recorder.close(request, client, meter, outcome, status)
+            self._recorder.close(request, client, meter, outcome, status, reason)
 
     async def _generate(
         self, request: HttpRequest, client: Connection, meter: TrafficCounters
@@ -355,11 +369,11 @@ def _identify(request: HttpRequest, client: Connection) -> None:
 
     By this id the log lines of its engines can be joined.
     """
-    request_id = request.header(REQUEST_ID)
+    request_id = request.header(REQUEST_ID_HEADER)
     if not request_id:
         request_id = secrets.token_hex(16).encode()
-        request.replace_header(REQUEST_ID, request_id)
-    client.response.extra_headers.append((REQUEST_ID, request_id))
+        request.replace_header(REQUEST_ID_HEADER, request_id)
+    client.response.extra_headers.append((REQUEST_ID_HEADER, request_id))
 
 
 def _outcome(status: int) -> str:

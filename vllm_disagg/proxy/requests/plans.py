@@ -140,8 +140,10 @@ class AttemptPlans:
             # "busy": the client is asked to come back, and nothing has failed.
             if failure.reason != "busy":
                 self._metrics.failed_over("none")
+                context.request.rung = "none"
             return None
         self._metrics.failed_over(step.value)
+        context.request.rung = step.value
         self._metrics.fell_back(_fallback_reason(failure, progress.history))
         if step is NextStep.PAIR and isinstance(pair, InstancePair):
             return pair

@@ -688,4 +688,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a unit of a setting is ignored", "setting_values.py", "return float(match[1]) * units[match[2]]", "return float(match[1])", "tests/unit/test_config.py"),
     ("a wrong setting of a child of MultiConnector is found late", "kv_connectors/early_check.py", "            found.append(", "            (", "tests/connector/test_early_check.py"),
     ("settings are checked after the weights", "kv_connectors/__init__.py", "    early_check.install()\n", "", "tests/connector/test_early_check.py"),
+    ("a harmless line is the cause of a kill", "launcher/processes.py", "if self._weight > 1 else text", "if self._line else text", "tests/launcher/test_exit_cause.py"),
+    ("a warning of the proxy is taken for the cause", "launcher/processes.py", '|^\\d{4}-\\d\\d-\\d\\d [\\d:,]+ (DEBUG|INFO|WARNING) "', '"', "tests/launcher/test_exit_cause.py"),
 ]

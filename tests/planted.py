@@ -690,4 +690,8 @@ MUTANTS: list[tuple[str, ...]] = [
     ("settings are checked after the weights", "kv_connectors/__init__.py", "    early_check.install()\n", "", "tests/connector/test_early_check.py"),
     ("a harmless line is the cause of a kill", "launcher/processes.py", "if self._weight > 1 else text", "if self._line else text", "tests/launcher/test_exit_cause.py"),
     ("a warning of the proxy is taken for the cause", "launcher/processes.py", '|^\\d{4}-\\d\\d-\\d\\d [\\d:,]+ (DEBUG|INFO|WARNING) "', '"', "tests/launcher/test_exit_cause.py"),
+    ("SIGHUP ends the proxy", "proxy/main.py", "    on_renewal = partial(loop.add_signal_handler, signal.SIGHUP)\n", "    on_renewal = partial(loop.add_signal_handler, signal.SIGUSR1)\n", "tests/proxy/test_renewal.py"),
+    ("SIGHUP does not reach the workers", "proxy/workers/supervisor.py", "                worker.process.send_signal(signal.SIGHUP)\n", "                pass\n", "tests/proxy/test_renewal.py"),
+    ("a certificate without its key is taken", "proxy/http/tls.py", "    ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile or None)\n", "", "tests/proxy/test_renewal.py"),
+    ("a rotated access log gets further lines", "proxy/telemetry/access_log.py", "        renewed = self._open()\n", "        return\n", "tests/proxy/test_renewal.py"),
 ]

@@ -694,4 +694,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("SIGHUP does not reach the workers", "proxy/workers/supervisor.py", "                worker.process.send_signal(signal.SIGHUP)\n", "                pass\n", "tests/proxy/test_renewal.py"),
     ("a certificate without its key is taken", "proxy/http/tls.py", "    ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile or None)\n", "", "tests/proxy/test_renewal.py"),
     ("a rotated access log gets further lines", "proxy/telemetry/access_log.py", "        renewed = self._open()\n", "        return\n", "tests/proxy/test_renewal.py"),
+    ("an abbreviation of a flag is taken", "cli.py", '{**options, "allow_abbrev": False}', "options", "tests/unit/test_cli.py"),
+    ("an error names the help of all commands", "cli.py", '    program = f"vllm-disagg {args.command}"\n', '    program = "vllm-disagg"\n', "tests/unit/test_cli.py"),
+    ("plan prints a name that no hub has", "planner/commands/flags.py", "known_models.servable_name(args.model or prefill.name)", "args.model or prefill.name", "tests/planner/commands/test_plan_commands.py"),
 ]

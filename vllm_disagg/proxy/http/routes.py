@@ -65,11 +65,11 @@ ROUTES: dict[str, tuple[tuple[str, ...], How]] = {
     "/v1/load_lora_adapter": (("POST",), "all"),
     "/v1/unload_lora_adapter": (("POST",), "all"),
     "/adapters": (("POST",), "all"),  # SageMaker's names for both, which vLLM's app has too
-    "/health": (("GET",), "own"),
-    "/ping": (("GET", "POST"), "own"),
-    "/readiness": (("GET",), "own"),
-    "/metrics": (("GET",), "own"),
-    "/load": (("GET",), "own"),
+    "/health": (("GET", "HEAD"), "own"),
+    "/ping": (("GET", "HEAD", "POST"), "own"),
+    "/readiness": (("GET", "HEAD"), "own"),
+    "/metrics": (("GET", "HEAD"), "own"),
+    "/load": (("GET", "HEAD"), "own"),
     "/disagg/instances": (("GET",), "own"),
 }
 

@@ -697,4 +697,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("an abbreviation of a flag is taken", "cli.py", '{**options, "allow_abbrev": False}', "options", "tests/unit/test_cli.py"),
     ("an error names the help of all commands", "cli.py", '    program = f"vllm-disagg {args.command}"\n', '    program = "vllm-disagg"\n', "tests/unit/test_cli.py"),
     ("plan prints a name that no hub has", "planner/commands/flags.py", "known_models.servable_name(args.model or prefill.name)", "args.model or prefill.name", "tests/planner/commands/test_plan_commands.py"),
+    ("a key file that all may read is no warning", "fleet/keys.py", "OTHERS_MODE = 0o077", "OTHERS_MODE = 0", "tests/proxy/test_proxy_main.py"),
+    ("an admin key from a file may be a client's", "proxy/settings.py", "api_keys = [*api_keys, *keys.read_lines(args.api_key_file, \"--api-key-file\")]", "return [*api_keys, *keys.read_lines(args.api_key_file, \"--api-key-file\")]", "tests/proxy/test_proxy_main.py"),
 ]

@@ -200,6 +200,7 @@ _FLEET = (
         "key for changes of the fleet over HTTP; without one such changes are off"
         f" (default: environment variable {keys.ADMIN_KEY})",
     ),
+    _text("--admin-key-file", "PATH", "file with that key, which then stands in no process list"),
     _text(
         "--instance-networks",
         "CIDR,...",
@@ -222,6 +223,7 @@ _SERVICE = (
         "KEY",
         "key that clients must send; repeatable (default: environment variable VLLM_API_KEY)",
     ),
+    _text("--api-key-file", "PATH", "file with such keys, one a line"),
     _switch(
         "--no-api-key",
         "serve clients without a key, even on an address that other machines can reach",

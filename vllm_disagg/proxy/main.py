@@ -258,13 +258,13 @@ async def _refuse_misfit(fleet: Fleet, interval: float) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit status."""
+    logs.set_up(args.log_level, args.log_format)
     try:
         settings = from_arguments(args)
     except ConfigError as error:
         print(f"vllm-disagg proxy: {error}", file=sys.stderr)
         return 2
     refused_status = supervisor.REFUSED_EXIT_STATUS if settings.place else 1
-    logs.set_up(settings.log_level, settings.log_format)
     # The supervisor's workers have the same flags; only the supervisor warns.
     if (warning := old_names_warning(args)) and not settings.place:
         log.warning(warning)

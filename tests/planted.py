@@ -699,4 +699,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("plan prints a name that no hub has", "planner/commands/flags.py", "known_models.servable_name(args.model or prefill.name)", "args.model or prefill.name", "tests/planner/commands/test_plan_commands.py"),
     ("a key file that all may read is no warning", "fleet/keys.py", "OTHERS_MODE = 0o077", "OTHERS_MODE = 0", "tests/proxy/test_proxy_main.py"),
     ("an admin key from a file may be a client's", "proxy/settings.py", "api_keys = [*api_keys, *keys.read_lines(args.api_key_file, \"--api-key-file\")]", "return [*api_keys, *keys.read_lines(args.api_key_file, \"--api-key-file\")]", "tests/proxy/test_proxy_main.py"),
+    ("look-ups count as goodput", "proxy/telemetry/metrics.py", 'outcome == "ok" and path in GENERATING', 'outcome == "ok"', "tests/proxy/telemetry/test_request_metrics.py"),
+    ("the time in the queue is of a coarse clock", "proxy/requests/plans.py", "            waited = monotonic_now() - context.meter.began\n", "            waited = round(monotonic_now() - context.meter.began, 3)\n", "tests/proxy/telemetry/test_request_metrics.py"),
 ]

@@ -73,6 +73,9 @@ ROUTES: dict[str, tuple[tuple[str, ...], How]] = {
     "/disagg/instances": (("GET",), "own"),
 }
 
+# Paths whose answers are generated; only these have latencies and count as goodput.
+GENERATING = frozenset((*SCHEMAS, "/v1/chat/completions/batch", "/cohere/v2/chat"))
+
 _ONE = "is about one engine: ask that instance itself"
 _DOCS = "describes one engine's own routes: ask that instance itself"
 _ABORT = "would let clients abort each other's requests: to abort yours, close its connection"

@@ -35,7 +35,7 @@ from ..routing.policies import RoutingQuery
 from ..routing.prefill_queue import QueueFull, QueueTimeout
 from ..routing.readiness import READINESS_MODES, judge_readiness
 from ..settings import ProxySettings
-from ..telemetry.meter import TrafficCounters
+from ..telemetry.meter import TrafficCounters, now
 from ..telemetry.record import RequestRecorder
 from . import bodies
 from .admin import DRAIN_PATH, INSTANCES_PATH, Admin
@@ -209,18 +209,17 @@ class Api:
     ) -> int:
         """Serves a request of generation, disaggregated where that is possible."""
         request.mode = "whole"
-        started_at = asyncio.get_running_loop().time()
         body = await bodies.parse_async(request.body, SCHEMAS[request.path])
         request.priority = priority(request.header(PRIORITY_HEADER), body.priority)
-        await self._enter(request, meter, started_at)
+        await self._enter(request, meter)
         try:
             if body.has_previous_response:
                 return await self._look_up(request, client, meter)
-            return await self._relay.generate(request, client, meter, body, started_at)
+            return await self._relay.generate(request, client, meter, body)
         finally:
             self._concurrency_limit.leave()
 
-    async def _enter(self, request: HttpRequest, meter: TrafficCounters, started_at: float) -> None:
+    async def _enter(self, request: HttpRequest, meter: TrafficCounters) -> None:
         """Takes a place for a running request; raises RequestFailed."""
         try:
             await self._concurrency_limit.enter(request.priority)
@@ -228,7 +227,8 @@ class Api:
             raise RequestFailed(429, str(error), retry_after=1) from None
         except QueueTimeout as error:
             raise RequestFailed(503, str(error), retry_after=5) from None
-        meter.queue_seconds = asyncio.get_running_loop().time() - started_at
+        # The meter's own clock: uvloop's has steps of a millisecond.
+        meter.queue_seconds = now() - meter.began
 
     async def _forward(
         self, request: HttpRequest, client: Connection, meter: TrafficCounters
@@ -239,14 +239,13 @@ class Api:
             return await self._relay.forwarder.forward(
                 request, client, self._candidates(RoutingQuery(0))
             )
-        started_at = asyncio.get_running_loop().time()
         if routes.is_form(request.path):
             await bodies.check_form(request.header(b"content-type"), request.body)
             model = ""
         else:
             model = await bodies.check_json(request.body)
         request.priority = priority(request.header(PRIORITY_HEADER), 0)
-        await self._enter(request, meter, started_at)
+        await self._enter(request, meter)
         try:
             return await self._relay.forwarder.forward(
                 request, client, self._candidates(RoutingQuery(0, model=model))
@@ -263,7 +262,6 @@ class Api:
         read.
         """
         request.mode = "passthrough"
-        started_at = asyncio.get_running_loop().time()
         if not request.upgrade:
             upgrade = [JSON, (b"connection", b"upgrade"), (b"upgrade", b"websocket")]
             client.answer(426, upgrade, error_body(426, f"{request.path} is a WebSocket"))
@@ -272,7 +270,7 @@ class Api:
             raise RequestFailed(403, "this page's origin is not among --allowed-origins")
         model = parse_qs(request.query).get("model", [""])[0]
         request.priority = priority(request.header(PRIORITY_HEADER), 0)
-        await self._enter(request, meter, started_at)
+        await self._enter(request, meter)
         try:
             return await self._relay.forwarder.forward(
                 request, client, self._candidates(RoutingQuery(0, model=model)), seek=True

@@ -41,10 +41,7 @@ AttemptPlan = InstancePair | Instance  # both legs, or a decode instance alone
 
 
 class RequestContext(msgspec.Struct, frozen=True, eq=False):
-    """One client request, with the connection for its answer.
-
-    `started_at`: a time of the event loop's clock, as all times in this file.
-    """
+    """One client request, with the connection for its answer."""
 
     request: HttpRequest
     headers: Headers  # the request's end-to-end headers, which its legs have too
@@ -52,7 +49,6 @@ class RequestContext(msgspec.Struct, frozen=True, eq=False):
     meter: TrafficCounters
     body: Body
     query: RoutingQuery
-    started_at: float
 
 
 class Leg(NamedTuple):

@@ -296,7 +296,7 @@ def pair(config: dict[str, object]) -> list[dict[str, object]]:
 def proxy(stack: Stack, *words: str) -> str:
     (port,) = free_ports(1)
     stack.start([*OURS, "proxy", "--port", str(port), *words])
-    stack.wait(f"http://127.0.0.1:{port}", "/readiness")
+    stack.wait(f"http://127.0.0.1:{port}", "/readiness?mode=pair")
     return f"http://127.0.0.1:{port}"
 
 

@@ -119,5 +119,5 @@ def start_proxy(stack: Stack, logs: Path, prefill: str, decode: str) -> str:
     instances = ["--prefill", prefill, "--decode", decode]
     stack.start(logs / "proxy.log", [*COMMAND, "proxy", *flags, *instances])
     front = f"http://127.0.0.1:{port}"
-    stack.wait(front, "/readiness")
+    stack.wait(front, "/readiness?mode=pair")
     return front

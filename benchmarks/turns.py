@@ -90,7 +90,7 @@ def start(stack: Stack, model: str, folder: Path) -> tuple[str, dict[str, str]]:
         command += ["--key-file", str(key), "--prefill", urls[0], "--decode", urls[1]]
         stack.start(folder / f"{name}.log", command)
         fronts[name] = f"http://127.0.0.1:{port}"
-        stack.wait(fronts[name], "/readiness")
+        stack.wait(fronts[name], "/readiness?mode=pair")
     return urls[0], fronts
 
 

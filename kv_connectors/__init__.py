@@ -11,10 +11,13 @@ def register() -> None:
     """Registers DisaggConnector, so that vLLM's --kv-transfer-config accepts that name."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+    from . import early_check
+
     if "DisaggConnector" not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(
             "DisaggConnector", "kv_connectors.connector", "DisaggConnector"
         )
+    early_check.install()
     _permit_amx()
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import msgspec
+import vllm
 
 from vllm_disagg.protocol.peers import EngineInfo
 
@@ -53,4 +54,5 @@ def describe(
         },
         rank=rank,
         two_way=permits_reuse,
+        version=vllm.__version__,
     )

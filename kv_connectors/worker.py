@@ -413,6 +413,12 @@ class WorkerSide:
             self._log_unknown(outcome.transfer)
         else:
             sent.add(request_id)
+            if not outcome.delivered:
+                log.info(
+                    "request %s: transfer %s: blocks released before the receiver had all KV",
+                    request_id,
+                    outcome.transfer,
+                )
 
     def _end_load(self, outcome: events.LoadResult, received: set[str], failed: set[str]) -> None:
         self.stats.record(outcome, is_reuse=outcome.transfer in self._reuse_transfers)
@@ -425,6 +431,12 @@ class WorkerSide:
         received.add(request_id)
         if outcome.reason is not None:
             failed.add(request_id)
+            log.info(
+                "request %s: transfer %s failed (%s); this engine recomputes the prompt",
+                request_id,
+                outcome.transfer,
+                outcome.reason.value,
+            )
             self._failed_blocks.update(blocks)
 
     @staticmethod

@@ -153,7 +153,8 @@ def settings() -> str:
         "# Connector settings",
         "Keys of `kv_connector_extra_config` in vLLM's `--kv-transfer-config`. An unknown key or a"
         " bad value stops vLLM at start with one line that names it. P is the engine that sends KV,"
-        " D the engine that receives it.",
+        " D the engine that receives it. Seconds and bytes are numbers, or texts with a unit:"
+        ' `"10s"`, `"500ms"`, `"4MiB"`.',
         _table(("setting", "type", "default", "meaning"), rows),
         'Set vLLM\'s own `"kv_load_failure_policy": "recompute"` with them; its default, `fail`,'
         " turns a failed transfer into a failed request.",

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 from . import __version__
 from .errors import DisaggError
@@ -39,6 +39,10 @@ class Command(Protocol):
 class Parser(argparse.ArgumentParser):
     """A parser that reports bad input in one line, without the usage."""
 
+    def __init__(self, **options: Any) -> None:
+        # An abbreviation that works today would be another flag, or two, in the next version.
+        super().__init__(**{**options, "allow_abbrev": False})
+
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 and one line."""
         self.exit(2, f"{self.prog}: {message} ({self.prog} --help)\n")
@@ -52,9 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = words[:end]
     command = words[0] if words and words[0] in COMMANDS else ""
     parser = _parser(command)
-    args = parser.parse_args(words, argparse.Namespace(extra=extra))
+    args, unknown = parser.parse_known_args(words, argparse.Namespace(extra=extra))
+    program = f"vllm-disagg {args.command}"
+    if unknown:
+        _refuse(program, f"unrecognized arguments: {' '.join(unknown)}")
     if extra and args.command != "up":
-        parser.error(f"nothing follows -- in {args.command}")
+        _refuse(program, f"nothing follows -- in {args.command}")
     try:
         return _module(command).run(args)
     except DisaggError as error:
@@ -62,6 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _refuse(program: str, message: str) -> NoReturn:
+    """Exits with status 2 and one line that names the subcommand's own help."""
+    Parser(prog=program).error(message)
 
 
 def _parser(command: str) -> argparse.ArgumentParser:

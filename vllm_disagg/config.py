@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
 from . import old_names
 from .errors import ConfigError
+from .setting_values import BYTES_BY_UNIT, SECONDS_BY_UNIT, did_you_mean, quantity
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Bytes = Annotated[int, msgspec.Meta(ge=1024, le=1 << 32)]
@@ -155,12 +158,62 @@ def parse(extra: dict[str, Any]) -> Config:
         if OLD_NAMES[old] in extra:
             raise ConfigError(f"{old} is the old name of {OLD_NAMES[old]}: leave {old} out")
     named = {OLD_NAMES.get(name, name): value for name, value in extra.items()}
-    try:
-        config = msgspec.convert(named, Config)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"kv_connector_extra_config: {error}") from None
+    fields = {field.name: field.type for field in msgspec.structs.fields(Config)}
+    for name in named:
+        if name not in fields:
+            raise ConfigError(
+                f"kv_connector_extra_config: no setting is named {name!r}"
+                f"{did_you_mean(name, fields)} (settings: {', '.join(fields)})"
+            )
+    values = {name: _read_value(name, value, fields[name]) for name, value in named.items()}
+    config = Config(**values)
     config.validate()
     return config
+
+
+def _read_value(name: str, value: Any, kind: Any) -> Any:
+    """Returns a setting's value, with its unit applied.  Raises ConfigError."""
+    number: float | None = None
+    if isinstance(value, str):
+        number = quantity(value, _units(kind))
+    if number is not None:
+        is_whole = Bytes in _alternatives(kind) and number.is_integer()
+        value = int(number) if is_whole else number
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        expected = _expectation(value, kind)
+        raise ConfigError(
+            f"kv_connector_extra_config: {name} is {value!r}, but must be {expected}"
+        ) from None
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    """Returns the types that a setting's value may have."""
+    is_union = get_origin(kind) in (Union, UnionType)
+    return get_args(kind) if is_union else (kind,)
+
+
+def _units(kind: Any) -> Mapping[str, float]:
+    alternatives = _alternatives(kind)
+    if Seconds in alternatives:
+        return SECONDS_BY_UNIT
+    return BYTES_BY_UNIT if Bytes in alternatives else {}
+
+
+def _expectation(value: Any, kind: Any) -> str:
+    """Describes the values that a setting may have."""
+    alternatives = _alternatives(kind)
+    if Seconds in alternatives:
+        units = ", ".join(SECONDS_BY_UNIT)
+        return f'seconds, above 0 and at most 86400, or a text with a unit ({units}) as "10s"'
+    if Bytes in alternatives:
+        units = ", ".join(BYTES_BY_UNIT)
+        return f'bytes, from 1024 to {1 << 32}, or a text with a unit ({units}) as "4MiB"'
+    if get_origin(kind) is Literal:
+        names = get_args(kind)
+        return f"one of {', '.join(names)}{did_you_mean(str(value), names)}"
+    return "true or false" if kind is bool else "a text"
 
 
 def old_names_warning(extra: dict[str, Any]) -> str:

@@ -173,7 +173,7 @@ class Main:
 
     def ready(self) -> bool:
         """Returns whether the proxy pairs the two engines."""
-        return get(self.proxy.url, "/readiness", 5.0)[0] == 200
+        return get(self.proxy.url, "/readiness?mode=pair", 5.0)[0] == 200
 
     def expect_well(self, count: int = 10) -> None:
         """Fails unless both engines run, hold no KV, and serve the next requests exactly.

@@ -356,7 +356,7 @@ class Proxy(Process):
 
     def is_ready(self) -> bool:
         try:
-            return get(self.url, "/readiness", 2.0)[0] == 200
+            return get(self.url, "/readiness?mode=pair", 2.0)[0] == 200
         except (OSError, http.client.HTTPException):
             return False
 

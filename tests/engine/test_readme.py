@@ -244,7 +244,7 @@ def test_by_hand(shell: Shell) -> None:
     shell.start(proxy)
     shell.expect(2, "listening on")
     url = f"http://127.0.0.1:{shell.ports['8000']}"
-    wait("the pair can serve", lambda: get(url, "/readiness", 5.0)[0] == 200, 30)
+    wait("the pair can serve", lambda: get(url, "/readiness?mode=pair", 5.0)[0] == 200, 30)
     expect_answer(shell.run(find("up", "curl")[1]))
     received = get(f"http://127.0.0.1:{shell.ports['8200']}", "/metrics", 10.0)[1]
     assert re.search(r"^vllm:disagg_received_bytes_total\S* [1-9]", received, re.MULTILINE), (

@@ -442,6 +442,7 @@ class World:
         self.clients: list[Client] = []
         self.port = 0
         self.admin_key = ""
+        self.renew: Callable[[], None]  # what SIGHUP does
 
     @property
     def p(self) -> ScriptedEngine:
@@ -578,7 +579,11 @@ async def world(
         "decode": [u for e in it.decodes for u in e.urls],
     }
     made = ProxySettings(**{**named, **settings})
-    proxy = asyncio.create_task(serve(made, listening.set_result, stop))
+
+    def on_renewal(renew: Callable[[], None]) -> None:
+        it.renew = renew
+
+    proxy = asyncio.create_task(serve(made, listening.set_result, stop, on_renewal=on_renewal))
     try:
         it.port = await listening
         if ready:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from proxy_world import Call, ScriptedEngine, World
+from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet import keys
 from vllm_disagg.proxy.http.server import Limits
 from vllm_disagg.proxy.main import add_arguments, run
@@ -48,6 +49,9 @@ def parsed(*flags: str) -> argparse.Namespace:
         (["--prefill-dns", f"{'x' * 64}:80"], "--prefill-dns"),
         ([*D, "--instance-networks", "10.0.0.1/8"], "--instance-networks"),
         ([*D, "--api-key", "k", "--admin-key", "k"], "--admin-key"),
+        ([*D, "--api-key-file", "/nonexistent"], "--api-key-file /nonexistent"),
+        ([*D, "--admin-key-file", "/dev/null"], "--admin-key-file /dev/null: the file has no key"),
+        ([*D, "--admin-key", "k", "--admin-key-file", "/dev/null"], "exclude each other"),
     ],
 )
 def test_bad_settings_are_one_line(
@@ -66,6 +70,33 @@ def test_good_settings(tmp_path: Path) -> None:
     )
     assert settings.key.is_set and settings.decode == D[1:] and settings.host == "::"
     assert from_arguments(parsed(*D, "--host", "localhost")).api_keys == []
+
+
+def test_keys_are_read_from_files(tmp_path: Path) -> None:
+    clients, admin = tmp_path / "clients", tmp_path / "admin"
+    clients.write_text("one\n\n two \n")
+    admin.write_text("root\n")
+    flags = ["--api-key", "zero", "--api-key-file", str(clients), "--admin-key-file", str(admin)]
+    settings = from_arguments(parsed(*D, *flags))
+    assert settings.api_keys == ["zero", "one", "two"] and settings.admin_key == "root"
+    admin.write_text("root\nother\n")
+    with pytest.raises(ConfigError, match="2 keys, but there is only one"):
+        from_arguments(parsed(*D, *flags))
+    admin.write_text("one\n")
+    with pytest.raises(ConfigError, match="--admin-key is an --api-key too"):
+        from_arguments(parsed(*D, *flags))
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o400, False), (0o644, True)])
+def test_a_key_file_that_others_may_read_is_a_warning(
+    mode: int, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "fleet.key"
+    keys.create(str(path))
+    path.chmod(mode)
+    assert keys.load(str(path)).is_set
+    assert (f"chmod 600 {path}" in caplog.text) is warned
+    assert path.read_text().strip() not in caplog.text
 
 
 def test_a_command_without_flags_has_the_defaults_of_the_settings() -> None:
@@ -146,6 +177,7 @@ async def test_sigterm_lets_running_requests_end(tmp_path: Path) -> None:
     await d.start()
     key = tmp_path / "key"
     key.write_text((b"k" * 32).hex())
+    key.chmod(0o600)
     process = await start("--decode", d.url, "--port", "0", "--key-file", str(key))
     w = World([], [d])
     try:
@@ -187,6 +219,7 @@ async def test_a_fleet_that_cannot_work_together_is_refused_at_start(
     await d.start()
     key = tmp_path / "key"
     key.write_text((b"k" * 32).hex())
+    key.chmod(0o600)
     process = await start(
         "--prefill", p.url, "--decode", d.url, "--port", "0", "--key-file", str(key)
     )

@@ -31,6 +31,31 @@ def test_words_that_make_no_command(words: list[str], capsys: pytest.CaptureFixt
     assert "vllm-disagg" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["proxy", "--log-levle", "info"],
+            "vllm-disagg proxy: unrecognized arguments: --log-levle",
+        ),
+        (
+            ["proxy", "--prefil", "http://a:1"],
+            "vllm-disagg proxy: unrecognized arguments: --prefil",
+        ),
+        (["key", "x", "--", "y"], "vllm-disagg key: nothing follows -- in key"),
+        (["up", "--decod", "2", "--model", "m"], "vllm-disagg up: unrecognized arguments: --decod"),
+    ],
+)
+def test_a_wrong_flag_names_the_help_of_its_own_command(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.count("\n") == 1
+    assert error.startswith(message) and f"(vllm-disagg {words[0]} --help)" in error
+
+
 def test_a_key_is_written_once_and_only_for_its_owner(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

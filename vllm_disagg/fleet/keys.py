@@ -8,13 +8,18 @@ leaks reveals no other.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import secrets
+import stat
 from pathlib import Path
 
 from ..errors import ConfigError
 
+log = logging.getLogger("vllm_disagg.keys")
+
 KEY_BYTES = 32
+OTHERS_MODE = 0o077  # permissions of group and others
 # Environment variable with the key that protects a proxy's admin API.
 ADMIN_KEY = "VLLM_DISAGG_ADMIN_KEY"
 
@@ -67,6 +72,7 @@ def load(path: str, *, insecure: bool = False) -> FleetKey:
         ) from None
     except UnicodeDecodeError:
         text = ""
+    warn_of_mode(path)
     try:
         return FleetKey(bytes.fromhex(text))
     except (ValueError, ConfigError):
@@ -74,6 +80,37 @@ def load(path: str, *, insecure: bool = False) -> FleetKey:
             f"key file {path}: not {2 * KEY_BYTES} hexadecimal digits; "
             f"make one with: vllm-disagg key {path}"
         ) from None
+
+
+def read_lines(path: str, flag: str) -> list[str]:
+    """Read a file with one key a line; empty lines are left out.  Raises ConfigError."""
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{flag} {path}: not a text file") from None
+    found = [line.strip() for line in text.splitlines() if line.strip()]
+    if not found:
+        raise ConfigError(f"{flag} {path}: the file has no key; write one key a line")
+    warn_of_mode(path)
+    return found
+
+
+def warn_of_mode(path: str) -> None:
+    """Log a warning for a key file that others than its owner may use."""
+    try:
+        mode = stat.S_IMODE(os.stat(path).st_mode)
+    except FileNotFoundError:  # removed since it was read
+        return
+    if mode & OTHERS_MODE:
+        log.warning(
+            "key file %s: other users of this machine may read or change it (mode %04o);"
+            " restrict it with: chmod 600 %s",
+            path,
+            mode,
+            path,
+        )
 
 
 def create(path: str) -> None:

@@ -166,7 +166,7 @@ def _proxy(
     if options.no_api_key:
         argv.append("--no-api-key")
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host, options.host)
-    return ChildCommand("proxy", argv, {}, reachable, options.port, "/readiness")
+    return ChildCommand("proxy", argv, {}, reachable, options.port, "/readiness?mode=pair")
 
 
 def _refuse_own_flags(extra: list[str]) -> None:

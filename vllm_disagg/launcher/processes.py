@@ -22,8 +22,10 @@ from .plan import ChildCommand
 PREFIX_COLOURS = (36, 33, 35, 32, 34)  # ANSI colours, on a terminal
 # A line that names the cause of an exit; vLLM's last errors only refer to an earlier one.
 CAUSE_PATTERN = re.compile(r"died unexpectedly|\b\w*(Error|Exception): (?!cancelled$|.*root cause)")
-# vLLM's log lines below ERROR; a warning may name an error.
-HARMLESS_PATTERN = re.compile(r"(^|\) )(DEBUG|INFO|WARNING) \d\d-\d\d ")
+# Log lines below ERROR, of vLLM and of the proxy; a warning may name an error.
+HARMLESS_PATTERN = re.compile(
+    r"(^|\) )(DEBUG|INFO|WARNING) \d\d-\d\d |^\d{4}-\d\d-\d\d [\d:,]+ (DEBUG|INFO|WARNING) "
+)
 TROUBLE_PATTERN = re.compile(r"error|killed", re.IGNORECASE)
 
 
@@ -58,8 +60,7 @@ class ChildProcess:
         self, command: ChildCommand, argv: list[str], console: SharedConsole, prefix: str
     ) -> None:
         self.name = command.name
-        self.cause = ""  # the line that best explains an exit
-        self._cause_weight = 0
+        self._cause = ExitCause()
         self.process = subprocess.Popen(
             argv,
             env={**os.environ, **command.env, "PYTHONUNBUFFERED": "1"},
@@ -73,14 +74,7 @@ class ChildProcess:
 
     def ending(self) -> str:
         """Describes the exit and its cause in one line. Call after `join`."""
-        code = self.process.returncode
-        if code >= 0:
-            exit_text = f"exited with code {code}"
-        else:
-            exit_text = f"was ended by {signal.Signals(-code).name}"
-            if code == -signal.SIGKILL:
-                exit_text += ", possibly because memory ran out"
-        return f"{self.name} {exit_text}: {self.cause or 'no output'}"
+        return f"{self.name} {self._cause.explain(self.process.returncode)}"
 
     def join(self) -> None:
         """Waits for the end of the output, for at most two seconds.
@@ -94,10 +88,32 @@ class ChildProcess:
         for raw in self.process.stdout:
             line = raw.decode(errors="replace").rstrip().rpartition("\r")[2]
             console.write_line(prefix + line)
-            weight = _cause_weight(line)
-            if line.strip() and weight >= self._cause_weight:
-                self._cause_weight = weight
-                self.cause = line.strip()
+            self._cause.add(line)
+
+
+class ExitCause:
+    """The line of a process's output that best explains its exit; of equals the last one."""
+
+    def __init__(self) -> None:
+        self._line = ""
+        self._weight = 0
+
+    def add(self, line: str) -> None:
+        """Takes one line of the output."""
+        weight = _cause_weight(line)
+        if line.strip() and weight >= self._weight:
+            self._weight = weight
+            self._line = line.strip()
+
+    def explain(self, code: int) -> str:
+        """Describes an exit with this code, negative for a signal, and its cause."""
+        if code >= 0:
+            return f"exited with code {code}: {self._line or 'no output'}"
+        text = f"was ended by {signal.Signals(-code).name}"
+        if code == -signal.SIGKILL:
+            text += ", possibly because memory ran out"
+        # The signal explains the exit; of the output only an error adds to it.
+        return f"{text}: {self._line}" if self._weight > 1 else text
 
 
 def _cause_weight(line: str) -> int:

@@ -39,6 +39,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     # Seconds since this incarnation began.  Grants expire by this clock, so no two machines need
     # the same time.
     clock: float = 0.0
+    version: str = ""  # of vLLM, for operators
 
 
 class EngineCard(msgspec.Struct, frozen=True):

@@ -9,17 +9,20 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from .. import old_names
 from ..errors import ConfigError
 from ..fleet import keys
 from ..fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY, POLICY_NAMES
 from .http.limits import Limits
+from .routing.readiness import DEFAULT_READINESS, READINESS_MODES
 
 MAX_PREFILL_SECONDS = 86400.0  # engines refuse grants that last longer
 # Old name of a flag -> its name; see `old_names.py`.
 OLD_NAMES = {"--patience": "--prefill-timeout", "--stall-timeout": "--send-timeout"}
+LogFormat = Literal["text", "json"]
+LOG_LEVELS = ("debug", "info", "warning", "error")
 _LIMITS = Limits()
 
 
@@ -197,6 +200,7 @@ _FLEET = (
         "key for changes of the fleet over HTTP; without one such changes are off"
         f" (default: environment variable {keys.ADMIN_KEY})",
     ),
+    _text("--admin-key-file", "PATH", "file with that key, which then stands in no process list"),
     _text(
         "--instance-networks",
         "CIDR,...",
@@ -219,6 +223,7 @@ _SERVICE = (
         "KEY",
         "key that clients must send; repeatable (default: environment variable VLLM_API_KEY)",
     ),
+    _text("--api-key-file", "PATH", "file with such keys, one a line"),
     _switch(
         "--no-api-key",
         "serve clients without a key, even on an address that other machines can reach",
@@ -244,7 +249,26 @@ _SERVICE = (
         "TPOT objective: streams with a higher mean do not count as goodput (default: none)",
         is_positive=False,
     ),
+    Flag(
+        name="--readiness",
+        choices=READINESS_MODES,
+        default=DEFAULT_READINESS,
+        help="when /readiness answers 200: while any request is served, or only while a pair of"
+        " instances can work (default: %(default)s)",
+    ),
     _text("--access-log", "PATH", "file for one JSON line per request; - is standard output"),
+    Flag(
+        name="--log-level",
+        choices=LOG_LEVELS,
+        default="info",
+        help="least level of lines on standard error (default: %(default)s)",
+    ),
+    Flag(
+        name="--log-format",
+        choices=get_args(LogFormat),
+        default="text",
+        help="form of lines on standard error; json has times in UTC (default: %(default)s)",
+    ),
     _text("--otlp-traces-endpoint", "URL", "collector of OpenTelemetry spans (OTLP over HTTP)"),
     _number(
         "--workers",

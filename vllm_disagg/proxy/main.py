@@ -17,6 +17,7 @@ import uvloop
 
 from ..errors import ConfigError
 from .flags import add_arguments, old_names_warning
+from .http import tls
 from .http.addresses import AllowedNetworks
 from .http.connection_pool import ConnectionPool
 from .http.server import Server
@@ -35,6 +36,7 @@ from .routing.fleet import Fleet, Role
 from .routing.policies import Policy
 from .routing.prefill_queue import PrefillQueue
 from .settings import ProxySettings, from_arguments
+from .telemetry import logs
 from .telemetry.access_log import AccessLog
 from .telemetry.metrics import Metrics
 from .telemetry.record import RequestRecorder
@@ -57,13 +59,16 @@ async def serve(
     ready: Callable[[int], None] | None = None,
     stop: asyncio.Event | None = None,
     must_fit: bool = False,
+    on_renewal: Callable[[Callable[[], None]], None] = lambda renew: None,
 ) -> None:
     """Runs a proxy until `stop` is set; calls `ready` with the port when it listens.
 
+    `on_renewal` gets the function that opens access log and certificates anew.
     `must_fit`: raises ConfigError if no two instances can be paired, the first time that all of
     them answer.
     """
     fleet = Fleet()
+    files = _ServedFiles(settings)
     policy = Policy(settings.policy)
     pools: dict[str, ConnectionPool] = {}
     networks = AllowedNetworks(settings.instance_networks)
@@ -82,18 +87,17 @@ async def serve(
     members = Members(
         fleet,
         pools,
-        connect=_connector(settings, networks),
+        connect=_connector(files.upstream_tls, networks),
         watch=lambda instance: discovery.watch(instance, settings.probe_interval),
         on_change=prefill_queue.wake,
     )
     metrics = Metrics(fleet, settings.objectives, FALLBACK_REASONS, RUNGS)
-    place = settings.place
-    registry = (
-        Registry(settings.key, place.challenge if place else "", networks)
-        if settings.registration
+    registry = _registry(settings, networks)
+    bus = (
+        WorkerBus(settings.place, fleet, metrics.render, prefill_queue.wake)
+        if settings.place
         else None
     )
-    bus = WorkerBus(place, fleet, metrics.render, prefill_queue.wake) if place else None
     metrics.all_workers = bus.texts if bus else None
     admin = Admin(
         members,
@@ -106,12 +110,13 @@ async def serve(
     relay = Relay(fleet, policy, pools, prefill_queue, metrics, settings)
     limit = ConcurrencyLimit(settings.max_requests, settings.queue_size, settings.queue_timeout)
     metrics.waiting = {"work": lambda: len(limit), "prefill": lambda: len(prefill_queue)}
-    recorder = RequestRecorder(metrics, relay.tracing, AccessLog(settings.access_log))
+    recorder = RequestRecorder(metrics, relay.tracing, files.access_log)
     api = Api(relay, admin, limit, recorder, settings)
     server = Server(api.handle, settings.limits, api.body_limit, api.refused)
     port = await server.start(
-        settings.host, settings.port, _listener_tls(settings), shared=place is not None
+        settings.host, settings.port, files.listener_tls, shared=settings.place is not None
     )
+    on_renewal(files.renew)
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [
@@ -127,21 +132,40 @@ async def serve(
             if ready:
                 ready(port)
             await stop.wait()
-            await server.stop(settings.shutdown_timeout)
-            for task in running:
-                task.cancel()
-            members.close()
+            await _drain(server, settings.shutdown_timeout)
+            _end(running, members)
     finally:
         members.close()
         await asyncio.to_thread(recorder.shut)  # may wait for a collector of spans
 
 
+async def _drain(server: Server, grace: float) -> None:
+    """Ends the running requests, within `grace` seconds."""
+    running = server.running_requests
+    log.info("proxy: stopping: no new requests; %d are running and have %g s", running, grace)
+    cut = await server.stop(grace)
+    log.info("proxy: stopped: %d of %d requests ended, %d were cut", running - cut, running, cut)
+
+
+def _registry(settings: ProxySettings, networks: AllowedNetworks) -> Registry | None:
+    """Returns the list of engines that register themselves; None if they may not."""
+    if not settings.registration:
+        return None
+    challenge = settings.place.challenge if settings.place else ""
+    return Registry(settings.key, challenge, networks)
+
+
+def _end(tasks: list[asyncio.Task[None]], members: Members) -> None:
+    for task in tasks:
+        task.cancel()
+    members.close()
+
+
 def _connector(
-    settings: ProxySettings, networks: AllowedNetworks
+    upstream_tls: ssl.SSLContext | None, networks: AllowedNetworks
 ) -> Callable[[str, bool], ConnectionPool]:
     """Returns the function that makes the pool of a URL, which the operator has named or not."""
-    tls = ssl.create_default_context(cafile=settings.upstream_ca) if settings.upstream_ca else None
-    return lambda url, named: ConnectionPool(url, tls, None if named else networks)
+    return lambda url, named: ConnectionPool(url, upstream_tls, None if named else networks)
 
 
 def _start_bus(
@@ -158,12 +182,31 @@ def _start_bus(
     ]
 
 
-def _listener_tls(settings: ProxySettings) -> ssl.SSLContext | None:
-    if not settings.certfile:
-        return None
-    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    tls.load_cert_chain(settings.certfile, settings.keyfile or None)
-    return tls
+class _ServedFiles:
+    """The files that SIGHUP announces as changed: access log and certificates."""
+
+    def __init__(self, settings: ProxySettings) -> None:
+        self._settings = settings
+        self.access_log = AccessLog(settings.access_log)
+        self.listener_tls = tls.listener_context(settings.certfile, settings.keyfile)
+        self.upstream_tls = tls.upstream_context(settings.upstream_ca)
+
+    def renew(self) -> None:
+        """Opens each file; one that cannot be used is logged, and its old content stays."""
+        settings = self._settings
+        try:
+            self.access_log.reopen()
+        except ConfigError as error:
+            log.error("proxy: SIGHUP: %s; lines go to the old file", error)
+        try:
+            if self.listener_tls:
+                tls.load_chain(self.listener_tls, settings.certfile, settings.keyfile)
+            if self.upstream_tls:
+                self.upstream_tls.load_verify_locations(settings.upstream_ca)
+        except OSError as error:  # SSLError is one
+            log.error("proxy: SIGHUP: certificates not renewed: %s; the old ones are used", error)
+        else:
+            log.info("proxy: SIGHUP: access log and certificates are opened anew")
 
 
 def _sources(
@@ -215,21 +258,21 @@ async def _refuse_misfit(fleet: Fleet, interval: float) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit status."""
+    logs.set_up(args.log_level, args.log_format)
     try:
         settings = from_arguments(args)
     except ConfigError as error:
         print(f"vllm-disagg proxy: {error}", file=sys.stderr)
         return 2
     refused_status = supervisor.REFUSED_EXIT_STATUS if settings.place else 1
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
-    )
     # The supervisor's workers have the same flags; only the supervisor warns.
     if (warning := old_names_warning(args)) and not settings.place:
         log.warning(warning)
     _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))  # a stream takes two
     gc.set_threshold(*_GC_THRESHOLDS)
+    # A rotation of logs while the proxy starts must not end it; it opens new files anyway.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         if settings.workers > 1 and not settings.place:
             return supervisor.run(
@@ -257,10 +300,12 @@ def run(args: argparse.Namespace) -> int:
 
 async def _until_signal(settings: ProxySettings) -> None:
     stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, stop.set)
     ready = None if settings.place else partial(_print_address, settings)
-    await serve(settings, ready, stop, must_fit=True)
+    on_renewal = partial(loop.add_signal_handler, signal.SIGHUP)
+    await serve(settings, ready, stop, must_fit=True, on_renewal=on_renewal)
 
 
 def _print_address(settings: ProxySettings, port: int) -> None:

@@ -18,11 +18,12 @@ from ..errors import ConfigError
 from ..fleet import keys
 from ..fleet.conventions import PolicyName
 from ..fleet.keys import FleetKey
-from .flags import check_numbers, default
+from .flags import LogFormat, check_numbers, default
 from .http.addresses import Network, check_url, parse_networks
 from .http.limits import Limits
 from .membership.sources import parse_name, read_fleet
 from .routing.fleet import Role
+from .routing.readiness import ReadinessMode
 from .telemetry.metrics import LatencyObjectives
 from .workers.bus import WorkerPlace, parse_place
 
@@ -77,7 +78,10 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     keyfile: str = default("--ssl-keyfile")
     origins: list[str] = []
     objectives: LatencyObjectives = LatencyObjectives()
+    readiness: ReadinessMode = default("--readiness")
     access_log: str = default("--access-log")
+    log_level: str = default("--log-level")
+    log_format: LogFormat = default("--log-format")
     traces_endpoint: str = default("--otlp-traces-endpoint")
     workers: int = default("--workers")
     place: WorkerPlace | None = None  # with several workers
@@ -87,7 +91,7 @@ def from_arguments(args: argparse.Namespace) -> ProxySettings:
     """Returns the settings; raises ConfigError with one line that names the flag."""
     prefill, decode = _instance_urls(args)
     lookups = _lookups(args)
-    admin_key = args.admin_key or os.environ.get(keys.ADMIN_KEY, "")
+    admin_key = _admin_key(args)
     if not (decode or lookups or args.allow_registration or admin_key):
         raise ConfigError("at least one --decode URL is needed, or another way to find instances")
     check_numbers(args)
@@ -121,7 +125,10 @@ def from_arguments(args: argparse.Namespace) -> ProxySettings:
         keyfile=args.ssl_keyfile,
         origins=_origins(args.allowed_origins),
         objectives=LatencyObjectives(args.objective_ttft, args.objective_tpot),
+        readiness=args.readiness,
         access_log=args.access_log,
+        log_level=args.log_level,
+        log_format=args.log_format,
         traces_endpoint=args.otlp_traces_endpoint,
         workers=args.workers,
         place=place,
@@ -140,9 +147,24 @@ def _instance_urls(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     return prefill, decode
 
 
+def _admin_key(args: argparse.Namespace) -> str:
+    """Returns the admin key from its flag, its file or the environment; empty without one."""
+    path: str = args.admin_key_file
+    if not path:
+        return args.admin_key or os.environ.get(keys.ADMIN_KEY, "")
+    if args.admin_key:
+        raise ConfigError("--admin-key and --admin-key-file exclude each other")
+    found = keys.read_lines(path, "--admin-key-file")
+    if len(found) > 1:
+        raise ConfigError(f"--admin-key-file {path}: {len(found)} keys, but there is only one")
+    return found[0]
+
+
 def _api_keys(args: argparse.Namespace, admin_key: str) -> list[str]:
     """Returns the keys of clients; raises ConfigError where they do not protect the address."""
     api_keys: list[str] = args.api_key
+    if args.api_key_file:
+        api_keys = [*api_keys, *keys.read_lines(args.api_key_file, "--api-key-file")]
     if not api_keys and os.environ.get("VLLM_API_KEY"):
         api_keys = [os.environ["VLLM_API_KEY"]]
     if not (api_keys or args.no_api_key or _is_loopback(args.host)):

@@ -61,6 +61,8 @@ def test_plan_says_all_that_is_promised(capsys: pytest.CaptureFixture[str], tmp_
     assert found["best"]["closed_form"]["rate_per_gpu"] > 0
     assert found["setting"]["attainment_of"] == "TTFT and TPOT separately"
     assert found["alternatives"] and found["flips"] and found["commands"]
+    assert all(" opt-13b" not in line for line in found["commands"]), "no hub has that name"
+    assert any(" facebook/opt-13b" in line for line in found["commands"])
     assert [Path(p).stat().st_size > 1000 for p in found["report"]] == [True] * 4
     page = Path(found["report"][0]).read_text()
     assert page.count("data:image/png;base64,") == 3 and "http" not in page.replace(

@@ -73,7 +73,6 @@ class Pair:
             TrafficCounters(HistogramBuckets(())),
             bodies.parse(raw, SCHEMAS[path]),
             RoutingQuery(PROMPT_BYTES, path=path),
-            started_at=0.0,
         )
 
     @property

@@ -158,12 +158,22 @@ async def test_readiness_and_metrics() -> None:
         assert f'vllm_disagg_instance_up{{role="prefill",url="{w.p.url}"}} 1.0' in text
 
 
+@pytest.mark.parametrize("path", ["/health", "/ping", "/readiness", "/metrics", "/load"])
+async def test_a_load_balancer_may_ask_for_heads(path: str) -> None:
+    async with world(prefill=0) as w:
+        client = await w.connect()
+        head = f"HEAD {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+        client.writer.write(head.encode())
+        text = await client.reader.read()
+        assert text.startswith(b"HTTP/1.1 200") and text.endswith(b"\r\n\r\n")
+
+
 @pytest.mark.parametrize("method", ["HEAD", "OPTIONS", "DELETE"])
 async def test_other_methods(method: str) -> None:
     async with world(prefill=0) as w:
         client = await w.connect()
         client.writer.write(
-            f"{method} /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode()
+            f"{method} /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode()
         )
         text = await client.reader.read()
         assert text.startswith(b"HTTP/1.1 405") and text.endswith(b"\r\n\r\n") is (method == "HEAD")

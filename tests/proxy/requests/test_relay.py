@@ -264,7 +264,8 @@ async def test_prefill_refuses_connections() -> None:
         assert await w.metric("vllm_disagg_failovers_total", 'rung="same_decode"') == 1
         assert (await w.post()).json()["leg"] == "whole"
         assert await w.metric("vllm_disagg_fallbacks_total", 'reason="no_pair"') == 1
-        assert (await w.get("/readiness")).status == 503
+        assert (await w.get("/readiness?mode=pair")).status == 503
+        assert (await w.get("/readiness")).json()["degraded"]
 
 
 async def test_prefill_hangs_while_decode_answers() -> None:
@@ -725,7 +726,8 @@ async def test_one_engine_given_twice_serves_aggregated_requests(
         words = f"http://localhost:{w.d.port} and {w.d.url} do not fit: they are one engine"
         assert all(words in row["why_not"] for row in rows), rows
         assert "are never paired: they are one engine" in caplog.text
-        assert (await w.get("/readiness")).status == 503
+        assert (await w.get("/readiness?mode=pair")).status == 503
+        assert (await w.get("/readiness")).json()["degraded"]
 
 
 @pytest.mark.parametrize("whole", [False, True])

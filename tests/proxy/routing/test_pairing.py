@@ -256,15 +256,6 @@ def test_refused_is_down_and_reset_is_doubt() -> None:
     assert not p.up and d.up and d.needs_probe
 
 
-def test_readiness_gives_the_reason() -> None:
-    p, d = instance("prefill", of=engine(dtype="a")), instance("decode", of=engine(dtype="b"))
-    assert fleet(p, d).readiness(0.0)[0] is False
-    assert fleet(d).readiness(0.0) == (True, {"prefill": 0, "decode": 1})
-    d.mark_down("why not")
-    ready, facts = fleet(d).readiness(0.0)
-    assert not ready and "why not" in str(facts)
-
-
 def test_never_empty_handed_errors() -> None:
     for prefills, decodes in itertools.product(range(2), range(2)):
         world = fleet(

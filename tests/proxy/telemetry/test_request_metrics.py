@@ -269,3 +269,28 @@ async def test_spans() -> None:
         assert given[leg] == f"00-{PARENT[3:35]}-{spans[leg].span_id.hex()}-01"
     assert {a.key: a.value.string_value for a in root.attributes}["mode"] == "disaggregated"
     collector.close()
+
+
+async def test_only_generation_counts_in_goodput_and_e2e() -> None:
+    async with world() as w:
+        for _ in range(3):
+            assert (await w.post()).status == 200
+            assert (await w.post("/tokenize")).status == 200
+            assert (await w.get("/v1/models")).status == 200
+        assert await w.metric("vllm_disagg_goodput_total") == 3
+        assert await w.metric("vllm_disagg_e2e_seconds_count") == 3
+        assert await w.metric("vllm_disagg_requests_total", 'mode="passthrough"') == 6
+
+
+async def test_phases_are_of_one_clock(tmp_path: Path) -> None:
+    """uvloop's clock has steps of a millisecond: phases of it exceeded the whole."""
+    path = tmp_path / "access.log"
+    async with world(access_log=str(path)) as w:
+        for _ in range(20):
+            assert (await w.post()).status == 200
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(lines) == 20
+    for line in lines:
+        assert line["queue_seconds"] + line["prefill_seconds"] <= line["seconds"]
+    queued = [line["queue_seconds"] for line in lines]
+    assert any(value * 1000 % 1 for value in queued), queued

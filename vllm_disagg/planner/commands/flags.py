@@ -201,7 +201,7 @@ def read(args: argparse.Namespace, gpus: int, flag: str) -> PlanInputs:
         sequences=args.max_num_seqs,
         distserve=like_distserve,
     )
-    return PlanInputs(scenario, args.model or prefill.name, fits)
+    return PlanInputs(scenario, known_models.servable_name(args.model or prefill.name), fits)
 
 
 def _check(args: argparse.Namespace) -> None:

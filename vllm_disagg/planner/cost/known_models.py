@@ -79,3 +79,20 @@ MODELS: dict[str, dict[str, Any]] = {
         quantization_config={"quant_method": "fp8"},
     ),
 }
+
+# Names on the Hugging Face hub, under which vLLM serves them; OPT-175B is not there.
+HUB_NAMES = {
+    "opt-13b": "facebook/opt-13b",
+    "opt-66b": "facebook/opt-66b",
+    "llama-3.1-8b": "meta-llama/Llama-3.1-8B",
+    "llama-3.1-70b": "meta-llama/Llama-3.1-70B",
+    "qwen3-32b": "Qwen/Qwen3-32B",
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
+    "mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1",
+    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
+}
+
+
+def servable_name(name: str) -> str:
+    """Returns the name of a model as `vllm serve` takes it."""
+    return HUB_NAMES.get(name, name)

@@ -21,13 +21,18 @@ class RequestFailed(Exception):
 def end_stream(client: Connection, status: int, message: str) -> None:
     """Ends a stream that has begun with an error event, or a WebSocket with a Close frame."""
     close_frame = client.response.close_frame
+    request_id = client.response.request.request_id
     if close_frame:
         client.write(close_frame(status, message))
     elif client.path == "/v1/messages":
-        error = {"type": "error", "error": {"type": "api_error", "message": message}}
+        error: dict[str, object] = {
+            "type": "error",
+            "error": {"type": "api_error", "message": message},
+            "request_id": request_id,
+        }
         client.write(b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n")
     else:
-        client.write(b"data: " + error_body(status, message) + b"\n\n" + DONE)
+        client.write(b"data: " + error_body(status, message, None, request_id) + b"\n\n" + DONE)
     client.end()
 
 
@@ -43,4 +48,5 @@ def answer_error(
     headers = [JSON]
     if retry_after:
         headers.append((b"retry-after", b"%d" % retry_after))
-    client.answer(status, headers, error_body(status, message, param))
+    request_id = client.response.request.request_id
+    client.answer(status, headers, error_body(status, message, param, request_id))

@@ -9,6 +9,8 @@ import msgspec
 
 from .headers import Headers
 
+REQUEST_ID_HEADER = b"x-request-id"
+MAX_LOGGED_ID_BYTES = 128  # the client may have chosen the id
 Refusal = tuple[int, str]  # status and message of an error
 
 
@@ -26,6 +28,8 @@ class HttpRequest(msgspec.Struct, eq=False):
     refusal: Refusal | None = None  # an error found while reading
     mode: str = ""  # how the handler served the request, for metrics and the access log
     priority: int = 0  # as in vLLM: smaller is earlier
+    rung: str = ""  # of failover: the last step that was taken after a failure
+    failure: str = ""  # the last failure of a leg
     spans: list[Any] = []  # of a tracer
     first_values: dict[bytes, bytes] = {}  # of `headers`, by name
 
@@ -43,6 +47,11 @@ class HttpRequest(msgspec.Struct, eq=False):
     def header(self, name: bytes) -> bytes:
         """Returns the first value of a header, empty if there is none."""
         return self.first_values.get(name, b"")
+
+    @property
+    def request_id(self) -> str:
+        """Returns the request's id for log lines and error bodies, empty if it has none yet."""
+        return self.header(REQUEST_ID_HEADER)[:MAX_LOGGED_ID_BYTES].decode("ascii", "replace")
 
     @property
     def target(self) -> str:

@@ -14,14 +14,16 @@ JSON = (b"content-type", b"application/json")
 _ERROR_TYPES = {400: "BadRequestError", 500: "InternalServerError"}  # by status, as in vLLM
 
 
-def error_body(status: int, message: str, param: str | None = None) -> bytes:
-    """Returns the JSON body of an error, in vLLM's form."""
-    error = {
+def error_body(status: int, message: str, param: str | None = None, request_id: str = "") -> bytes:
+    """Returns the JSON body of an error, in vLLM's form, with the request's id if it has one."""
+    error: dict[str, object] = {
         "message": message,
         "type": _ERROR_TYPES.get(status, "ProxyError"),
         "param": param,
         "code": status,
     }
+    if request_id:
+        error["request_id"] = request_id
     return json.dumps({"error": error}).encode()
 
 
@@ -50,6 +52,7 @@ class ResponseEncoder:
         self.request = request
         self.started = False  # a status line was sent, or will be with the first part
         self.ended = False
+        self.status = 0  # once it has started
         self.extra_headers: Headers = []  # of any answer to this request
         self.meter: TrafficMeter | None = None
         self.close_frame: Callable[[int, str], bytes] | None = None  # an error after a switch
@@ -60,6 +63,7 @@ class ResponseEncoder:
         """Returns a whole answer; it has no body if the request's method is HEAD."""
         self.started = True
         self.ended = True
+        self.status = status
         if status != 204:  # which has no content-length (RFC 9110, 8.6)
             headers = [*headers, (b"content-length", b"%d" % len(body))]
         if self.meter:
@@ -72,6 +76,7 @@ class ResponseEncoder:
     def begin(self, status: int, headers: Headers, keep_alive: bool) -> None:
         """Begins an answer of unknown length; its head comes with the first part."""
         self.started = True
+        self.status = status
         self._chunked = self.request.chunked_ok
         if self._chunked:
             headers = [*headers, (b"transfer-encoding", b"chunked")]

@@ -65,13 +65,16 @@ ROUTES: dict[str, tuple[tuple[str, ...], How]] = {
     "/v1/load_lora_adapter": (("POST",), "all"),
     "/v1/unload_lora_adapter": (("POST",), "all"),
     "/adapters": (("POST",), "all"),  # SageMaker's names for both, which vLLM's app has too
-    "/health": (("GET",), "own"),
-    "/ping": (("GET", "POST"), "own"),
-    "/readiness": (("GET",), "own"),
-    "/metrics": (("GET",), "own"),
-    "/load": (("GET",), "own"),
+    "/health": (("GET", "HEAD"), "own"),
+    "/ping": (("GET", "HEAD", "POST"), "own"),
+    "/readiness": (("GET", "HEAD"), "own"),
+    "/metrics": (("GET", "HEAD"), "own"),
+    "/load": (("GET", "HEAD"), "own"),
     "/disagg/instances": (("GET",), "own"),
 }
+
+# Paths whose answers are generated; only these have latencies and count as goodput.
+GENERATING = frozenset((*SCHEMAS, "/v1/chat/completions/batch", "/cohere/v2/chat"))
 
 _ONE = "is about one engine: ask that instance itself"
 _DOCS = "describes one engine's own routes: ask that instance itself"

@@ -72,6 +72,11 @@ class Connection(asyncio.Protocol):
         return str(name[0]) if isinstance(name, tuple) else ""
 
     @property
+    def is_busy(self) -> bool:
+        """Returns whether a handler runs."""
+        return self._handler_task is not None
+
+    @property
     def path(self) -> str:
         """Returns the path of the request that is being answered."""
         return self.response.request.path
@@ -461,6 +466,11 @@ class Server:
         """Returns whether there are more connections than `Limits.connections`."""
         return 0 < self.limits.connections < len(self.connections)
 
+    @property
+    def running_requests(self) -> int:
+        """Returns how many requests have a handler that runs."""
+        return sum(connection.is_busy for connection in self.connections)
+
     async def start(
         self, host: str, port: int, tls: ssl.SSLContext | None = None, shared: bool = False
     ) -> int:
@@ -483,8 +493,12 @@ class Server:
         )
         return int(self._listener.sockets[0].getsockname()[1])
 
-    async def stop(self, grace: float) -> None:
-        """Takes no more requests, waits `grace` seconds for running ones, then aborts them."""
+    async def stop(self, grace: float) -> int:
+        """Takes no more requests, waits `grace` seconds for running ones, then aborts them.
+
+        Returns how many were aborted.
+        """
+        aborted = 0
         self.stopping = True
         self._listener.close()
         for connection in list(self.connections):
@@ -495,9 +509,11 @@ class Server:
                 async with asyncio.timeout(grace):
                     await self._all_closed.wait()
             except TimeoutError:
+                aborted = self.running_requests
                 for connection in list(self.connections):
                     connection.abort()
                 await asyncio.sleep(0)
+        return aborted
 
     def forget(self, connection: Connection) -> None:
         """Removes a connection that has closed."""

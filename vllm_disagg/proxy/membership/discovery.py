@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 PROBE_TIMEOUT_SECONDS = 30.0  # a probe waits behind the engine's other work
 MAX_SILENCE_SECONDS = 30.0  # of an instance without alternative, until its requests fail
 CACHE_POLL_SECONDS = 2.0  # between two polls of a decode instance's metrics
+REPORT_POLL_SECONDS = 10.0  # of a prefill instance's, whose figures only operators read
 CLOCK_REFRESH_SECONDS = 3600.0  # age at which the reading of an engine's clock is renewed
 BUSY_HEALTH_SECONDS = 30.0  # for /health while streams show that the instance lives
 STEP_CHECK_RATIO = 4  # an engine has prefill_timeout / this for a step while it owes an answer
@@ -131,6 +132,11 @@ def params_in(answer: bytes) -> dict[str, msgspec.Raw] | None:
     return params if params and bytes(params.get(_NIXL_KEY, b"null")) != b"null" else None
 
 
+# Whether an instance is up, why it is not used, its engine.
+_ReportedState = tuple[bool, str, EngineInfo | None]
+_NEW_STATE: _ReportedState = (False, NOT_PROBED, None)
+
+
 class _UnexpectedAnswer(Exception):
     """Reports an answer that vLLM does not give."""
 
@@ -167,7 +173,7 @@ class Discovery:
         self._prefill_timeout = prefill_timeout
         # Seconds between two polls of an engine that owes an answer.
         self._step_poll_seconds = prefill_timeout / STEP_CHECK_RATIO / (LOOKS_PER_PATIENCE + 1)
-        self._reported: dict[str, object] = {}  # the state that was logged last, by URL
+        self._reported: dict[str, _ReportedState] = {}  # the state that was logged last, by URL
         self._nudges: dict[Instance, asyncio.Task[None]] = {}
 
     async def watch(self, instance: Instance, interval: float) -> None:
@@ -190,6 +196,7 @@ class Discovery:
     async def _follow(self, instance: Instance, interval: float) -> None:
         loop = asyncio.get_running_loop()
         self._reported.pop(instance.url, None)  # of an earlier instance at this URL
+        instance.state_since = loop.time()
         probe: asyncio.Task[None] | None = None
         poll: asyncio.Task[None] | None = None
         last_well = loop.time()
@@ -255,7 +262,8 @@ class Discovery:
         is_busy = instance.active_requests > 0
         if instance.up and instance.step_monitor.is_read_due(now, is_busy, self._step_poll_seconds):
             return True
-        return instance.role == "decode" and since_poll > CACHE_POLL_SECONDS
+        interval = CACHE_POLL_SECONDS if instance.role == "decode" else REPORT_POLL_SECONDS
+        return since_poll > interval
 
     def _is_probe_due(self, instance: Instance) -> bool:
         return instance.needs_probe or self._is_clock_old(instance)
@@ -310,7 +318,14 @@ class Discovery:
     def _report_change(self, instance: Instance) -> None:
         """Logs a change of state once, and calls `on_change`."""
         state = (instance.up, instance.unavailable_reason, instance.engine)
-        if self._reported.get(instance.url, (False, NOT_PROBED, None)) != state:
+        before = self._reported.get(instance.url, _NEW_STATE)
+        if before != state:
+            now = asyncio.get_running_loop().time()
+            if before[0] != instance.up:
+                instance.state_since = now
+            if not instance.up:
+                instance.last_failure = instance.unavailable_reason
+                instance.last_failure_at = now
             self._reported[instance.url] = state
             self._log_state(instance)
             self._on_change()
@@ -413,10 +428,12 @@ class Discovery:
                 if rank_label in labels
             ]
             instance.kv_cache_usage = max(usages, default=0.0)
+            instance.is_usage_known = bool(usages)
         except (Unreachable, TimeoutError, _UnexpectedAnswer, ValueError):
             instance.kv_cache_usage = (
                 0.0  # unknown; the health check decides whether the instance lives
             )
+            instance.is_usage_known = False
             return
         if step_due:
             verdict = instance.step_monitor.on_metrics_read(fingerprint(page, instance.rank), now())

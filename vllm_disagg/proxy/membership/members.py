@@ -135,6 +135,7 @@ class Members:
         leaving = {Member(i.url, i.role): i for i in self._fleet.leaving}
         changes = reconcile(here.keys(), leaving.keys(), self._wanted, self._drained)
         self._log_conflicts(changes)
+        self._fleet.drained = self._drained_roles()
         for member in changes.leave:
             self._begin_leaving(here[member])
         for member in changes.resume:
@@ -144,6 +145,15 @@ class Members:
         for member in changes.add:
             self._add(member, self._tasks)
         self._on_change()
+
+    def _drained_roles(self) -> dict[str, Role]:
+        """Returns the drained URLs that a source still names, with the role by the first one."""
+        roles: dict[str, Role] = {}
+        for members in self._wanted.values():
+            for member in members:
+                if member.url in self._drained:
+                    roles.setdefault(member.url, member.role)
+        return roles
 
     def _log_conflicts(self, changes: MembershipChanges) -> None:
         for conflict in changes.conflicts:

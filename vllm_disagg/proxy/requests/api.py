@@ -10,6 +10,7 @@ import asyncio
 import hmac
 import logging
 import secrets
+import time
 from collections.abc import Awaitable, Callable
 from urllib.parse import parse_qs
 
@@ -22,17 +23,19 @@ from ..http.cors import Cors, may_open
 from ..http.endpoint_schema import SCHEMAS
 from ..http.error_replies import RequestFailed, answer_error
 from ..http.headers import Headers
-from ..http.request import HttpRequest
+from ..http.request import REQUEST_ID_HEADER, HttpRequest
 from ..http.response import JSON, error_body
 from ..http.routes import How
 from ..http.server import Connection
 from ..routing.concurrency_limit import PRIORITY_HEADER, ConcurrencyLimit, priority
-from ..routing.fleet import Fleet, Instance
+from ..routing.fleet import Instance
+from ..routing.instance_report import Clock, report
 from ..routing.pairing import choose_decode
 from ..routing.policies import RoutingQuery
 from ..routing.prefill_queue import QueueFull, QueueTimeout
+from ..routing.readiness import READINESS_MODES, judge_readiness
 from ..settings import ProxySettings
-from ..telemetry.meter import TrafficCounters
+from ..telemetry.meter import TrafficCounters, now
 from ..telemetry.record import RequestRecorder
 from . import bodies
 from .admin import DRAIN_PATH, INSTANCES_PATH, Admin
@@ -49,7 +52,6 @@ ADMIN = (
     ("POST", DRAIN_PATH),
     ("POST", REGISTER),
 )
-REQUEST_ID = b"x-request-id"
 TEXT = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 
 # Handlers of a path; they return the answer's status.
@@ -75,6 +77,7 @@ class Api:
         self._origins = settings.origins
         self._cors = Cors(settings.origins) if settings.origins else None
         self._keys = [key.encode() for key in settings.api_keys]
+        self._readiness_mode = settings.readiness
         self._timeout = settings.request_timeout
         self._time_limit = TimeLimit(settings.request_timeout)
         self._body_bytes = settings.limits.body_bytes
@@ -98,16 +101,20 @@ class Api:
     async def handle(self, request: HttpRequest, client: Connection) -> None:
         """Answers one request, also when its route fails."""
         if self._cors and self._cors.handle(request, client):
+            self._count_refusal(request, client)
             return
         if self._admin.handle(request, client):
+            self._count_refusal(request, client)
             return
         if refusal := self._refusal(request):
+            _identify(request, client)
             client.answer(*refusal)
-            self.refused(request, client, refusal[0])
+            self._count_refusal(request, client)
             return
         _, how = routes.find(request.path) or ((), "own")
         if how == "own":
             await self._own_paths[request.path](request, client)
+            self._count_refusal(request, client)
         else:
             _identify(request, client)
             await self._run(self._engine_routes[how], request, client)
@@ -124,6 +131,12 @@ class Api:
     def refused(self, request: HttpRequest, client: Connection, status: int) -> None:
         """Records a request that was refused for its head or its framing."""
         self._recorder.refused(request, client, _outcome(status), status)
+
+    def _count_refusal(self, request: HttpRequest, client: Connection) -> None:
+        """Records an answer with an error status that no route with an instance has given."""
+        status = client.response.status
+        if 400 <= status < 500:
+            self.refused(request, client, status)
 
     def _refusal(self, request: HttpRequest) -> tuple[int, Headers, bytes] | None:
         """Returns (status, headers, body) if the request's head alone is refused, else None."""
@@ -156,6 +169,7 @@ class Api:
         """Runs a route that needs an engine, within the time limit, and records its outcome."""
         outcome = "cancelled"
         status = 499
+        reason = ""
         client.response.meter = meter = self._relay.metrics.meter()
         self._relay.tracing.begin(request)
         try:
@@ -169,40 +183,43 @@ class Api:
         except RequestFailed as error:
             outcome = _outcome(error.status)
             status = error.status
+            reason = str(error)
             answer_error(client, error.status, str(error), retry_after=error.retry_after)
         except TimeoutError:
             outcome = "timeout"
             status = 504
-            answer_error(client, 504, f"the request was not finished within {self._timeout:g} s")
+            reason = f"the request was not finished within {self._timeout:g} s"
+            answer_error(client, 504, reason)
         except Exception:
             outcome = "upstream_error"
             status = 500
+            reason = "an error of the proxy"
             log.exception(
-                "api: %s %s failed by an error of the proxy; answered with 500",
+                "api: request %s: %s %s failed by an error of the proxy; answered with 500",
+                request.request_id,
                 request.method,
                 request.path,
             )
             answer_error(client, 500, "the proxy failed; its log says why")
         finally:
-            self._recorder.close(request, client, meter, outcome, status)
+            self._recorder.close(request, client, meter, outcome, status, reason)
 
     async def _generate(
         self, request: HttpRequest, client: Connection, meter: TrafficCounters
     ) -> int:
         """Serves a request of generation, disaggregated where that is possible."""
         request.mode = "whole"
-        started_at = asyncio.get_running_loop().time()
         body = await bodies.parse_async(request.body, SCHEMAS[request.path])
         request.priority = priority(request.header(PRIORITY_HEADER), body.priority)
-        await self._enter(request, meter, started_at)
+        await self._enter(request, meter)
         try:
             if body.has_previous_response:
                 return await self._look_up(request, client, meter)
-            return await self._relay.generate(request, client, meter, body, started_at)
+            return await self._relay.generate(request, client, meter, body)
         finally:
             self._concurrency_limit.leave()
 
-    async def _enter(self, request: HttpRequest, meter: TrafficCounters, started_at: float) -> None:
+    async def _enter(self, request: HttpRequest, meter: TrafficCounters) -> None:
         """Takes a place for a running request; raises RequestFailed."""
         try:
             await self._concurrency_limit.enter(request.priority)
@@ -210,7 +227,8 @@ class Api:
             raise RequestFailed(429, str(error), retry_after=1) from None
         except QueueTimeout as error:
             raise RequestFailed(503, str(error), retry_after=5) from None
-        meter.queue_seconds = asyncio.get_running_loop().time() - started_at
+        # The meter's own clock: uvloop's has steps of a millisecond.
+        meter.queue_seconds = now() - meter.began
 
     async def _forward(
         self, request: HttpRequest, client: Connection, meter: TrafficCounters
@@ -221,14 +239,13 @@ class Api:
             return await self._relay.forwarder.forward(
                 request, client, self._candidates(RoutingQuery(0))
             )
-        started_at = asyncio.get_running_loop().time()
         if routes.is_form(request.path):
             await bodies.check_form(request.header(b"content-type"), request.body)
             model = ""
         else:
             model = await bodies.check_json(request.body)
         request.priority = priority(request.header(PRIORITY_HEADER), 0)
-        await self._enter(request, meter, started_at)
+        await self._enter(request, meter)
         try:
             return await self._relay.forwarder.forward(
                 request, client, self._candidates(RoutingQuery(0, model=model))
@@ -245,7 +262,6 @@ class Api:
         read.
         """
         request.mode = "passthrough"
-        started_at = asyncio.get_running_loop().time()
         if not request.upgrade:
             upgrade = [JSON, (b"connection", b"upgrade"), (b"upgrade", b"websocket")]
             client.answer(426, upgrade, error_body(426, f"{request.path} is a WebSocket"))
@@ -254,7 +270,7 @@ class Api:
             raise RequestFailed(403, "this page's origin is not among --allowed-origins")
         model = parse_qs(request.query).get("model", [""])[0]
         request.priority = priority(request.header(PRIORITY_HEADER), 0)
-        await self._enter(request, meter, started_at)
+        await self._enter(request, meter)
         try:
             return await self._relay.forwarder.forward(
                 request, client, self._candidates(RoutingQuery(0, model=model)), seek=True
@@ -311,9 +327,15 @@ class Api:
         return 200
 
     async def _readiness(self, request: HttpRequest, client: Connection) -> int:
-        ready, facts = self._relay.fleet.readiness(asyncio.get_running_loop().time())
-        status = 200 if ready else 503
-        client.answer(status, [JSON], msgspec.json.encode(facts))
+        """Answers whether requests are served; `?mode=` overrides --readiness for one probe."""
+        mode = parse_qs(request.query).get("mode", [self._readiness_mode])[0]
+        if mode not in READINESS_MODES:
+            message = f"mode must be one of {', '.join(READINESS_MODES)}"
+            client.answer(400, [JSON], error_body(400, message))
+            return 400
+        found = judge_readiness(self._relay.fleet, asyncio.get_running_loop().time())
+        status = 200 if found.is_ready(mode) else 503
+        client.answer(status, [JSON], msgspec.json.encode(found))
         return status
 
     async def _metrics(self, request: HttpRequest, client: Connection) -> int:
@@ -334,29 +356,10 @@ class Api:
 
     async def _instances(self, request: HttpRequest, client: Connection) -> int:
         fleet = self._relay.fleet
-        now = asyncio.get_running_loop().time()
-        rows = [_instance_row(fleet, i, now) for i in (*fleet.instances, *fleet.leaving)]
+        clock = Clock(asyncio.get_running_loop().time(), time.time())
+        rows = [report(fleet, i, clock) for i in (*fleet.instances, *fleet.leaving)]
         client.answer(200, [JSON], msgspec.json.encode(rows))
         return 200
-
-
-def _instance_row(fleet: Fleet, instance: Instance, now: float) -> dict[str, object]:
-    """Returns an instance's JSON in GET /disagg/instances."""
-    usable = instance.is_usable(now)
-    reason = instance.unavailable_reason
-    if not reason and instance.up and not usable:
-        reason = "rests after failures"
-    elif not reason:
-        reason = fleet.pairing_problem(instance)
-    return {
-        "url": instance.url,
-        "role": instance.role,
-        "usable": usable and (instance.role == "decode" or instance.can_transfer),
-        "why_not": reason,
-        "incarnation": instance.engine.incarnation if instance.engine else "",
-        "in_flight": instance.active_requests,
-        "leaving": instance in fleet.leaving,
-    }
 
 
 def _identify(request: HttpRequest, client: Connection) -> None:
@@ -364,11 +367,11 @@ def _identify(request: HttpRequest, client: Connection) -> None:
 
     By this id the log lines of its engines can be joined.
     """
-    request_id = request.header(REQUEST_ID)
+    request_id = request.header(REQUEST_ID_HEADER)
     if not request_id:
         request_id = secrets.token_hex(16).encode()
-        request.replace_header(REQUEST_ID, request_id)
-    client.response.extra_headers.append((REQUEST_ID, request_id))
+        request.replace_header(REQUEST_ID_HEADER, request_id)
+    client.response.extra_headers.append((REQUEST_ID_HEADER, request_id))
 
 
 def _outcome(status: int) -> str:

@@ -36,18 +36,12 @@ from .streams import StreamRecorder
 
 log = logging.getLogger(__name__)
 
-_REQUEST_ID_HEADER = b"x-request-id"
-MAX_LOGGED_ID_BYTES = 128  # the client may have chosen the id
-
 LegName = Literal["prefill", "decode"]
 AttemptPlan = InstancePair | Instance  # both legs, or a decode instance alone
 
 
 class RequestContext(msgspec.Struct, frozen=True, eq=False):
-    """One client request, with the connection for its answer.
-
-    `started_at`: a time of the event loop's clock, as all times in this file.
-    """
+    """One client request, with the connection for its answer."""
 
     request: HttpRequest
     headers: Headers  # the request's end-to-end headers, which its legs have too
@@ -55,13 +49,6 @@ class RequestContext(msgspec.Struct, frozen=True, eq=False):
     meter: TrafficCounters
     body: Body
     query: RoutingQuery
-    started_at: float
-
-    @property
-    def request_id(self) -> str:
-        """The request's id for log lines."""
-        request_id = self.request.header(_REQUEST_ID_HEADER)
-        return request_id[:MAX_LOGGED_ID_BYTES].decode("ascii", "replace")
 
 
 class Leg(NamedTuple):
@@ -192,9 +179,12 @@ class Attempt:
 
         `answer`: the instance's own answer, if the client may get it.
         """
-        log.warning(
+        request = self.context.request
+        request.failure = f"{leg.instance.url} failed a {leg.name} leg: {detail}"
+        # If no attempt is left, the request's own line is a warning (`FailedRequestLog`).
+        log.info(
             "relay: request %s: %s failed a %s leg: %s; another attempt follows, if one is left",
-            self.context.request_id,
+            request.request_id,
             leg.instance.url,
             leg.name,
             detail,

@@ -29,6 +29,7 @@ from ..membership.discovery import NIXL_PREFILL, params_in
 from ..routing.fleet import Instance
 from ..routing.pairing import InstancePair
 from ..settings import ProxySettings
+from ..telemetry.meter import now as monotonic_now
 from ..telemetry.metrics import Metrics
 from ..telemetry.tracing import Tracing
 from .attempt import Attempt, AttemptFailure, Leg, LegName, LegOutcome
@@ -119,6 +120,7 @@ class LegRunner:
         """Runs a prefill leg within its timeout."""
         instance = pair.prefill
         started_at = _now()
+        began = monotonic_now()
         try:
             with self._prefill_limit.start():
                 answer = await self._send(attempt, "prefill", instance, body)
@@ -133,7 +135,7 @@ class LegRunner:
             attempt.progress.failed_instances.append(instance)
             return AttemptFailure("prefill", "busy", "it answered 429", answer)
         if answer.status == 200:
-            seconds = _now() - started_at
+            seconds = monotonic_now() - began
             self._metrics.prefill_leg.observe(seconds)
             self._tracing.prefilled(attempt.context.request)
             attempt.context.meter.prefill_done(seconds)

@@ -26,6 +26,7 @@ from ..routing.pairing import (
 from ..routing.policies import Policy
 from ..routing.prefill_queue import PrefillQueue, QueueFull, QueueTimeout
 from ..settings import ProxySettings
+from ..telemetry.meter import now as monotonic_now
 from ..telemetry.metrics import Metrics
 from .attempt import Attempt, AttemptFailure, AttemptPlan, RequestContext
 from .failover import (
@@ -104,7 +105,7 @@ class AttemptPlans:
         except QueueTimeout as error:
             raise RequestFailed(503, str(error), retry_after=5) from None
         finally:
-            waited = _now() - context.started_at
+            waited = monotonic_now() - context.meter.began
             self._metrics.queue.observe(waited)
             context.meter.queue_seconds = waited
         if not pair and self._fleet.with_role("prefill"):
@@ -140,8 +141,10 @@ class AttemptPlans:
             # "busy": the client is asked to come back, and nothing has failed.
             if failure.reason != "busy":
                 self._metrics.failed_over("none")
+                context.request.rung = "none"
             return None
         self._metrics.failed_over(step.value)
+        context.request.rung = step.value
         self._metrics.fell_back(_fallback_reason(failure, progress.history))
         if step is NextStep.PAIR and isinstance(pair, InstancePair):
             return pair

@@ -99,7 +99,6 @@ class Relay:
         client: Connection,
         meter: TrafficCounters,
         body: Body,
-        started_at: float,
     ) -> int:
         """Serves a request until its last byte is sent; returns the status that the client got.
 
@@ -111,7 +110,7 @@ class Relay:
         query.rank = request.header(RANK_HEADER)
         query.path = request.path
         headers = end_to_end(request.headers, request=True)
-        context = RequestContext(request, headers, client, meter, body, query, started_at)
+        context = RequestContext(request, headers, client, meter, body, query)
         progress = RequestProgress()
         plan = await self._plans.first_plan(context)
         while True:

@@ -63,6 +63,10 @@ class Instance:
     context_bytes: int = 0  # prompts of requests in flight
     aggregated_requests: int = 0  # requests of which it computes the whole prompt
     kv_cache_usage: float = 0.0  # 0 to 1, last reported
+    is_usage_known: bool = False  # whether `kv_cache_usage` is the engine's own report
+    state_since: float = 0.0  # when it became up or down
+    last_failure: str = ""  # of a leg, a probe or a health check, for operators
+    last_failure_at: float = 0.0
     models: frozenset[str] = frozenset()  # all names that it serves
     unsupported_paths: set[str] = field(default_factory=set)  # paths at which it ignores grants
     connector: Connector = "plain"
@@ -170,6 +174,8 @@ class Instance:
         """
         if reason == "local":
             return
+        self.last_failure = reason
+        self.last_failure_at = now
         if reason == "refused":
             self.mark_down("refuses connections")
         elif reason == "died":
@@ -264,6 +270,8 @@ class Fleet:
     choices: int = 0  # how many choices of instances were made
     # Instances that get no new requests, kept until their running requests have ended.
     leaving: list[Instance] = field(default_factory=list)
+    # Instances that a source names and the admin API has drained, also after they have left.
+    drained: dict[str, Role] = field(default_factory=dict)
 
     def with_role(self, role: Role) -> list[Instance]:
         """Returns the instances of one role, in the order of their addition."""
@@ -306,27 +314,6 @@ class Fleet:
                 return f"{instance.url} {instance.unavailable_reason}"
         problem = mismatch(prefills[0], decodes[0])
         return f"{prefills[0].url} and {decodes[0].url} do not fit: {problem}"
-
-    def readiness(self, now: float) -> tuple[bool, dict[str, object]]:
-        """Returns whether requests are served as configured, and the JSON of /readiness.
-
-        The JSON has the counts of usable instances and, if not ready, the reason.
-        """
-        decodes = [d for d in self.with_role("decode") if d.up]
-        prefills = [
-            p
-            for p in self.with_role("prefill")
-            if p.can_prefill(now) and any(d.can_transfer and not mismatch(p, d) for d in decodes)
-        ]
-        facts: dict[str, object] = {"prefill": len(prefills), "decode": len(decodes)}
-        ready = bool(decodes) and (bool(prefills) or not self.with_role("prefill"))
-        if not ready:
-            role = "prefill" if decodes else "decode"
-            facts["reason"] = f"no {role} instance can be used"
-            facts["instances"] = {
-                i.url: i.unavailable_reason for i in self.instances if i.unavailable_reason
-            }
-        return ready, facts
 
 
 def _can_pair(prefill: Instance, decode: Instance) -> bool:

@@ -20,13 +20,11 @@ class AccessLog:
     """
 
     def __init__(self, path: str) -> None:
+        self._path = path
         self._lines: list[bytes] = []
-        self._file: TextIO | None = None
-        try:
-            if path:
-                self._file = sys.stdout if path == "-" else open(path, "a")  # noqa: SIM115
-        except OSError as error:
-            raise ConfigError(f"--access-log {path}: {error.strerror}") from None
+        self._file: TextIO | None = sys.stdout if path == "-" else None
+        if path and not self._file:
+            self._file = self._open()
 
     @property
     def is_on(self) -> bool:
@@ -46,6 +44,24 @@ class AccessLog:
         if lines and self._file:
             self._file.write(b"\n".join(lines).decode() + "\n")
             self._file.flush()
+
+    def reopen(self) -> None:
+        """Writes the lines so far, and opens the file of this name anew, as after a rotation.
+
+        Raises ConfigError when it cannot be opened; the old file is used further then.
+        """
+        self.flush()
+        if self._file is None or self._file is sys.stdout:
+            return
+        renewed = self._open()
+        self._file.close()
+        self._file = renewed
+
+    def _open(self) -> TextIO:
+        try:
+            return open(self._path, "a")
+        except OSError as error:
+            raise ConfigError(f"--access-log {self._path}: {error.strerror}") from None
 
     def close(self) -> None:
         """Writes the last lines and closes the file; standard output stays open."""

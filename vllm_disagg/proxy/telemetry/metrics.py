@@ -19,7 +19,9 @@ from prometheus_client.core import (
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from ..http.routes import GENERATING
 from ..routing.fleet import Fleet
+from ..routing.instance_report import working_pairs
 from .meter import TOKEN_KINDS, HistogramBuckets, TrafficCounters, now
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -50,7 +52,7 @@ _HISTOGRAMS = {
         _TOKEN_SECONDS,
     ),
     "tpot": ("Time per token of a stream after the first.", _TOKEN_SECONDS),
-    "e2e": ("Time from a request to the end of its answer.", _SECONDS),
+    "e2e": ("Time from a request of generation to the end of its answer.", _SECONDS),
     "queue": ("Phase 1: waiting in this proxy.", _SECONDS),
     "prefill_leg": ("Phase 2: a prefill leg, from its request to its answer.", _SECONDS),
     "handoff": ("Phase 3: from the prefill leg's answer to the stream's first byte.", _SECONDS),
@@ -170,7 +172,7 @@ class Metrics:
         if not meter:
             return {}
         usage = meter.usage()
-        self._observe(meter, outcome == "ok", usage)
+        self._observe(meter, outcome == "ok" and path in GENERATING, usage)
         for kind, tokens in usage.items():
             self._amounts["tokens", kind] += tokens
         self._amounts["bytes", "received"] += received + meter.received
@@ -198,8 +200,9 @@ class Metrics:
         """Returns the sums of all workers' metrics, in Prometheus's text format."""
         return merge(await self.all_workers()) if self.all_workers else self.render()
 
-    def _observe(self, meter: TrafficCounters, ok: bool, usage: dict[str, int]) -> None:
-        counts = ok and not meter.is_session
+    def _observe(self, meter: TrafficCounters, generated: bool, usage: dict[str, int]) -> None:
+        """Observes latencies. `generated`: the request has ended well, with a generated answer."""
+        counts = generated and not meter.is_session
         if counts:
             self.histograms["e2e"].observe(now() - meter.began)
         if meter.prefill:
@@ -263,6 +266,11 @@ class Metrics:
             leaving.add_metric(names, float(instance in self._fleet.leaving))
             busy.add_metric(names, float(instance.active_requests))
         yield from (up, breaker_open, leaving, busy)
+        pairs = GaugeMetricFamily(
+            "vllm_disagg_pairs", "Pairs of instances that can work: both are up, and they fit."
+        )
+        pairs.add_metric([], working_pairs(self._fleet))
+        yield pairs
         waiting = GaugeMetricFamily(
             "vllm_disagg_waiting", "Requests that wait, by place.", labels=["place"]
         )
@@ -290,7 +298,8 @@ class Metrics:
                 family.add_metric([value], self._amounts[name, value])
             yield family
         good = CounterMetricFamily(
-            "vllm_disagg_goodput", "Requests that ended well and missed no objective."
+            "vllm_disagg_goodput",
+            "Requests of generation that ended well and missed no objective.",
         )
         good.add_metric([], self._goodput)
         yield good

@@ -8,6 +8,7 @@ from ..http.request import HttpRequest
 from ..http.routes import template
 from ..http.server import Connection
 from .access_log import AccessLog
+from .logs import FailedRequestLog
 from .meter import TrafficCounters, now
 from .metrics import Metrics
 from .tracing import Tracing
@@ -22,6 +23,7 @@ class RequestRecorder:
         self._metrics = metrics
         self._tracing = tracing
         self._log = log
+        self._failed = FailedRequestLog()
 
     def close(
         self,
@@ -30,11 +32,16 @@ class RequestRecorder:
         meter: TrafficCounters,
         outcome: str,
         status: int,
+        reason: str = "",
     ) -> None:
         """Records a request that a handler served.
 
         `status`: the one answered, or the one that would have been; 499 when the client left.
+        `reason`: of a failure, in the proxy's words.
         """
+        if status >= 500:
+            pair = (meter.prefill, meter.decode)
+            self._failed.write(request, status, pair, request.failure or reason)
         usage = self._metrics.ended(
             template(request.path), request.mode, outcome, meter, len(request.body)
         )
@@ -80,6 +87,7 @@ class RequestRecorder:
             self._log.write(
                 {
                     "time": round(time.time(), 3),
+                    "id": request.request_id,
                     "client": client.peer,
                     "method": request.method,
                     "path": request.path[:MAX_LOGGED_CHARACTERS],
@@ -91,5 +99,6 @@ class RequestRecorder:
 
     def shut(self) -> None:
         """Writes buffered lines, and closes the access log and the tracer."""
+        self._failed.end_period()
         self._log.close()
         self._tracing.close()

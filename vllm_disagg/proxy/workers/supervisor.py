@@ -97,6 +97,12 @@ class BusHub:
             if len(self._answered) >= sum(w.ready.is_set() for w in self.workers):
                 self._send_metrics()
 
+    def renew_files(self) -> None:
+        """Has each worker open its access log and certificates anew."""
+        for worker in self.workers:
+            if worker.process and worker.process.returncode is None:
+                worker.process.send_signal(signal.SIGHUP)
+
     def on_death(self, worker: WorkerProcess) -> None:
         """Keeps the last known counts of a dead process, so that no sum ever falls."""
         if text := self._last_texts.pop(worker, ""):
@@ -166,6 +172,7 @@ async def supervise(
     table = os.memfd_create("vllm-disagg-load")
     os.truncate(table, shared_load.size(count))
     hub = BusHub(count)
+    loop.add_signal_handler(signal.SIGHUP, hub.renew_files)
     challenge = secrets.token_hex(16)
     with _reserve(host, port) as reserved:
         port = reserved.getsockname()[1]

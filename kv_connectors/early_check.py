@@ -1,0 +1,60 @@
+"""Checks the connector's settings when vLLM has its configuration, before any process starts.
+
+vLLM creates connectors after it has loaded the weights. There a mistake costs minutes, and its
+message drowns in those of all other processes. vLLM has no hook for an earlier check, so the end of
+a configuration is wrapped.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from vllm_disagg import config
+from vllm_disagg.fleet import keys
+
+CONNECTOR = "DisaggConnector"
+
+
+def install() -> None:
+    """Wraps the completion of vLLM's configuration, once.
+
+    It raises ConfigError for bad settings from then on.
+    """
+    # vLLM loads plugins when this module of its own is complete.
+    from vllm.config import VllmConfig  # noqa: PLC0415
+
+    complete = VllmConfig.__post_init__
+    if getattr(complete, "checks_settings", False):
+        return
+
+    @wraps(complete)
+    def check_and_complete(self: Any) -> None:
+        for extra in settings_in(self.kv_transfer_config):
+            check(extra)
+        complete(self)
+
+    check_and_complete.checks_settings = True  # type: ignore[attr-defined]
+    VllmConfig.__post_init__ = check_and_complete  # type: ignore[method-assign]
+
+
+def check(extra: dict[str, Any]) -> None:
+    """Raises ConfigError for settings, or a key file, with which no engine can start."""
+    settings = config.parse(extra)
+    keys.load(settings.key_file, insecure=settings.insecure)
+
+
+def settings_in(transfer: Any) -> list[dict[str, Any]]:
+    """Returns the settings of each use of this connector, also as a child of MultiConnector."""
+    if transfer is None:
+        return []
+    extra = transfer.kv_connector_extra_config
+    if transfer.kv_connector == CONNECTOR:
+        return [extra]
+    if transfer.kv_connector != "MultiConnector":
+        return []
+    found: list[dict[str, Any]] = []
+    for child in extra.get("connectors", []):
+        if child.get("kv_connector") == CONNECTOR:
+            found.append(child.get("kv_connector_extra_config", {}))
+    return found

@@ -1,0 +1,138 @@
+"""One request can be followed by its id, and a failed one is one line of the log."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy_world import Call, world
+from vllm_disagg.proxy.http.request import HttpRequest
+from vllm_disagg.proxy.telemetry.logs import MAX_FAILURE_LINES, FailedRequestLog, JsonFormatter
+
+
+async def reset(call: Call) -> None:
+    call.reset()
+
+
+def failures(caplog: pytest.LogCaptureFixture) -> list[str]:
+    texts = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    return [text for text in texts if text.startswith("request ")]
+
+
+async def test_a_failed_request_is_one_line_with_id_pair_rung_and_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with world() as w:
+        w.p.script = reset
+        w.d.script = reset
+        reply = await w.ask("POST", "/v1/completions", BODY, x_request_id="abc-1")
+        assert reply.status == 502 and reply.headers["x-request-id"] == "abc-1"
+        assert reply.json()["error"]["request_id"] == "abc-1"
+        (line,) = failures(caplog)
+        assert line.startswith("request abc-1 failed: POST /v1/completions answered 502; ")
+        assert w.d.url in line and "rung none; " in line
+        assert "failed a decode leg: reset" in line
+
+
+async def test_a_request_that_another_instance_serves_is_no_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with world() as w:
+        w.p.script = reset
+        assert (await w.ask("POST", "/v1/completions", BODY, x_request_id="abc-2")).status == 200
+        assert not failures(caplog)
+        assert f"request abc-2: {w.p.url} failed a prefill leg" in caplog.text
+
+
+async def test_no_instance_is_a_line_too(caplog: pytest.LogCaptureFixture) -> None:
+    async with world(prefill=0) as w:
+        await w.d.stop()
+        reply = await w.post()
+        assert reply.status in (502, 503)
+        minted = reply.headers["x-request-id"]
+        assert len(minted) == 32 and any(minted in line for line in failures(caplog))
+        assert reply.json()["error"]["request_id"] == minted
+
+
+async def test_both_legs_have_the_id_that_the_proxy_mints() -> None:
+    async with world() as w:
+        minted = (await w.post()).headers["x-request-id"]
+        assert w.p.calls[0].headers["x-request-id"] == minted
+        assert w.d.calls[0].headers["x-request-id"] == minted
+
+
+async def test_failed_requests_are_limited_to_a_summary(caplog: pytest.LogCaptureFixture) -> None:
+    log = FailedRequestLog()
+    request = HttpRequest(method="POST", path="/v1/completions")
+    for _ in range(MAX_FAILURE_LINES + 7):
+        log.write(request, 502, ("", "http://d"), "reset")
+    log.end_period()
+    assert len(failures(caplog)) == MAX_FAILURE_LINES
+    assert "7 more requests failed within 1 s" in caplog.text
+    log.write(request, 502, ("", "http://d"), "reset")
+    log.end_period()
+    assert len(failures(caplog)) == MAX_FAILURE_LINES + 1
+
+
+async def test_each_refusal_is_counted_and_has_an_id(tmp_path: Path) -> None:
+    path = tmp_path / "access.log"
+    async with world(admin_key="adm", api_keys=["one"], access_log=str(path)) as w:
+        refused = [
+            ("POST", "/v1/completions", 401),
+            ("GET", "/disagg/instances", 401),
+            ("POST", "/disagg/instances", 401),
+            ("GET", "/readiness?mode=no", 400),
+        ]
+        for method, target, status in refused:
+            reply = await w.ask(method, target, b"", x_request_id="abc-3")
+            assert reply.status == status
+        assert await w.metric("vllm_disagg_requests_total", 'mode="refused"') == len(refused)
+        reply = await w.ask("POST", "/v1/completions", b"", x_request_id="abc-4")
+        assert reply.headers["x-request-id"] == "abc-4"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["id"] for line in lines] == ["abc-3"] * len(refused) + ["abc-4"]
+
+
+async def test_a_stop_logs_how_many_requests_it_waits_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def forever(call: Call) -> None:
+        await call.stream()
+        await call.event({"text": "a"})
+        await call.forever()
+
+    async with world(prefill=0, shutdown_timeout=0.2) as w:
+        w.d.script = forever
+        client = await w.start(stream=True)
+        await client.reader.readuntil(b'"a"')
+        w.clients.remove(client)  # it stays connected while the proxy stops
+    assert "no new requests; 1 are running and have 0.2 s" in caplog.text
+    assert "stopped: 0 of 1 requests ended, 1 were cut" in caplog.text
+
+
+def test_json_lines_have_time_level_and_exception() -> None:
+    try:
+        raise ValueError("why")
+    except ValueError:
+        record = logging.LogRecord("a.b", 40, "", 1, "said %s", ('"x"\n',), sys.exc_info())
+    record.created = 1_800_000_000.25
+    text = JsonFormatter().format(record)
+    line: dict[str, Any] = json.loads(text)
+    assert "\n" not in text and "ValueError: why" in line.pop("exception")
+    assert line == {
+        "time": "2027-01-15T08:00:00.250Z",
+        "level": "error",
+        "logger": "a.b",
+        "message": 'said "x"\n',
+    }
+
+
+BODY = json.dumps({"model": "m", "prompt": "hi"}).encode()

@@ -1,0 +1,154 @@
+"""SIGHUP opens the access log and the certificates anew, and interrupts no request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import signal
+import ssl
+import sys
+from pathlib import Path
+
+import pytest
+import trustme
+
+from proxy_world import Call, Client, ScriptedEngine, World, until, world
+
+
+class SlowStream:
+    """Streams an event, and the rest once `go` is set."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+
+    async def __call__(self, call: Call) -> None:
+        await call.stream()
+        await call.event("a")
+        await self.go.wait()
+        await call.event("[DONE]")
+        await call.end()
+
+
+def logged(path: Path) -> list[str]:
+    return [json.loads(line)["id"] for line in path.read_text().splitlines()]
+
+
+async def test_a_rotated_access_log_is_opened_anew_while_a_stream_runs(tmp_path: Path) -> None:
+    log, rotated = tmp_path / "access.log", tmp_path / "access.log.1"
+    script = SlowStream()
+    async with world(prefill=0, access_log=str(log)) as w:
+        assert (await w.ask("POST", "/v1/completions", BODY, x_request_id="one")).status == 200
+        w.d.script = script
+        client = await w.connect()
+        client.send("POST", "/v1/completions", STREAM, x_request_id="two")
+        await client.reader.readuntil(b"data: a\n\n")
+        log.rename(rotated)
+        w.renew()
+        script.go.set()
+        assert b"[DONE]" in await client.reader.readuntil(b"0\r\n\r\n")
+    assert logged(rotated) == ["one"] and logged(log) == ["two"]
+
+
+async def test_an_access_log_that_cannot_be_opened_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    log = folder / "access.log"
+    async with world(prefill=0, access_log=str(log)) as w:
+        folder.rename(tmp_path / "moved")
+        w.renew()
+        assert "lines go to the old file" in caplog.text
+        assert (await w.ask("POST", "/v1/completions", BODY, x_request_id="one")).status == 200
+    assert logged(tmp_path / "moved" / "access.log") == ["one"]
+
+
+class Files:
+    """Certificate and key of the proxy, as its operator replaces them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.chain = folder / "chain.pem"
+        self.key = folder / "key.pem"
+
+    def write(self, with_key: bool = True) -> ssl.SSLContext:
+        """Writes a new certificate; returns a client's context that trusts it alone."""
+        authority = trustme.CA()
+        certificate = authority.issue_cert("127.0.0.1")
+        certificate.cert_chain_pems[0].write_to_path(str(self.chain))
+        if with_key:
+            certificate.private_key_pem.write_to_path(str(self.key))
+        trust = ssl.create_default_context()
+        authority.configure_trust(trust)
+        return trust
+
+
+async def connect(w: World, trust: ssl.SSLContext) -> Client:
+    return Client(*await asyncio.open_connection("127.0.0.1", w.port, ssl=trust))
+
+
+async def test_a_new_certificate_is_used_and_an_open_stream_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = Files(tmp_path)
+    old = files.write()
+    script = SlowStream()
+    async with world(
+        prefill=0, ready=False, certfile=str(files.chain), keyfile=str(files.key)
+    ) as w:
+        await w.until_probed()
+        w.d.script = script
+        stream = await connect(w, old)
+        stream.send("POST", "/v1/completions", STREAM)
+        await stream.reader.readuntil(b"data: a\n\n")
+        new = files.write()
+        w.renew()
+        (await connect(w, new)).close()
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await connect(w, old)
+        files.write(with_key=False)
+        w.renew()
+        assert "certificates not renewed" in caplog.text
+        (await connect(w, new)).close()
+        script.go.set()
+        assert b"[DONE]" in await stream.reader.readuntil(b"0\r\n\r\n")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_the_signal_does_not_end_the_proxy(tmp_path: Path, workers: int) -> None:
+    script = SlowStream()
+    d = ScriptedEngine("d", "decode", script)
+    await d.start()
+    log = tmp_path / "access.log"
+    key = tmp_path / "key"
+    key.write_text((b"k" * 32).hex())
+    key.chmod(0o600)
+    flags = ["--decode", d.url, "--port", "0", "--key-file", str(key), "--access-log", str(log)]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "vllm_disagg.cli", "proxy", *flags, "--workers", str(workers)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    w = World([], [d])
+    try:
+        assert process.stdout
+        w.port = int((await process.stdout.readline()).decode().rsplit(":", 1)[1])
+        await w.until_ready()
+        client = await w.start(stream=True)
+        await client.reader.readuntil(b"data: a\n\n")
+        shutil.move(log, tmp_path / "access.log.1")
+        process.send_signal(signal.SIGHUP)
+        await until(log.exists)
+        script.go.set()
+        assert b"[DONE]" in await client.reader.readuntil(b"0\r\n\r\n")
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 30) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+        w.close()
+        await d.stop()
+
+
+BODY = json.dumps({"model": "m", "prompt": "hi"}).encode()
+STREAM = json.dumps({"model": "m", "prompt": "hi", "stream": True}).encode()

@@ -1,0 +1,157 @@
+"""Describes instances to operators: the rows of GET /disagg/instances, and who pairs with whom.
+
+Pure: the times of the event loop's clock and of the wall clock are passed in.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Literal
+
+import msgspec
+
+from .fleet import Connector, Fleet, Instance, Role, mismatch
+
+BreakerState = Literal["closed", "open", "half-open"]
+
+
+class Misfit(msgspec.Struct, frozen=True):
+    """An instance of the other role with which no request can be split, and the reason."""
+
+    url: str
+    why: str
+
+
+class LastFailure(msgspec.Struct, frozen=True):
+    """The last failure of an instance: of a leg, a probe or a health check."""
+
+    reason: str
+    at: str  # UTC, ISO 8601
+
+
+class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of GET /disagg/instances."""
+
+    url: str
+    role: Role
+    usable: bool
+    why_not: str
+    incarnation: str
+    in_flight: int
+    leaving: bool
+    model: str
+    version: str  # of vLLM; empty if its connector does not state it
+    connector: Connector
+    transports: list[str]  # that can carry its KV; empty without this project's connector
+    kv_cache_usage: float | None  # 0 to 1; None if it is not known
+    breaker: BreakerState
+    state_since: str  # when it became up or down, in UTC, ISO 8601
+    last_failure: LastFailure | None
+    pairs_with: list[str]
+    misfits: list[Misfit]
+
+
+class Clock(msgspec.Struct, frozen=True):
+    """One moment: by the event loop's clock, and in seconds since 1970."""
+
+    loop: float
+    wall: float
+
+    def iso(self, at: float) -> str:
+        """Returns a time of the event loop's clock in UTC, ISO 8601, to the millisecond."""
+        moment = datetime.fromtimestamp(self.wall - self.loop + at, UTC)
+        return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def report(fleet: Fleet, instance: Instance, clock: Clock) -> InstanceReport:
+    """Returns the row of one instance."""
+    usable = instance.is_usable(clock.loop)
+    pairs_with, misfits = partners(fleet, instance)
+    failure = None
+    if instance.last_failure:
+        failure = LastFailure(instance.last_failure, clock.iso(instance.last_failure_at))
+    return InstanceReport(
+        url=instance.url,
+        role=instance.role,
+        usable=usable and (instance.role == "decode" or instance.can_transfer),
+        why_not=_why_not(fleet, instance, usable),
+        incarnation=instance.engine.incarnation if instance.engine else "",
+        in_flight=instance.active_requests,
+        leaving=instance in fleet.leaving,
+        model=instance.model,
+        version=instance.engine.version if instance.engine else "",
+        connector=instance.connector,
+        transports=_transports(instance),
+        kv_cache_usage=instance.kv_cache_usage if instance.is_usage_known else None,
+        breaker=breaker_state(instance, clock.loop),
+        state_since=clock.iso(instance.state_since),
+        last_failure=failure,
+        pairs_with=pairs_with,
+        misfits=misfits,
+    )
+
+
+def partners(fleet: Fleet, instance: Instance) -> tuple[list[str], list[Misfit]]:
+    """Returns the URLs with which an instance can be paired, and those that do not fit.
+
+    Instances that are down or leave are in neither list: nothing is known of them.
+    """
+    fitting: list[str] = []
+    misfits: list[Misfit] = []
+    if not instance.up or instance in fleet.leaving:
+        return fitting, misfits
+    for other in fleet.instances:
+        if other.role == instance.role or not other.up:
+            continue
+        is_prefill = instance.role == "prefill"
+        prefill = instance if is_prefill else other
+        decode = other if is_prefill else instance
+        if why := misfit(prefill, decode):
+            misfits.append(Misfit(other.url, why))
+        else:
+            fitting.append(other.url)
+    return fitting, misfits
+
+
+def misfit(prefill: Instance, decode: Instance) -> str:
+    """Returns why no request is split between two instances that are up; "" if one can be."""
+    for instance in (prefill, decode):
+        if not instance.can_transfer:
+            return f"{instance.url} {instance.unavailable_reason}"
+    return mismatch(prefill, decode)
+
+
+def working_pairs(fleet: Fleet) -> int:
+    """Returns how many pairs of instances can work: both are up, and they fit."""
+    decodes = [d for d in fleet.with_role("decode") if d.up]
+    count = 0
+    for prefill in fleet.with_role("prefill"):
+        if prefill.up:
+            count += sum(not misfit(prefill, decode) for decode in decodes)
+    return count
+
+
+def breaker_state(instance: Instance, now: float) -> BreakerState:
+    """Returns the state of an instance's circuit breaker."""
+    if instance.consecutive_failures < 2:
+        return "closed"
+    return "open" if now < instance.open_until else "half-open"
+
+
+def _why_not(fleet: Fleet, instance: Instance, usable: bool) -> str:
+    if instance.unavailable_reason:
+        return instance.unavailable_reason
+    if instance.up and not usable:
+        return "rests after failures"
+    return fleet.pairing_problem(instance)
+
+
+def _transports(instance: Instance) -> list[str]:
+    """Returns the transports that each worker of an instance has; ZMQ is always among them."""
+    if not instance.engine:
+        return []
+    common = {"zmq"}
+    workers = instance.engine.workers
+    if workers:
+        common |= set(workers[0].carriers).intersection(*(w.carriers for w in workers))
+    return sorted(common)

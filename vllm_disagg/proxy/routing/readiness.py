@@ -1,0 +1,76 @@
+"""Judges whether the proxy can serve requests: the answer of GET /readiness.  Pure.
+
+Two modes. A request is served as long as one decode instance is up: that is `any`. With `pair`, two
+instances that fit must be usable too, if the fleet has prefill instances at all.
+
+As a Kubernetes probe `any` is the right one: without a prefill instance the decode instances
+compute all prompts. With `pair` an outage of P would take all proxies out of their Service.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from .fleet import Fleet, Instance, mismatch
+
+ReadinessMode = Literal["any", "pair"]
+READINESS_MODES: tuple[ReadinessMode, ...] = ("any", "pair")
+DEFAULT_READINESS: ReadinessMode = "any"
+
+
+class Readiness(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The JSON of GET /readiness: how many instances are usable, and what is missing."""
+
+    prefill: int  # usable prefill instances that fit a decode instance
+    decode: int  # decode instances that are up
+    reason: str = ""  # why no request can be served
+    degraded: str = ""  # why requests are served, but no prompt is computed by a prefill instance
+    instances: dict[str, str] = {}  # why an instance is not used, or not used in full, by URL
+
+    def is_ready(self, mode: ReadinessMode) -> bool:
+        """Returns whether the probe of this mode succeeds."""
+        return not self.reason and (mode == "any" or not self.degraded)
+
+
+def judge_readiness(fleet: Fleet, now: float) -> Readiness:
+    """Returns the present readiness of a fleet; a drained instance counts as one that is down."""
+    decodes = [d for d in fleet.with_role("decode") if d.up]
+    prefills = [p for p in fleet.with_role("prefill") if _is_paired(p, decodes, now)]
+    found = Readiness(len(prefills), len(decodes))
+    if not decodes:
+        reason = _missing("decode", fleet)
+        return msgspec.structs.replace(found, reason=reason, instances=_problems(fleet))
+    if prefills or not _has_prefill(fleet):
+        return found
+    degraded = f"{_missing('prefill', fleet)}; decode instances compute all prompts"
+    return msgspec.structs.replace(found, degraded=degraded, instances=_problems(fleet))
+
+
+def _is_paired(prefill: Instance, decodes: list[Instance], now: float) -> bool:
+    """Whether a prefill instance can be used now, with one of these decode instances."""
+    if not prefill.can_prefill(now):
+        return False
+    return any(d.can_transfer and not mismatch(prefill, d) for d in decodes)
+
+
+def _has_prefill(fleet: Fleet) -> bool:
+    """Whether the operator wants prefill instances, even if each of them is drained."""
+    return bool(fleet.with_role("prefill")) or "prefill" in fleet.drained.values()
+
+
+def _missing(role: str, fleet: Fleet) -> str:
+    drained = [url for url, its_role in fleet.drained.items() if its_role == role]
+    if drained:
+        return f"no {role} instance can be used ({', '.join(sorted(drained))}: drained)"
+    return f"no {role} instance can be used"
+
+
+def _problems(fleet: Fleet) -> dict[str, str]:
+    problems = dict.fromkeys(fleet.drained, "drained")
+    for instance in fleet.instances:
+        reason = instance.unavailable_reason or fleet.pairing_problem(instance)
+        if reason:
+            problems[instance.url] = reason
+    return problems

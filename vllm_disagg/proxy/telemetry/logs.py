@@ -1,0 +1,95 @@
+"""Sets up the proxy's log on standard error: its level, and text or JSON lines.
+
+Failed requests have one WARNING each (`FailedRequestLog`), with a limit: an outage that fails
+thousands of requests must not fill a disk or hide other lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from datetime import UTC, datetime
+
+import msgspec
+
+from ..flags import LogFormat
+from ..http.request import HttpRequest
+
+TEXT_FORMAT = "%(asctime)s %(levelname)s %(message)s"
+MAX_FAILURE_LINES = 5  # in each period
+FAILURE_PERIOD_SECONDS = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats each record as one JSON object in one line; times are UTC, ISO 8601."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Returns the line of a record."""
+        at = datetime.fromtimestamp(record.created, UTC)
+        line = {
+            "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()
+
+
+def set_up(level: str, log_format: LogFormat) -> None:
+    """Sends the log of this process to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    text = logging.Formatter(TEXT_FORMAT)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else text)
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+class FailedRequestLog:
+    """Writes one WARNING for each failed request, and a summary of those above the limit."""
+
+    def __init__(self) -> None:
+        self._lines = 0  # in the present period
+        self._left_out = 0
+        self._period: asyncio.TimerHandle | None = None
+
+    def write(self, request: HttpRequest, status: int, pair: tuple[str, str], reason: str) -> None:
+        """Logs a failed request. `pair`: URLs of P and D, empty where there was none."""
+        if not self._period:
+            loop = asyncio.get_running_loop()
+            self._period = loop.call_later(FAILURE_PERIOD_SECONDS, self.end_period)
+        if self._lines >= MAX_FAILURE_LINES:
+            self._left_out += 1
+            return
+        self._lines += 1
+        prefill, decode = pair
+        log.warning(
+            "request %s failed: %s %s answered %d; prefill %s, decode %s; rung %s; %s",
+            request.request_id,
+            request.method,
+            request.path,
+            status,
+            prefill or "-",
+            decode or "-",
+            request.rung or "first attempt",
+            reason or "the instance's own answer",
+        )
+
+    def end_period(self) -> None:
+        """Begins a new period; logs how many failed requests have no line in the last one."""
+        left_out = self._left_out
+        if self._period:
+            self._period.cancel()
+        self._period = None
+        self._lines = 0
+        self._left_out = 0
+        if left_out:
+            log.warning(
+                "%d more requests failed within %g s; the access log and"
+                " vllm_disagg_requests_total have all of them",
+                left_out,
+                FAILURE_PERIOD_SECONDS,
+            )

@@ -703,4 +703,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("plan gives a verdict of a burst", "planner/search/sample_size.py", "return needed if needed > self.scenario.requests else 0", "return 0", "tests/planner/search/test_sample_size.py"),
     ("a sample is as long as a burst", "planner/search/sample_size.py", "max(MIN_SECONDS, MIN_LATENCIES * latency)", "MIN_SECONDS / 10", "tests/planner/search/test_sample_size.py"),
     ("workers of a killed plan live on", "planner/search/optimizer.py", "    parent.join()\n", "    threading.Event().wait()\n", "tests/planner/commands/test_plan_commands.py::test_a_killed_plan_leaves_no_process"),
+    ("an event of the engine tests is reached before its work", "tests/engine/steady/delayed_runtime.py", "        self._work.put(event.reach)\n", "        event.reach()\n", "tests/gpu/test_delayed_runtime.py"),
+    ("a stream of the engine tests waits for no other", "tests/engine/steady/delayed_runtime.py", "        self.put(event.synchronize)\n", "        pass\n", "tests/gpu/test_delayed_runtime.py"),
 ]

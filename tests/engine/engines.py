@@ -96,6 +96,13 @@ RUNNERS = {
         "zmq",  # the last choice on a GPU, through host memory
         SLOWNESS,
     ),
+    "v2-nixl": EngineRunner(
+        {**_V2_ENV, "ENGINE_CHANGES": f"{_V2_CHANGES} device_path host_nixl"},
+        _V2_LINES,
+        _DEVICE_LINES,
+        "nixl",  # the first choice on a GPU
+        SLOWNESS,
+    ),
 }
 RUNNER = RUNNERS[os.environ.get("ENGINE_RUNNER", "")]
 _PDEATHSIG = 1

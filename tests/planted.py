@@ -726,7 +726,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a leg that could not be sent opens the breaker", "proxy/routing/fleet.py", "        if reason == \"local\":\n            return\n", "", "tests/proxy/membership/test_discovery.py::test_a_lack_of_descriptors_here_is_not_a_failure_of_the_instances"),
     ("a health check that could not be sent counts as missed", "proxy/membership/discovery.py", "            if error.reason == \"local\":\n                return \"\"  # nothing was learnt\n", "", "tests/proxy/membership/test_discovery.py::test_a_lack_of_descriptors_here_is_not_a_failure_of_the_instances"),
     ("a probe that could not be sent takes the instance out", "proxy/membership/discovery.py", "            is_local = isinstance(error, Unreachable) and error.reason == \"local\"", "            is_local = False", "tests/proxy/membership/test_discovery.py::test_a_lack_of_descriptors_here_is_not_a_failure_of_the_instances"),
-    ("the trace keeps the block ids of long prompts", "trace.py", "        if isinstance(content, messages.Progress) and content.blocks:\n", "        if False:\n", "tests/unit/test_trace.py"),
     ("a P outage takes the proxy out of its Service", "proxy/routing/readiness.py", 'return not self.reason and (mode == "any" or not self.degraded)', "return not self.reason and not self.degraded", "tests/proxy/routing/test_readiness.py"),
     ("a drained P is no P that was wanted", "proxy/routing/readiness.py", 'bool(fleet.with_role("prefill")) or "prefill" in fleet.drained.values()', 'bool(fleet.with_role("prefill"))', "tests/proxy/routing/test_readiness.py"),
     ("a misfit is not shown", "proxy/routing/instance_report.py", "            misfits.append(Misfit(other.url, why))\n", "            pass\n", "tests/proxy/routing/test_instance_report.py"),
@@ -753,4 +752,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("an admin key from a file may be a client's", "proxy/settings.py", "api_keys = [*api_keys, *keys.read_lines(args.api_key_file, \"--api-key-file\")]", "return [*api_keys, *keys.read_lines(args.api_key_file, \"--api-key-file\")]", "tests/proxy/test_proxy_main.py"),
     ("look-ups count as goodput", "proxy/telemetry/metrics.py", 'outcome == "ok" and path in GENERATING', 'outcome == "ok"', "tests/proxy/telemetry/test_request_metrics.py"),
     ("the time in the queue is of a coarse clock", "proxy/requests/plans.py", "            waited = monotonic_now() - context.meter.began\n", "            waited = round(monotonic_now() - context.meter.began, 3)\n", "tests/proxy/telemetry/test_request_metrics.py"),
+    ("an event of the engine tests is reached before its work", "tests/engine/steady/delayed_runtime.py", "        self._work.put(event.reach)\n", "        event.reach()\n", "tests/gpu/test_delayed_runtime.py"),
+    ("a stream of the engine tests waits for no other", "tests/engine/steady/delayed_runtime.py", "        self.put(event.synchronize)\n", "        pass\n", "tests/gpu/test_delayed_runtime.py"),
 ]

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pydoc_data.topics import topics  # English text that every Python has
 from typing import Any, TypeVar
 
-TIMEOUT_SECONDS = 120.0  # a hang is a failure
+from engines import RUNNER
+
+TIMEOUT_SECONDS = 120.0 * RUNNER.slowness  # a hang is a failure
 # The order of sums changes logprobs by less than this in bfloat16: measured, with a margin.
 LOGPROB_TOLERANCE = 0.05
 TEXT = "\n".join(topics.values())

@@ -7,6 +7,7 @@ memory.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 from asking import Record, ask, at_once, body, expect_same, open_clients, tally, tokens
 from direct import Legs
-from engines import ROOT, Engine, Process, Proxy, free_port, get, wait
+from engines import ADMIN, ROOT, Engine, Process, Proxy, free_port, get, wait
 
 from vllm_disagg.fleet import keys
 
@@ -174,6 +175,16 @@ class Main:
     def ready(self) -> bool:
         """Returns whether the proxy pairs the two engines."""
         return get(self.proxy.url, "/readiness?mode=pair", 5.0)[0] == 200
+
+    def exceptional_counts(self) -> str:
+        """Returns the counters that explain requests without a transfer: all those above zero."""
+        names = "disagg_(?:fallbacks|failovers|failed_loads|unclaimed_prefills)_total"
+        found = []
+        for server in (self.proxy, self.prefill, self.decode):
+            text = get(server.url, "/metrics", 10.0, ADMIN)[1]
+            for line in re.findall(rf"^\S*{names}.*$", text, re.MULTILINE):
+                found.append(f"{server.name}: {line}")
+        return "\n".join(line for line in found if not line.endswith(" 0.0"))
 
     def expect_well(self, count: int = 10) -> None:
         """Fails unless both engines run, hold no KV, and serve the next requests exactly.

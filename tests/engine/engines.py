@@ -49,23 +49,59 @@ class EngineRunner:
     env: dict[str, str]
     lines: tuple[str, ...] = ()  # of every engine
     connector_lines: tuple[str, ...] = ()  # of engines with our connector
+    transport: str = ""  # of engines with our connector, unless a test chooses one
+    slowness: float = 1.0  # how much longer than usual the tests wait
 
     @property
     def is_interpreted(self) -> bool:
         """Whether vLLM's kernels run in Triton's interpreter."""
         return "TRITON_INTERPRET" in self.env
 
+    @property
+    def settings(self) -> dict[str, object]:
+        """The settings of engines with our connector, unless a test chooses others."""
+        found: dict[str, object] = {}
+        if self.is_interpreted:
+            found["peer_timeout"] = PEER_TIMEOUT_SECONDS
+        if self.transport:
+            found["transport"] = self.transport
+        return found
+
+    @property
+    def proxy_env(self) -> dict[str, str]:
+        """The environment of proxies beside these engines."""
+        if not self.is_interpreted:
+            return {}
+        paths = filter(None, [str(STEADY), os.environ.get("PYTHONPATH", "")])
+        return {"PYTHONPATH": os.pathsep.join(paths), "ENGINE_CHANGES": "patient"}
+
 
 _V2_ENV = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
+SLOWNESS = 6.0  # of Triton's interpreter
+PEER_TIMEOUT_SECONDS = 10.0  # of its engines, whose processes share two cores with it
+_V2_CHANGES = "v2_runner async_steps patient"
 _V2_LINES = ("Using V2 Model Runner", "asynchronous scheduling is True")
+_DEVICE_LINES = (
+    "the connector takes its path for GPUs",
+    "are read and written in GPU memory as vLLM does",  # the proof at the start has passed
+)
 # By the value of ENGINE_RUNNER in the environment of these tests; the changes are in `steady`.
 RUNNERS = {
     "": EngineRunner({}),
-    "v2": EngineRunner({**_V2_ENV, "ENGINE_CHANGES": "v2_runner async_steps"}, _V2_LINES),
+    "v2": EngineRunner({**_V2_ENV, "ENGINE_CHANGES": _V2_CHANGES}, _V2_LINES, slowness=SLOWNESS),
     "v2-device": EngineRunner(
-        {**_V2_ENV, "ENGINE_CHANGES": "v2_runner async_steps device_path"},
+        {**_V2_ENV, "ENGINE_CHANGES": f"{_V2_CHANGES} device_path"},
         _V2_LINES,
-        ("the connector takes its path for GPUs",),
+        _DEVICE_LINES,
+        "zmq",  # the last choice on a GPU, through host memory
+        SLOWNESS,
+    ),
+    "v2-nixl": EngineRunner(
+        {**_V2_ENV, "ENGINE_CHANGES": f"{_V2_CHANGES} device_path host_nixl"},
+        _V2_LINES,
+        _DEVICE_LINES,
+        "nixl",  # the first choice on a GPU
+        SLOWNESS,
     ),
 }
 RUNNER = RUNNERS[os.environ.get("ENGINE_RUNNER", "")]
@@ -89,6 +125,7 @@ def free_port() -> int:
 
 def wait(what: str, done: Callable[[], bool], seconds: float, every: float = 0.1) -> None:
     """Returns as soon as `done` returns true; fails if that takes longer than these seconds."""
+    seconds *= RUNNER.slowness
     end = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < end, f"not within {seconds:g} s: {what}"
@@ -258,11 +295,12 @@ class Engine(Process):
             *flags,
         ]
         if role:
+            settings = {**RUNNER.settings, **(settings or {})}
             transfer = {
                 "kv_connector": "DisaggConnector",
                 "kv_role": role,
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"key_file": str(folder / "key"), **(settings or {})},
+                "kv_connector_extra_config": {"key_file": str(folder / "key"), **settings},
             }
             command += ["--kv-transfer-config", json.dumps(transfer)]
         fixed = {
@@ -334,7 +372,8 @@ class Proxy(Process):
             for engine in engines if isinstance(engines, list) else [engines]:
                 for url in engine.urls:
                     command += [flag, url]
-        super().__init__(name, command, folder, port, {keys.ADMIN_KEY: ADMIN})
+        env = {keys.ADMIN_KEY: ADMIN, **RUNNER.proxy_env}
+        super().__init__(name, command, folder, port, env)
 
     def members(self) -> dict[str, bool]:
         """Returns by URL whether each instance can be used."""

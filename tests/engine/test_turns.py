@@ -20,13 +20,18 @@ from asking import (
 )
 from conftest import Main
 from direct import with_grant
-from engines import BLOCK, wait
+from engines import BLOCK, RUNNER, wait
 from test_exact import BLOCK_BYTES
 
 from vllm_disagg.fleet import grants
 from vllm_disagg.protocol import peers
 
-CONVERSATIONS, TURNS = 16, 6
+CONVERSATIONS = 8 if RUNNER.is_interpreted else 16
+TURNS = 4 if RUNNER.is_interpreted else 6
+REUSED_BLOCKS = 8 if RUNNER.is_interpreted else 30  # at least, of all conversations
+# Of the test with one conversation at a time: (prompt tokens, new tokens of each turn).
+ALONE = ((100, 40), (300, 10), (BLOCK, 1), (BLOCK - 1, 200))
+TURNS_ALONE = 2 if RUNNER.is_interpreted else 4
 
 
 def whole(count: int) -> int:
@@ -56,9 +61,9 @@ def talk(main: Main, name: str, turns: int = TURNS) -> None:
 
 
 def test_p_computes_the_new_text_only(main: Main) -> None:
-    for asked, new in ((100, 40), (300, 10), (BLOCK, 1), (BLOCK - 1, 200)):
+    for asked, new in ALONE:
         prompt, here, there = tokens(asked, f"turn {asked}"), 0, 0  # tokens that P has, and D
-        for turn in range(4):
+        for turn in range(TURNS_ALONE):
             computed, reused = computed_and_reused(main)
             answer = main.check(body(prompt, 220, ignore_eos=True))
             computed += len(prompt) - there
@@ -74,7 +79,8 @@ def test_p_computes_the_new_text_only(main: Main) -> None:
 def test_many_conversations_at_once(main: Main) -> None:
     before = main.prefill.metric("vllm:disagg_reused_bytes_total")
     at_once(lambda at: talk(main, f"talk {at}"), range(CONVERSATIONS))
-    assert main.prefill.metric("vllm:disagg_reused_bytes_total") > before + 30 * BLOCK_BYTES
+    reused = main.prefill.metric("vllm:disagg_reused_bytes_total") - before
+    assert reused > REUSED_BLOCKS * BLOCK_BYTES
     main.expect_well(2)
 
 

@@ -1,7 +1,7 @@
 """Lets the connector take its path for GPUs with KV in host memory, when imported at the start.
 
-`DeviceMemory`, its layouts and its Triton kernels (in the interpreter: needs `v2_runner`) then
-serve real engines. KV goes by ZMQ, the transport of a GPU without NCCL.
+`DeviceMemory`, its layouts, its Triton kernels (in the interpreter: needs `v2_runner`), its facts
+and its sums then serve real engines, on the delayed streams of `delayed_runtime`.
 """
 
 from __future__ import annotations
@@ -24,4 +24,14 @@ def pretend_gpu() -> None:
     worker.kv_device = pretended_device
 
 
+def delay_streams() -> None:
+    """Replaces the runtime, which the worker imports when it has KV on a GPU."""
+    from delayed_runtime import DelayedRuntime
+
+    from kv_connectors.gpu import runtime
+
+    runtime.CudaRuntime = DelayedRuntime
+
+
 before_import("kv_connectors.connector", pretend_gpu)
+before_import("kv_connectors.gpu.layout", delay_streams)

@@ -17,9 +17,13 @@ import fake_gpu
 import numpy as np
 import pytest
 import torch
+
+pytest.importorskip("triton", reason="there is no Triton here")
+
 from nixl_pair import (
     PATIENT,
     QUICK,
+    WITHOUT_NVLINK,
     Sink,
     Source,
     broken_read,
@@ -45,7 +49,7 @@ from vllm_disagg.transports.nixl import transport as nixl
 pytestmark = [real, in_device_memory]
 # UCX looks for NVLink once in a process.
 without_nvlink = pytest.mark.skipif(
-    os.environ.get("FAKE_NVLINKS") != "0", reason="test_device.py runs it without NVLink"
+    os.environ.get("FAKE_NVLINKS") != "0", reason=WITHOUT_NVLINK
 )
 
 ZERO_COPY_READS = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"

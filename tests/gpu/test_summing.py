@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -220,6 +221,15 @@ def test_a_load_that_cannot_be_summed_counts_as_different() -> None:
     assert loaded.is_summing
     assert loaded.take_completed() == [events.LayersSummed("t", "p", [])]
     assert not loaded.is_summing
+
+
+def test_rows_of_no_whole_words_are_not_summed() -> None:
+    block_sums = importlib.import_module("kv_connectors.gpu.block_sums")
+    aligned = layout.plane_of(torch.zeros(4, 3, 8, dtype=torch.uint8))
+    assert block_sums.can_sum([[aligned]])
+    for change in ("base", "block_stride", "row_stride", "row_bytes"):
+        odd = replace(aligned, **{change: getattr(aligned, change) + 2})
+        assert not block_sums.can_sum([[aligned], [odd]]), change
 
 
 def out_of_memory(call: str) -> None:

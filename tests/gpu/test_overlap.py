@@ -22,7 +22,7 @@ from vllm_disagg.protocol import events
 LAYERS = 32
 BLOCKS = 4
 BLOCK_BYTES = 4096
-# A prompt of 4,096 tokens through a layer of a model of 8e9 parameters, at 4e14 operations a second.
+# A prompt of 4,096 tokens through a layer of a model of 8e9 parameters: 4e14 operations a second.
 # Such a layer has 16 MiB of KV, which are copied at 5e10 bytes a second, as over PCIe 5.
 PROMPT_TOKENS = 4096
 LAYER_SECONDS = PROMPT_TOKENS * 2 * 8e9 / LAYERS / 4e14

@@ -6,7 +6,7 @@
 # make wide      engines of different parallelism and block sizes, each kind of model, each transport
 # make chaos     2 prefill and 2 decode instances under load, each killed, frozen, drained and replaced in turn (5 to 20 minutes)
 # make versions  exactness on the oldest and the newest vLLM supported, and between the two
-# make gpu-proof what can be proved of the path for GPUs without a GPU; the last line is JSON (an hour)
+# make gpu-proof what can be proved of the path for GPUs without a GPU; the last line is JSON (the engines take longest)
 # make mutants   plant faults in the protocol; the tests must notice
 # make bench     the hand-off, measured
 # make bench-proxy  what the proxy costs, beside vllm-router

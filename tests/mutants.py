@@ -23,8 +23,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +36,8 @@ ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("vllm_disagg", "kv_connectors", "tests")
 # seconds of one run of pytest with few seeds: a fault by which the tests hang is noticed, too
 LIMIT = 600.0
+PASSED = re.compile(r"^\d+ passed", re.MULTILINE)
+SKIPPED = re.compile(r"^\d+ skipped", re.MULTILINE)
 FEW, MORE, MANY = 100, 1000, int(os.environ.get("SEEDS", "10000"))  # worlds
 
 
@@ -52,6 +56,14 @@ class Mutant(NamedTuple):
     old: str
     new: str
     tests: str = ""
+
+
+class Outcome(Enum):
+    """Of a fault, or of a run of tests on it."""
+
+    CAUGHT = "caught"
+    MISSED = "MISSED"
+    SKIPPED = "skipped"  # the tests cannot run on this machine
 
 
 class Run(NamedTuple):
@@ -205,12 +217,20 @@ def _count(mutant: Mutant) -> int:
     return path.read_text().count(mutant.old) if path.exists() and mutant.old != mutant.new else 0
 
 
-def is_caught(mutant: Mutant) -> bool:
+def outcome_of(mutant: Mutant) -> Outcome:
+    """Plant a fault. Caught: a test fails. Skipped: no test of it can run here."""
+    outcome = Outcome.SKIPPED
     with tempfile.TemporaryDirectory() as folder:
         copy = _copied(Path(folder))
         path = source(copy, mutant.file)
         path.write_text(path.read_text().replace(mutant.old, mutant.new))
-        return any(not passes(copy, run) for run in runs(mutant))
+        for run in runs(mutant):
+            found = result_of(copy, run)
+            if found is Outcome.CAUGHT:
+                return found
+            if found is Outcome.MISSED:
+                outcome = found
+    return outcome
 
 
 def _copied(folder: Path) -> Path:
@@ -222,7 +242,8 @@ def _copied(folder: Path) -> Path:
     return folder
 
 
-def passes(folder: Path, run: Run) -> bool:
+def result_of(folder: Path, run: Run) -> Outcome:
+    """Run tests in a copy of the tree. Missed: they pass. Skipped: all of them are."""
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *run.tests]
     env = {**os.environ, "SEEDS": str(run.seeds), "PYTHONPATH": f"{folder}:{folder}/tests"}
     pytest = subprocess.Popen(
@@ -238,15 +259,26 @@ def passes(folder: Path, run: Run) -> bool:
     except subprocess.TimeoutExpired:
         os.killpg(pytest.pid, signal.SIGKILL)
         pytest.communicate()
-        return False
-    if pytest.returncode not in (0, 1):  # it has run no test
-        sys.exit(f"mutants: {' '.join(command)}\n{said.decode(errors='replace')[-3000:]}")
-    return pytest.returncode == 0
+        return Outcome.CAUGHT
+    output = said.decode(errors="replace")
+    return outcome_from(pytest.returncode, output, command)
 
 
-def tried(mutant: Mutant) -> tuple[Mutant, bool, float]:
+def outcome_from(status: int, output: str, command: Sequence[str]) -> Outcome:
+    """Read what a run of pytest has ended with; exit if it could not run."""
+    if status == 1:
+        return Outcome.CAUGHT
+    if PASSED.search(output) and status == 0:
+        return Outcome.MISSED
+    # 5: a module that is skipped as a whole has no tests.
+    if SKIPPED.search(output) and status in (0, 5):
+        return Outcome.SKIPPED
+    sys.exit(f"mutants: {' '.join(command)}\n{output[-3000:]}")
+
+
+def tried(mutant: Mutant) -> tuple[Mutant, Outcome, float]:
     began = time.monotonic()
-    return mutant, is_caught(mutant), time.monotonic() - began
+    return mutant, outcome_of(mutant), time.monotonic() - began
 
 
 def failing(mutants: Sequence[Mutant], pool: ThreadPoolExecutor) -> list[str]:
@@ -255,8 +287,8 @@ def failing(mutants: Sequence[Mutant], pool: ThreadPoolExecutor) -> list[str]:
     tests = [test for test in tests if test.partition("::")[0] not in tests or "::" not in test]
     with tempfile.TemporaryDirectory() as folder:
         copy = _copied(Path(folder))
-        good = pool.map(lambda test: passes(copy, Run([test])), tests)
-        return [test for test, is_good in zip(tests, good, strict=True) if not is_good]
+        found = pool.map(lambda test: result_of(copy, Run([test])), tests)
+        return [test for test, one in zip(tests, found, strict=True) if one is Outcome.CAUGHT]
 
 
 def main() -> None:
@@ -276,17 +308,20 @@ def main() -> None:
         m for m in every if not args.words or any(word in "\n".join(m) for word in args.words)
     ]
     began = time.monotonic()
-    missed = 0
+    counts: Counter[Outcome] = Counter()
     with ThreadPoolExecutor(args.jobs) as pool:
         if bad := failing(mutants, pool):
             sys.exit(f"mutants: these fail without any fault: {' '.join(bad)}")
         for done in as_completed([pool.submit(tried, mutant) for mutant in mutants]):
-            mutant, caught, seconds = done.result()
-            print(f"{'caught' if caught else 'MISSED'} {seconds:4.0f} s  {mutant.what}", flush=True)
-            missed += not caught
+            mutant, outcome, seconds = done.result()
+            print(f"{outcome.value:7} {seconds:4.0f} s  {mutant.what}", flush=True)
+            counts[outcome] += 1
+    caught = counts[Outcome.CAUGHT]
+    skipped = counts[Outcome.SKIPPED]
     minutes = (time.monotonic() - began) / 60
-    print(f"{len(mutants) - missed} of {len(mutants)} caught in {minutes:.0f} minutes")
-    sys.exit(bool(missed))
+    planted = len(mutants) - skipped
+    print(f"{caught} of {planted} caught in {minutes:.0f} minutes, {skipped} skipped")
+    sys.exit(caught < planted)
 
 
 if __name__ == "__main__":

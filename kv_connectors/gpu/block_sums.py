@@ -4,7 +4,7 @@ Theory. A block sum is 64 bits over all bytes of one block in one layer. Each wo
 place in the block, so a change of bytes or of their order changes the sum. The place is counted in
 the order of bytes on the wire: sums are equal in two engines whose blocks have that order.
 
-Not run on a GPU yet: checked in Triton's interpreter, on the CPU, against torch.
+Not run on a GPU yet. On a CPU it is interpreted, and compiled with its PTX executed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Triton kernels that copy KV blocks to contiguous bytes and back, and sum them.
 
-Not run on a GPU yet: they are checked in Triton's interpreter, on the CPU, against numpy.
+Not run on a GPU yet. On a CPU they are interpreted, and compiled with their PTX executed.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ A case is an attention backend for GPUs, one of vLLM's KV layouts, a block size,
 a model: full attention, sliding windows beside it, MLA with and without an indexer, layers that
 share KV, layers that differ, SSM states beside attention, and P and D of different tensor
 parallelism. vLLM chooses groups, kernel blocks, strides and padding, and allocates on the CPU. It
-also refuses cases; we may refuse none.
+also refuses cases. We may refuse, in words, only those of `MAY_REFUSE` with different tensor
+parallelism: a refusal of another case counts as wrong.
 
 P's blocks are gathered and scattered into other blocks of D, whose cache has another number of
 blocks. Then the whole buffer of D must equal a second one, in which the same blocks were assigned
@@ -60,6 +61,7 @@ from kv_connectors.gpu.layout import device_layout
 from kv_connectors.gpu.memory import DeviceMemory
 from kv_connectors.gpu.runtime import Runtime
 from kv_connectors.kv_layout import RankCache
+from vllm_disagg.errors import Unmappable
 from vllm_disagg.kv import reshard
 from vllm_disagg.kv.extents import blocks_of
 from vllm_disagg.protocol.events import GroupBlocks, LoadRequested
@@ -70,6 +72,7 @@ OTHER_DEVICES = ("ROCM", "XPU", "CPU", "AMX", "TORCH", "NO_ATTENTION", "CUSTOM")
 BLOCK_SIZES = (16, 32, 48, 64, 128, 256)
 ATTENTION_MODELS = ("full", "windows", "shared", "different", "states", "tp 2 to 1", "tp 1 to 2")
 LATENT_MODELS = ("latent", "indexer", "shared", "tp 2 to 1")
+RANKS = {"tp 2 to 1": (2, 1), "tp 1 to 2": (1, 2)}  # of P and of D
 HEADS = 2
 HEAD_SIZE = 16  # of backends that take any
 LAYERS = 3
@@ -78,6 +81,9 @@ WINDOW_TOKENS = 24
 STATE_FLOATS = 331
 INDEXER_BYTES = 132
 INTERPRETED_EVERY = 40
+# It has keys and values in the place of heads, and the heads in a token's channels. So it may be
+# refused where P and D differ in tensor parallelism.
+MAY_REFUSE = "B12X"
 NOISE = torch.randint(256, (1_000_003,), generator=torch.Generator().manual_seed(1)).byte()
 # vLLM refuses by these, and by no class of its own.
 REFUSALS = (ValueError, NotImplementedError, AssertionError)
@@ -95,6 +101,11 @@ class Case(NamedTuple):
 
 class RefusedByVllm(Exception):
     """Says that vLLM does not make such a cache."""
+
+
+def may_refuse(case: Case) -> bool:
+    """Returns whether this project may refuse a case."""
+    return case.backend == MAY_REFUSE and case.model in RANKS
 
 
 def backends() -> dict[str, Any]:
@@ -331,8 +342,11 @@ def assign(
 
 
 def is_right(case: Case, backend: Any, runtime: HostRuntime) -> bool:
-    """Returns whether D's caches are what vLLM's views make of them. Raises RefusedByVllm."""
-    senders, receivers = {"tp 2 to 1": (2, 1), "tp 1 to 2": (1, 2)}.get(case.model, (1, 1))
+    """Returns whether D's caches are what vLLM's views make of them.
+
+    Raises RefusedByVllm, or Unmappable where this project refuses.
+    """
+    senders, receivers = RANKS.get(case.model, (1, 1))
     made = functools.partial(allocated, case, backend, runtime)
     sources = [made(at, senders, BLOCKS) for at in range(senders)]
     readers = [made(at, receivers, BLOCKS + 1) for at in range(receivers)]
@@ -356,7 +370,7 @@ def is_right(case: Case, backend: Any, runtime: HostRuntime) -> bool:
 def run(every: int = 1, *, verbose: bool = False) -> dict[str, Any]:
     """Returns the counts of all cases, or of each `every`-th one."""
     known = backends()
-    found: Counter[str] = Counter(right=0, refused=0, wrong=0, interpreted=0)
+    found: Counter[str] = Counter(right=0, refused=0, refused_by_us=0, wrong=0, interpreted=0)
     for number, case in enumerate(list(cases(known))[::every]):
         is_interpreted = number % INTERPRETED_EVERY == 0
         runtime = HostRuntime(is_interpreted=is_interpreted)
@@ -367,6 +381,10 @@ def run(every: int = 1, *, verbose: bool = False) -> dict[str, Any]:
             outcome = "refused"
             if verbose:
                 print("refused by vLLM:", *case, refusal, file=sys.stderr)
+        except Unmappable as refusal:
+            outcome = "refused_by_us" if may_refuse(case) else "wrong"
+            if verbose or outcome == "wrong":
+                print("refused by us:", *case, refusal, file=sys.stderr)
         except Exception as error:
             outcome = "wrong"
             print(f"{type(error).__name__}: {error}", file=sys.stderr)

@@ -2,10 +2,10 @@
 
     python tests/gpu/ptx.py [--json] [ARCHITECTURE ...]   sm_80, 90, 100 and 120 without arguments
 
-`kernels.move` and `kernels.checksum` run as they are, but their launches go to `PtxLauncher`: it
-compiles what Triton would, for one architecture, checks that no 32-bit product is a part of an
-address, and executes. The bytes must be those of the planes' arithmetic, and no other byte may
-change.
+`kernels.move`, `kernels.checksum` and `block_sums.sum_blocks` run as they are, but their launches
+go to `PtxLauncher`: it compiles what Triton would, for one architecture, checks that no 32-bit
+product is a part of an address, and executes. Bytes must be those of the planes' arithmetic, sums
+those of torch, and no other byte may change.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from kv_connectors.gpu import kernels
+from kv_connectors.gpu import block_sums, kernels
 from kv_connectors.gpu.kernels import Plane
 
 ARCHITECTURES = (80, 90, 100, 120)
-KERNELS = ("_move_words", "_sum_words")
+KERNELS = [(kernels, "_move_words"), (kernels, "_sum_words"), (block_sums, "_sum_words")]
 BLOCKS = 5
 SOURCE, TARGET = [4, 0, 2], [1, 3, 0]
 FAR_BYTES = (1 << 30) + 4096  # twice this distance is more than a 32-bit number holds
@@ -99,16 +99,16 @@ def _place(held: torch.Tensor | mmap.mmap) -> tuple[int, int]:
 
 @contextmanager
 def on_ptx(architecture: int, found: dict[str, int]) -> Iterator[list[PtxLauncher]]:
-    """Has `kernels` launch all its kernels as PTX of one architecture."""
-    originals = {name: getattr(kernels, name) for name in KERNELS}
-    launchers = [PtxLauncher(kernel, architecture, found) for kernel in originals.values()]
-    for name, launcher in zip(KERNELS, launchers, strict=True):
-        setattr(kernels, name, launcher)
+    """Has the product launch all its kernels as PTX of one architecture."""
+    originals = [getattr(module, name) for module, name in KERNELS]
+    launchers = [PtxLauncher(kernel, architecture, found) for kernel in originals]
+    for (module, name), launcher in zip(KERNELS, launchers, strict=True):
+        setattr(module, name, launcher)
     try:
         yield launchers
     finally:
-        for name, kernel in originals.items():
-            setattr(kernels, name, kernel)
+        for (module, name), kernel in zip(KERNELS, originals, strict=True):
+            setattr(module, name, kernel)
 
 
 def planes_in(cache: torch.Tensor, word_bytes: int) -> list[Plane]:
@@ -146,15 +146,22 @@ def prove_moves(launchers: Sequence[PtxLauncher], word_bytes: int) -> bool:
     return is_gathered and torch.equal(target, expected)
 
 
-def prove_far_rows(launchers: Sequence[PtxLauncher]) -> bool:
-    """Returns whether rows and blocks more than 2 GiB apart are found."""
+def far_region() -> mmap.mmap:
+    """Returns memory with 256 bytes at each multiple of FAR_BYTES."""
     # Only the pages in use exist.
     region = mmap.mmap(-1, FAR_ROWS * FAR_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    address, size = _place(region)
+    for number in range(FAR_ROWS):
+        start = number * FAR_BYTES
+        region[start : start + 256] = bytes((number * 64 + at) % 251 for at in range(256))
+    return region
+
+
+def prove_far_rows(launchers: Sequence[PtxLauncher]) -> bool:
+    """Returns whether rows and blocks more than 2 GiB apart are found."""
+    region = far_region()
+    address, _ = _place(region)
     for launcher in launchers:
         launcher.memory = [region]
-    for number, start in enumerate(range(0, size, FAR_BYTES)):
-        region[start : start + 256] = bytes((number * 64 + at) % 251 for at in range(256))
     planes = [Plane(address, 64, FAR_ROWS, FAR_BYTES, 64), Plane(address, FAR_BYTES, 1, 0, 128)]
     wire, right = (torch.zeros(2 * (FAR_ROWS * 64 + 128), dtype=torch.uint8) for _ in "wr")
     ids = torch.tensor([2, 1])
@@ -174,6 +181,43 @@ def prove_checksum() -> bool:
         kernels.checksum(wire, total)
         is_right = is_right and (total.item() - 5 - expected) % (1 << 64) == 0
     return is_right
+
+
+def sums_of(planes: Sequence[Sequence[Plane]], blocks: Sequence[int]) -> torch.Tensor:
+    """Returns the sums of blocks by the kernel, (layers, blocks)."""
+    sums = torch.full((len(planes), len(blocks)), -1)
+    launches = block_sums.summed_planes(planes, torch.tensor)
+    block_sums.sum_blocks(launches, torch.tensor(blocks), sums)
+    return sums
+
+
+def sums_by_torch(planes: Sequence[Sequence[Plane]], blocks: Sequence[int]) -> torch.Tensor:
+    """Returns the same from the bytes of each block, by torch."""
+    sums = []
+    for layer in planes:
+        size = sum(plane.block_bytes for plane in layer)
+        for block in blocks:
+            content = torch.zeros(size, dtype=torch.uint8)
+            plane_arithmetic.move(layer, torch.tensor([block]), content, gather=True)
+            sums.append(block_sums.sum_of_bytes(content))
+    return torch.stack(sums).view(len(planes), len(blocks))
+
+
+def prove_block_sums(launchers: Sequence[PtxLauncher]) -> bool:
+    """Returns whether sums of blocks are those of torch, also of rows more than 2 GiB apart."""
+    word = block_sums.WORD_BYTES
+    cache = torch.randint(256, ((512 + 12 * LONG_WORDS) * word,), dtype=torch.uint8)
+    short, beside, even, rows, long, _, last = planes_in(cache, word)
+    near = [[short, rows], [beside], [even, last], [long]]
+    region = far_region()
+    address, _ = _place(region)
+    far = [[Plane(address, 64, FAR_ROWS, FAR_BYTES, 64)], [Plane(address, FAR_BYTES, 1, 0, 128)]]
+    for launcher in launchers:
+        launcher.memory = [cache, region]
+    return all(
+        torch.equal(sums_of(planes, blocks), sums_by_torch(planes, blocks))
+        for planes, blocks in ((near, SOURCE), (far, [2, 1]))
+    )
 
 
 def _holds(name: str, proof: Callable[[], bool]) -> bool:
@@ -200,6 +244,7 @@ def prove(architectures: Sequence[int]) -> dict[str, Any]:
             }
             proofs["far rows"] = functools.partial(prove_far_rows, launchers)
             proofs["checksum"] = prove_checksum
+            proofs["block sums"] = functools.partial(prove_block_sums, launchers)
             for name, proof in proofs.items():
                 found["wrong"] += not _holds(f"sm_{architecture}, {name}", proof)
     return {"architectures": list(architectures), **found}

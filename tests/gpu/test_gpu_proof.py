@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import Any
 
 import proof
@@ -41,34 +42,80 @@ def test_answers_are_those_of_the_tests(
 def test_faults_that_no_test_sees_fail_the_proof(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(proof, "run", ended("MISSED 3 s  x\n11 of 12 caught in 4 minutes\n"))
+    output = "MISSED 3 s  x\n11 of 12 caught in 4 minutes, 1 skipped\n"
+    monkeypatch.setattr(proof, "run", ended(output))
     assert run(monkeypatch, "planted") == 1
-    assert last_line(capsys) == {"planted": {"found": 11, "of": 12}}
-    monkeypatch.setattr(proof, "run", ended("12 of 12 caught in 4 minutes\n"))
+    assert last_line(capsys) == {"planted": {"found": 11, "of": 12, "skipped": 1}}
+    monkeypatch.setattr(proof, "run", ended("12 of 12 caught in 4 minutes, 0 skipped\n"))
     assert run(monkeypatch, "planted") == 0
+
+
+def test_orders_and_races_are_counted_over_all_batches(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SEEDS", "20")
+    good = '{"orders": 10, "wrong": 0, "races": 0}\n'
+    monkeypatch.setattr(proof, "run", ended(f".{good}.{good}..\n2 passed in 1.00s\n"))
+    assert run(monkeypatch, "orders") == 0
+    assert last_line(capsys)["orders"] == {"seeds": 20, "orders": 20, "wrong": 0, "races": 0}
+    bad = '{"orders": 10, "wrong": 1, "races": 2}\n'
+    monkeypatch.setattr(proof, "run", ended(f"{good}{bad}F\n1 failed in 1.00s\n", 1))
+    assert run(monkeypatch, "orders") == 1
+    assert last_line(capsys)["orders"]["races"] == 2
 
 
 def test_an_absent_part_has_a_reason_and_no_result(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def absent() -> proof.Fields:
-        return {"x": proof.run_present("tests/gpu/not_there.py").last_json()}
-
-    monkeypatch.setitem(proof.PARTS, "x", absent)
-    assert run(monkeypatch, "x") == 0
-    assert last_line(capsys) == {"absent": {"x": "there is no tests/gpu/not_there.py"}}
+    monkeypatch.setitem(proof.MODULES, "ptx", ["not_there"])
+    assert run(monkeypatch, "ptx") == 0
+    assert last_line(capsys) == {"absent": {"ptx": "there is no not_there here"}}
 
 
 def test_tests_that_are_skipped_prove_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(proof, "expect_present", lambda *paths: None)
+    monkeypatch.setattr(proof, "expect_modules", lambda *modules: None)
     monkeypatch.setattr(proof, "run", ended("sss\n3 skipped in 0.10s\n"))
-    assert run(monkeypatch, "vram") == 0
-    assert last_line(capsys)["absent"].keys() == {"vram"}
+    assert run(monkeypatch, "vram", "start_proof") == 0
+    assert last_line(capsys)["absent"].keys() == {"vram", "start_proof"}
     monkeypatch.setattr(proof, "run", ended("..F\n1 failed, 2 passed in 0.10s\n", 1))
+    assert run(monkeypatch, "start_proof") == 1
+    assert last_line(capsys) == {"start_proof": {"passed": 2, "failed": 1}}
+
+
+def test_tests_in_device_memory_are_counted_inside_of_theirs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(proof, "expect_modules", lambda *modules: None)
+    inside = "35 passed, 9 skipped in 90.00s\n\nin device memory: 38 passed\n"
+    monkeypatch.setattr(proof, "run", ended(f"{inside}.\n1 passed in 95.00s\n"))
+    assert run(monkeypatch, "vram") == 0
+    assert last_line(capsys) == {"vram": {"passed": 38}}
+    monkeypatch.setattr(proof, "run", ended(f"{inside}F\n1 failed in 95.00s\n", 1))
     assert run(monkeypatch, "vram") == 1
-    assert last_line(capsys) == {"vram": {"passed": 2, "failed": 1}}
+
+
+OTHER_TESTS = [test for test in proof.TESTS if test not in proof.ENGINE_TESTS]
+
+
+@pytest.mark.parametrize("tests", [proof.ENGINE_TESTS, OTHER_TESTS], ids=["engine", "other"])
+def test_each_part_names_tests_that_can_run(tests: list[str]) -> None:
+    """Of a name that is gone pytest runs nothing; of a file it may skip all."""
+    for module in ("triton", "nixl", "vllm.v1.kv_cache_layout"):
+        pytest.importorskip(module)
+    if shutil.which("gcc") is None:
+        pytest.skip("there is no gcc here")
+    # It goes as far as a test's marks, and runs neither fixtures nor tests.
+    done = proof.run("-m", "pytest", "--setup-plan", *tests, env={"TRITON_INTERPRET": "1"})
+    assert done.status == 0
+    planned = [line.strip() for line in done.output.splitlines()]
+    for test in tests:
+        assert any(line.startswith(test) for line in planned), f"{test} is skipped"
+
+
+def test_each_part_names_a_script() -> None:
+    assert all((proof.ROOT / script).is_file() for script in proof.SCRIPTS)
 
 
 @pytest.mark.parametrize("output", ["", "{", "[1]\n", "Traceback\n"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -134,6 +135,25 @@ def test_each_fault_changes_the_sum_of_its_layer_only(layer: int, fault: str) ->
     assert [ours == theirs for ours, theirs in pairs] == [at != layer for at in range(3)]
 
 
+def test_a_block_is_summed_again_when_a_later_chunk_has_written_on_in_it() -> None:
+    p = Engine(1)
+    expected = layer_sums(p.computed(15))
+    whole = [cache.clone() for cache in p.caches]
+    for layer, cache in enumerate(p.caches):
+        cache[TABLE[SHAPE.kind(layer).group][1]] = 0  # of which 6 tokens leave two slots
+    computed = summing.ComputedSums(p.memory)
+    sums = BlockSums(3)
+    for tokens, added in ((6, [[3, 7], [2, 4]]), (15, [[1, 9], [6, 8]])):
+        computed.note(events.BlocksScheduled("t", tokens, added))
+        (fact,) = computed.sum_step(["t"])
+        p.runtime.record_event().synchronize()
+        for layer, blocks in enumerate(fact.layers):
+            sums.replace(layer, blocks)
+        for cache, content in zip(p.caches, whole, strict=True):
+            cache.copy_(content)
+    assert layer_sums(sums) == expected
+
+
 def test_sums_follow_the_step_that_writes_the_blocks() -> None:
     """A write that is launched before them counts, and a later one does not."""
     for seed in range(20):
@@ -201,6 +221,15 @@ def test_a_load_that_cannot_be_summed_counts_as_different() -> None:
     assert loaded.is_summing
     assert loaded.take_completed() == [events.LayersSummed("t", "p", [])]
     assert not loaded.is_summing
+
+
+def test_rows_of_no_whole_words_are_not_summed() -> None:
+    block_sums = importlib.import_module("kv_connectors.gpu.block_sums")
+    aligned = layout.plane_of(torch.zeros(4, 3, 8, dtype=torch.uint8))
+    assert block_sums.can_sum([[aligned]])
+    for change in ("base", "block_stride", "row_stride", "row_bytes"):
+        odd = replace(aligned, **{change: getattr(aligned, change) + 2})
+        assert not block_sums.can_sum([[aligned], [odd]]), change
 
 
 def out_of_memory(call: str) -> None:

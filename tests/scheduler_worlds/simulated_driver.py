@@ -228,6 +228,15 @@ class SimulatedDriver:
         self._handle_receiver(events.TransportChanged(source, address))
 
     # End ------------------------------------------------------------------------------------------
+    def blocks_served(self) -> set[int]:
+        """Returns the blocks of the sender's transfers, without those that vLLM has revoked."""
+        revoked = {fact.transfer for fact in self._inbox if isinstance(fact, events.BlocksRevoked)}
+        served: set[int] = set()
+        for transfer, outgoing in self.sender.transfers.items():
+            if transfer not in revoked:
+                served.update(*outgoing.blocks)
+        return served
+
     def leftovers(self) -> dict[str, object]:
         """Returns what is left by name after all transfers should have ended; empty if nothing."""
         receiver = self.receiver

@@ -74,6 +74,7 @@ class SimulatedRank:
         config = worker_config(engine.config, number)
         self.connector = DisaggConnector(config, KVConnectorRole.WORKER, cache_config)
         side: Any = self.connector._worker
+        self._side = side
         names = [layer.name for layer in layers]
         side._driver = self.driver
         side._layers = FinalLayers(names)
@@ -106,15 +107,20 @@ class SimulatedRank:
         self.ended_steps += 1
 
     def _run(self, step: EngineStep) -> Iterator[None]:
-        """Runs one step as vLLM's model runner does."""
+        """Runs one step as vLLM's model runner does: V2 calls the connector's first hook last."""
         connector = self.connector
         metadata = pickle.loads(step.metadata)
-        connector.handle_preemptions(metadata)
+        if not self.engine.setup.has_new_runner:
+            connector.handle_preemptions(metadata)
+        else:
+            # `compat.before_blocks_change` has V2 call this; its own hook comes too late.
+            self._side._revoke_early(metadata)
         yield
-        if step.output.new_block_ids_to_zero:
-            self.cache.clear(step.output.new_block_ids_to_zero)
+        self._clear_blocks(step.output.new_block_ids_to_zero or [])
         assert not step.output.kv_cache_block_copies, "no model of the worlds copies blocks"
         yield
+        if self.engine.setup.has_new_runner:
+            connector.handle_preemptions(metadata)
         connector.bind_connector_metadata(metadata)
         if not step.is_empty:
             yield from self._compute_layers(step)
@@ -133,6 +139,12 @@ class SimulatedRank:
         connector.clear_connector_metadata()
         step.results[self.number] = output
 
+    def _clear_blocks(self, blocks: Sequence[int]) -> None:
+        """Clears blocks; raises AssertionError if a receiver could still get one as valid."""
+        served = self.driver.blocks_served().intersection(blocks)
+        assert not served, f"rank {self.number}: clears blocks that it serves: {sorted(served)}"
+        self.cache.clear(blocks)
+
     def _compute_layers(self, step: EngineStep) -> Iterator[None]:
         for layer in self._layers:
             self.cache.compute(layer, step.batch, step.wrong)
@@ -144,7 +156,7 @@ class SimulatedRank:
 
     def leftovers(self) -> dict[str, object]:
         """Returns what is left by name after all requests should have ended; empty if nothing."""
-        side: Any = self.connector._worker
+        side = self._side
         found: dict[str, object] = {
             "serving requests": side._serving_requests,
             "loading requests": side._loading_requests,

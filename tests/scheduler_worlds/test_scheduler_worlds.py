@@ -16,7 +16,7 @@ from scheduler_world import SchedulerWorld
 from simulated_driver import SimulatedDriver
 from world_config import EngineSetup
 from world_models import MODELS
-from world_setup import WorldSetup
+from world_setup import MischiefLevels, WorldSetup
 
 SEEDS = int(os.environ.get("SEEDS", "300"))
 BATCHES = 10
@@ -63,6 +63,24 @@ def test_small_pools_preempt() -> None:
     setup = replace(PLAIN, prefill=small, decode=small, concurrency=12, requests=12)
     preempted = sum(run_world(seed, setup).counts["preemptions"] for seed in range(10))
     assert preempted > 5
+
+
+@pytest.mark.parametrize("has_new_runner", [False, True])
+def test_blocks_are_revoked_before_a_runner_clears_them(has_new_runner: bool) -> None:
+    """Among random worlds few have both states, whose blocks vLLM clears, and lost requests."""
+    states = next(model for model in MODELS if model.has_states)
+    prefill = EngineSetup(has_new_runner=has_new_runner, prefix_cache=False, pool_factor=1.0)
+    setup = replace(
+        PLAIN,
+        model=states,
+        prefill=prefill,
+        decode=replace(prefill, pool_factor=4.0),
+        concurrency=12,
+        requests=12,
+        mischief=MischiefLevels(abort=10, reset=10),
+    )
+    for seed in range(20):
+        run_world(seed, setup)
 
 
 def test_kv_that_was_never_written_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

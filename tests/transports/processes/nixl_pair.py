@@ -22,7 +22,9 @@ from vllm_disagg.transports.nixl import path as nixl_path
 from vllm_disagg.transports.nixl import transport as nixl
 
 real = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
-in_host_memory = pytest.mark.skipif(fake_gpu.IS_ON_GPU, reason="of KV in host memory")
+HOST_MEMORY_ONLY = "of KV in host memory"
+WITHOUT_NVLINK = "test_device.py runs it without NVLink"
+in_host_memory = pytest.mark.skipif(fake_gpu.IS_ON_GPU, reason=HOST_MEMORY_ONLY)
 in_device_memory = pytest.mark.skipif(
     not fake_gpu.IS_ON_GPU, reason="test_device.py runs it with a fake CUDA driver"
 )

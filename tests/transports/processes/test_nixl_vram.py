@@ -17,9 +17,13 @@ import fake_gpu
 import numpy as np
 import pytest
 import torch
+
+pytest.importorskip("triton", reason="there is no Triton here")
+
 from nixl_pair import (
     PATIENT,
     QUICK,
+    WITHOUT_NVLINK,
     Sink,
     Source,
     broken_read,
@@ -32,8 +36,7 @@ from nixl_pair import (
 from peer import BLOCK_SIZE, BLOCKS, LAYERS, Peer, driver, memory
 from simulated_gpu import KERNELS
 
-from kv_connectors.gpu.kernels import Plane
-from kv_connectors.gpu.layout import storages_of
+from kv_connectors.gpu.layout import plane_of, storages_of
 from kv_connectors.gpu.memory import DeviceMemory
 from vllm_disagg.kv.layout import uniform
 from vllm_disagg.kv.memory import MemoryPlace
@@ -44,9 +47,7 @@ from vllm_disagg.transports.nixl import transport as nixl
 
 pytestmark = [real, in_device_memory]
 # UCX looks for NVLink once in a process.
-without_nvlink = pytest.mark.skipif(
-    os.environ.get("FAKE_NVLINKS") != "0", reason="test_device.py runs it without NVLink"
-)
+without_nvlink = pytest.mark.skipif(os.environ.get("FAKE_NVLINKS") != "0", reason=WITHOUT_NVLINK)
 
 ZERO_COPY_READS = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
 USUAL_DELAY_SECONDS = 0.003
@@ -317,7 +318,7 @@ class EngineSink(Sink):
         storage = gpu.allocate(LAYERS * 2 * BLOCKS * row)
         # Heads outermost, as vLLM's layout LHBNC has them.
         self.caches = torch.from_numpy(storage).view(LAYERS, 2, HEADS, BLOCKS, row // HEADS)
-        layers = [[plane_of(part) for part in layer] for layer in self.caches]
+        layers = [[plane_of(part.transpose(0, 1)) for part in layer] for layer in self.caches]
         shape = uniform(LAYERS, BLOCK_SIZE, [row, row])
         memory = DeviceMemory(layers, shape, FakeCudaRuntime(), storages_of(self.caches))
         self.driver = driver(memory, **PATIENT)  # type: ignore[arg-type]
@@ -326,17 +327,6 @@ class EngineSink(Sink):
         """Returns (blocks, bytes of a block), a copy."""
         heads = self.caches[layer, plane].numpy()
         return heads.transpose(1, 0, 2).reshape(BLOCKS, -1)
-
-
-def plane_of(part: torch.Tensor) -> Plane:
-    heads, _, row_bytes = part.shape
-    return Plane(
-        base=part.data_ptr(),
-        block_stride=part.stride(1),
-        rows=heads,
-        row_stride=part.stride(0),
-        row_bytes=row_bytes,
-    )
 
 
 def test_the_memory_of_a_real_engine(start: Callable[..., Any]) -> None:

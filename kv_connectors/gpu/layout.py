@@ -20,6 +20,7 @@ import torch
 
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.kv.layout import Axis, LayerLayout, RankLayout, StridedRegion, opaque
+from vllm_disagg.kv.planes import Plane
 
 from .. import compat
 from ..kv_layout import (
@@ -30,7 +31,6 @@ from ..kv_layout import (
     opaque_layout,
     split_planes,
 )
-from .kernels import Plane
 from .memory import DeviceMemory
 from .runtime import Runtime
 

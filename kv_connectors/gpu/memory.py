@@ -32,10 +32,11 @@ from vllm_disagg.errors import CopyFailed
 from vllm_disagg.kv.extents import Extent, heads_of
 from vllm_disagg.kv.layout import RankLayout, RemoteLayout
 from vllm_disagg.kv.memory import FRAME_BYTES, MemoryPlace
-from vllm_disagg.kv.runs import PlanePlace, Runs, plane_runs, runs_of
+from vllm_disagg.kv.planes import Plane, plane_runs
+from vllm_disagg.kv.runs import Runs, runs_of
 
 from .buffer import DeviceBuffer
-from .kernels import Plane, checksum, move
+from .kernels import checksum, move, table
 from .runtime import Runtime
 
 log = logging.getLogger("vllm_disagg.gpu")
@@ -97,7 +98,7 @@ class DeviceMemory:
 
     def runs(self, extent: Extent, blocks: Sequence[int]) -> Runs:
         """Returns the runs of GPU memory that hold the extent, in the order of `read`."""
-        return plane_runs([_place_of(plane) for plane in self._planes_of(extent)], blocks)
+        return plane_runs(self._planes_of(extent), blocks)
 
     def plane_places(self) -> list[list[PlanePlace]]:
         """Returns the places of all planes by layer, in wire order."""
@@ -133,8 +134,9 @@ class DeviceMemory:
 
         Raises ValueError if `wire` is too short.
         """
-        ids = self.runtime.upload(list(blocks), stream)
-        self.runtime.launch(stream, move, self._planes_of(extent), ids, wire, gather=gather)
+        planes = self._planes_of(extent)
+        numbers = self.runtime.upload(table(planes, blocks), stream)
+        self.runtime.launch(stream, move, planes, numbers, wire, gather=gather)
         return self.size_of(extent, blocks)
 
     def _planes_of(self, extent: Extent) -> list[Plane]:
@@ -161,7 +163,6 @@ class DeviceMemory:
         size = self.size_of(extent, blocks)
         stream = self._staging_stream
         try:
-            self.runtime.use_device()
             host = self.runtime.pinned(size)
             wire = self.runtime.empty(size, stream)
             self.move(extent, blocks, wire, stream, gather=True)
@@ -188,7 +189,6 @@ class DeviceMemory:
             return False
         stream = self._staging_stream
         try:
-            self.runtime.use_device()
             host = self.runtime.pinned(size)
             _fill(host, frames)
             wire = self.runtime.empty(size, stream)
@@ -203,16 +203,6 @@ class DeviceMemory:
             log.warning("gpu: %d bytes were not written into GPU memory: %s", size, error)
             return False
         return True
-
-
-def _place_of(plane: Plane) -> PlanePlace:
-    return PlanePlace(
-        address=plane.base,
-        block_stride=plane.block_stride,
-        rows=plane.rows,
-        row_stride=plane.row_stride,
-        row_bytes=plane.row_bytes,
-    )
 
 
 def _fill(host: torch.Tensor, frames: Sequence[memoryview]) -> None:

@@ -19,9 +19,9 @@ from vllm_disagg.kv.runs import are_inside, joined
 
 pytest.importorskip("triton", reason="there is no Triton here")
 
-from kv_connectors.gpu.kernels import Plane
 from kv_connectors.gpu.layout import storages_of
 from kv_connectors.gpu.memory import DeviceMemory
+from vllm_disagg.kv.planes import Plane
 
 LAYERS, BLOCKS, HEADS, HEAD_BYTES = 3, 7, 2, 24
 EXTENT, IDS = Extent(1, 3, 0, 16 * 3), [5, 0, 1]

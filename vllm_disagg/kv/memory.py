@@ -19,8 +19,9 @@ import xxhash
 
 from .extents import Extent, heads_of
 from .layout import LayerLayout, RankLayout, RemoteLayout, uniform
+from .planes import Plane, plane_runs
 from .relayout import scatter
-from .runs import PlanePlace, Runs, plane_runs, runs_of
+from .runs import Runs, runs_of
 
 # Larger frames fall out of the CPU's cache on their way; smaller ones cost one system call each.
 FRAME_BYTES = 512 << 10
@@ -134,7 +135,7 @@ class HostMemory:
 
     def __init__(self, planes: Sequence[Sequence[Row]], shape: RankLayout | int) -> None:
         self.planes = planes
-        self._places = [[_place_of(plane) for plane in layer] for layer in planes]
+        self._planes = [[_plane_of(plane) for plane in layer] for layer in planes]
         if isinstance(shape, int):
             shape = uniform(len(planes), shape, [plane.shape[1] for plane in planes[0]])
         self.shape = shape
@@ -189,10 +190,10 @@ class HostMemory:
         if head_end - head < kind.heads:
             cut_runs = self._cut_runs(extent, blocks, kind)
             return runs_of((run.__array_interface__["data"][0], run.nbytes) for run in cut_runs)
-        places: list[PlanePlace] = []
+        planes: list[Plane] = []
         for layer in range(extent.layer, extent.layer_end):
-            places += self._places[layer]
-        return plane_runs(places, blocks)
+            planes += self._planes[layer]
+        return plane_runs(planes, blocks)
 
     def plane_places(self) -> list[list[PlanePlace]]:
         """Returns the places of all planes by layer, in wire order."""
@@ -296,9 +297,9 @@ def plane_at(address: int, rows: int, row_bytes: int, stride: int) -> Row:
     return np.ndarray((rows, row_bytes), np.uint8, buffer=memoryview(buffer), strides=(stride, 1))
 
 
-def _place_of(plane: Row) -> PlanePlace:
-    row_bytes = plane.shape[1]
-    return PlanePlace(plane.ctypes.data, plane.strides[0], 1, row_bytes, row_bytes)
+def _plane_of(rows: Row) -> Plane:
+    row_bytes = rows.shape[1]
+    return Plane(rows.ctypes.data, rows.strides[0], 1, row_bytes, row_bytes)
 
 
 def _frames(runs: Iterator[Row] | Sequence[Row]) -> list[memoryview]:

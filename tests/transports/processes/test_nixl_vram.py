@@ -32,11 +32,11 @@ from nixl_pair import (
 from peer import BLOCK_SIZE, BLOCKS, LAYERS, Peer, driver, memory
 from simulated_gpu import KERNELS
 
-from kv_connectors.gpu.kernels import Plane
 from kv_connectors.gpu.layout import storages_of
 from kv_connectors.gpu.memory import DeviceMemory
 from vllm_disagg.kv.layout import uniform
 from vllm_disagg.kv.memory import MemoryPlace
+from vllm_disagg.kv.planes import Plane
 from vllm_disagg.protocol import events
 from vllm_disagg.transports.nixl import agent as nixl_agent
 from vllm_disagg.transports.nixl import reads as nixl_reads

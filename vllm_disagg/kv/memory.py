@@ -94,7 +94,7 @@ class DirectMemory(Memory, Protocol):
     def runs(self, extent: Extent, blocks: Sequence[int]) -> Runs:
         """Returns the runs of memory that hold the extent, in wire order."""
 
-    def plane_places(self) -> list[list[PlanePlace]]:
+    def plane_places(self) -> list[list[Plane]]:
         """Returns the places of all planes by layer, in wire order."""
 
     def regions(self) -> Runs:
@@ -102,6 +102,19 @@ class DirectMemory(Memory, Protocol):
 
     def new_buffer(self, size: int) -> ByteBuffer:
         """Returns new memory; raises MemoryError if there is too little."""
+
+    def write_buffer(
+        self,
+        extent: Extent,
+        blocks: Sequence[int],
+        buffer: ByteBuffer,
+        size: int,
+        remote_layout: RemoteLayout,
+    ) -> bool:
+        """Writes the first bytes of a buffer of `new_buffer` into blocks of another layout.
+
+        Returns whether that succeeded; writes nothing if `size` is wrong.
+        """
 
     def wait_for_device(self) -> None:
         """Waits for all copies that were started on the device, by whichever library."""
@@ -195,9 +208,9 @@ class HostMemory:
             planes += self._planes[layer]
         return plane_runs(planes, blocks)
 
-    def plane_places(self) -> list[list[PlanePlace]]:
+    def plane_places(self) -> list[list[Plane]]:
         """Returns the places of all planes by layer, in wire order."""
-        return self._places
+        return self._planes
 
     def regions(self) -> Runs:
         """Returns (address, bytes) of all planes, from the first byte to the last."""
@@ -211,6 +224,17 @@ class HostMemory:
     def new_buffer(self, size: int) -> ByteBuffer:
         """Returns new memory of this process."""
         return HostBuffer(size)
+
+    def write_buffer(
+        self,
+        extent: Extent,
+        blocks: Sequence[int],
+        buffer: ByteBuffer,
+        size: int,
+        remote_layout: RemoteLayout,
+    ) -> bool:
+        """Writes the first `size` bytes of a buffer into blocks of another layout."""
+        return self.write(extent, blocks, [buffer.load(0, size)], remote_layout)
 
     def prepare_thread(self) -> None:
         """Does nothing: each thread of a process may use its memory."""

@@ -55,8 +55,14 @@ class Plane(NamedTuple):
             row_bytes=(head_end - head) * head_stride,
         )
 
-    def places(self, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Returns the distances from a block's address to these bytes of a block without gaps."""
+    def places(self, offsets: npt.NDArray[np.int64], run_bytes: int) -> npt.NDArray[np.int64]:
+        """Returns the distances from a block's address to these runs of a block without gaps.
+
+        Raises ValueError if a run is not contiguous.
+        """
+        ends = offsets % self.row_bytes + run_bytes
+        if self.rows > 1 and (ends > self.row_bytes).any():
+            raise ValueError(f"runs of {run_bytes} bytes in {self}")
         return offsets // self.row_bytes * self.row_stride + offsets % self.row_bytes
 
 

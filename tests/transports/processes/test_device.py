@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 HERE = "tests/transports/processes"
-KERNEL_TESTS = ["kernels", "direct_memory", "proof", "summing"]
+KERNEL_TESTS = ["kernels", "direct_memory", "other_blocks", "proof", "summing"]
 
 needs_nixl = pytest.mark.skipif(
     importlib.util.find_spec("nixl") is None, reason="nixl is not installed"

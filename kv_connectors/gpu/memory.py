@@ -260,7 +260,8 @@ class DeviceMemory:
         """
         stream = self._staging_stream
         try:
-            self.scatter(extent, blocks, bring(), stream, remote_layout)
+            wire = bring()  # named, so that it lasts until the copy has ended
+            self.scatter(extent, blocks, wire, stream, remote_layout)
             self.runtime.record_event(stream).synchronize()
         # Mostly for lack of memory, but some kernels may have been launched: they must have ended
         # before the blocks are free. A broken device runs nothing more.

@@ -123,11 +123,11 @@ class Liar:
     def _misplaced(self, place: Plane) -> Plane:
         match self.how:
             case "outside":
-                return place._replace(address=4096)
+                return place._replace(base=4096)
             case "short":
                 return place._replace(row_bytes=place.row_bytes - 1)
             case "unregistered":
-                return place._replace(address=1 << 20)
+                return place._replace(base=1 << 20)
         return place
 
     def regions(self) -> Runs:

@@ -65,6 +65,16 @@ class ScriptedMemory:
         self.note("new buffer")
         return HostBuffer(size)
 
+    def write_buffer(
+        self,
+        extent: Extent,
+        blocks: Sequence[int],
+        buffer: ByteBuffer,
+        size: int,
+        remote_layout: RemoteLayout,
+    ) -> bool:
+        raise NotImplementedError
+
     def wait_for_device(self) -> None:
         self.note("wait for the device")
 

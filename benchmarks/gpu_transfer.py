@@ -226,12 +226,13 @@ def kernel(tensors: list[torch.Tensor], blocks: int) -> dict[str, Any]:
     from kv_connectors.gpu import kernels, layout  # noqa: PLC0415 - Triton
 
     planes = [layout.plane_of(tensor) for tensor in tensors]
-    ids = torch.randperm(4 * blocks, device="cuda")[:blocks]
+    ids = torch.randperm(4 * blocks)[:blocks].tolist()
+    numbers = torch.tensor(kernels.table(planes, ids), device="cuda")
     size = len(tensors) * blocks * BLOCK_BYTES
     wire = torch.empty(size, dtype=torch.uint8, device="cuda")
     rates = {
-        "gather": _rate(size, lambda: kernels.move(planes, ids, wire, gather=True)),
-        "scatter": _rate(size, lambda: kernels.move(planes, ids, wire, gather=False)),
+        "gather": _rate(size, lambda: kernels.move(planes, numbers, wire, gather=True)),
+        "scatter": _rate(size, lambda: kernels.move(planes, numbers, wire, gather=False)),
         "copy": copy_rate(size),
     }
     return {"mib": size >> 20, **{name: round(rate, 1) for name, rate in rates.items()}}

@@ -87,6 +87,18 @@ def content_bytes(spec: Any) -> int:
     return getattr(spec, "state_content_size_bytes", 0)
 
 
+def head_axis(spec: Any) -> str:
+    """Returns what a block's axis of heads has: "heads", "planes", or "" if that is not known.
+
+    "planes": keys, then values, each of all heads (B12X).
+    """
+    slots = getattr(spec, "num_head_slots", None)
+    if slots is None:
+        return "heads"
+    plane_bytes = spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
+    return "planes" if slots == 2 and content_bytes(spec) == plane_bytes else ""
+
+
 def attention_backends(vllm_config: Any, names: Sequence[str]) -> dict[str, str]:
     """Returns the names of the attention backends of layers, by layer name."""
     layers = vllm_config.compilation_config.static_forward_context

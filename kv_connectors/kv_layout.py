@@ -134,7 +134,7 @@ def host_memory(
     free, but the bytes of one block must be contiguous. Raises ConfigError for other layouts.
     """
     found = cached_layers(caches, groups)
-    is_mixed = len({getattr(spec, "dtype", "state") for spec in compat.all_specs(groups)}) > 1
+    is_mixed = has_mixed_formats(groups)
     planes: list[list[Row]] = []
     kinds: list[LayerLayout] = []
     layers: list[int] = []
@@ -154,6 +154,11 @@ def host_memory(
         planes.append([_plane(part, num_blocks, layer.name) for part in parts])
         layers.append(kinds.index(kind))
     return HostMemory(planes, RankLayout(kinds, layers)), [layer.name for layer in found]
+
+
+def has_mixed_formats(groups: Sequence[Any]) -> bool:
+    """Returns whether layers have states, or numbers of several formats, in the same memory."""
+    return len({getattr(spec, "dtype", "state") for spec in compat.all_specs(groups)}) > 1
 
 
 @dataclass(frozen=True)

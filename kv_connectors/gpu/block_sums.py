@@ -17,7 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .kernels import MAX_WORDS_PER_PROGRAM, Plane
+from vllm_disagg.kv.planes import Plane
+
+from .kernels import MAX_WORDS_PER_PROGRAM
 
 WORD_BYTES = 4
 # Odd, and below 2^63: products wrap modulo 2^64 in signed arithmetic.
@@ -99,7 +101,7 @@ def summed_planes(planes: Sequence[Sequence[Plane]], upload: Upload) -> list[Sum
             parts.append((plane, row_of_sums, first_place))
             first_place += plane.block_bytes // WORD_BYTES
     launches = []
-    for _, run in groupby(parts, key=lambda part: part[0].launch_key):
+    for _, run in groupby(parts, key=lambda part: part[0].shape):
         alike = list(run)
         launch = SummedPlanes(
             plane=alike[0][0],

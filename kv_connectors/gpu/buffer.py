@@ -45,6 +45,10 @@ class DeviceBuffer:
             self._copy(host, self._bytes[start : start + size])
             return memoryview(host.numpy())
 
+    def part(self, size: int) -> torch.Tensor:
+        """Returns the first `size` bytes, in GPU memory."""
+        return self._bytes[:size]
+
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._runtime.copy(target, source, self._stream)
         self._runtime.record_event(self._stream).synchronize()

@@ -6,12 +6,13 @@ Not run on a GPU yet. On a CPU they are interpreted, and compiled with their PTX
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
 import triton
 import triton.language as tl
+
+from vllm_disagg.kv.planes import Plane
 
 MAX_WORDS_PER_PROGRAM = 4096  # of at most 8 bytes each, of one row
 CHECKSUM_WORD_BYTES = 4
@@ -76,88 +77,38 @@ def _sum_words(wire, total, words, WORDS: tl.constexpr):  # type: ignore[no-unty
     tl.atomic_add(total, tl.sum(word * (2 * offsets + 3), axis=0))
 
 
-@dataclass(frozen=True)
-class Plane:
-    """The memory of a layer's blocks: `rows` rows of `row_bytes` in each block.
-
-    Strides are in bytes, from a device address.
-    """
-
-    base: int
-    block_stride: int
-    rows: int
-    row_stride: int
-    row_bytes: int
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block, without gaps."""
-        return self.rows * self.row_bytes
-
-    @property
-    def launch_key(self) -> tuple[int, ...]:
-        """The facts that all planes of one launch must share."""
-        return self.block_stride, self.rows, self.row_stride, self.row_bytes, self._word_bytes
-
-    def of_heads(self, heads: int, head_stride: int, head: int, head_end: int) -> Plane:
-        """Returns the plane of some of a block's heads.
-
-        `heads`: in the block. `head_stride`: bytes from one head to the next in a block without
-        gaps. Raises ValueError where the result would not be rows at one distance.
-        """
-        run_bytes = heads * head_stride  # each head once
-        if self.rows * self.row_bytes == run_bytes and head_stride % self.row_bytes == 0:
-            rows_per_head = head_stride // self.row_bytes
-            return replace(
-                self,
-                base=self.base + head * rows_per_head * self.row_stride,
-                rows=(head_end - head) * rows_per_head,
-            )
-        if self.row_bytes != run_bytes and (self.rows > 1 or self.row_bytes % run_bytes):
-            raise ValueError(f"{heads} heads at {head_stride} bytes in {self}")
-        return replace(
-            self,
-            base=self.base + head * head_stride,
-            rows=self.rows * (self.row_bytes // run_bytes),
-            row_stride=self.row_stride if self.rows > 1 else run_bytes,
-            row_bytes=(head_end - head) * head_stride,
-        )
-
-    @property
-    def _word_bytes(self) -> int:
-        """The largest word to which addresses and sizes are aligned."""
-        alignment = self.base | self.block_stride | self.row_bytes
-        if self.rows > 1:
-            alignment |= self.row_stride
-        return next(size for size in (8, 4, 2, 1) if alignment % size == 0)
+def table(planes: Sequence[Plane], blocks: Sequence[int]) -> list[int]:
+    """Returns the numbers that `move` needs in device memory: one upload for each copy."""
+    return [*(plane.base for plane in planes), *blocks]
 
 
-def move(planes: Sequence[Plane], blocks: torch.Tensor, wire: torch.Tensor, *, gather: bool) -> int:
+def move(
+    planes: Sequence[Plane], numbers: torch.Tensor, wire: torch.Tensor, *, gather: bool
+) -> int:
     """Copies blocks to `wire` or back, on the current stream; returns the bytes.
 
-    `wire`: uint8, 16-aligned. `gather`: from the blocks to `wire`. Raises ValueError, before any
-    copy, if `wire` is too short.
+    `numbers`: those of `table`, int64, on the device. `wire`: uint8, 16-aligned. `gather`: from the
+    blocks to `wire`. Raises ValueError, before any copy, if `wire` is too short.
     """
+    blocks = numbers[len(planes) :]
     size = sum(plane.block_bytes for plane in planes) * len(blocks)
     if size > wire.numel():
         raise ValueError(f"a piece of {size} bytes does not fit into a slot of {wire.numel()}")
     start = 0
-    for (block_stride, rows, row_stride, row_bytes, word_bytes), run in groupby(
-        planes, key=lambda plane: plane.launch_key
-    ):
-        bases = torch.tensor([plane.base for plane in run], dtype=torch.int64).to(
-            wire.device, non_blocking=True
-        )
-        count = len(bases) * len(blocks) * rows * row_bytes
+    first = 0
+    for key, run in groupby(planes, key=_launch_key):
+        block_stride, rows, row_stride, row_bytes, word_bytes = key
+        alike = len(list(run))
+        count = alike * len(blocks) * rows * row_bytes
         if start % word_bytes:  # the previous planes left `wire` unaligned for this word
             word_bytes = 1
         words = row_bytes // word_bytes
         part = wire[start : start + count].view(WORD_TYPES[word_bytes])
         part_bits = (triton.cdiv(words, MAX_WORDS_PER_PROGRAM) - 1).bit_length()
-        grid = (len(blocks), rows << part_bits, len(bases))
+        grid = (len(blocks), rows << part_bits, alike)
         _move_words[grid](
             part,
-            bases,
+            numbers[first : first + alike],
             blocks,
             block_stride,
             rows,
@@ -168,7 +119,17 @@ def move(planes: Sequence[Plane], blocks: torch.Tensor, wire: torch.Tensor, *, g
             gather,
         )
         start += count
+        first += alike
     return size
+
+
+def _launch_key(plane: Plane) -> tuple[int, ...]:
+    """Returns the facts that all planes of one launch must share; the last is the word's bytes."""
+    alignment = plane.base | plane.block_stride | plane.row_bytes
+    if plane.rows > 1:
+        alignment |= plane.row_stride
+    word_bytes = next(size for size in (8, 4, 2, 1) if alignment % size == 0)
+    return (*plane.shape, word_bytes)
 
 
 def checksum(wire: torch.Tensor, total: torch.Tensor) -> None:

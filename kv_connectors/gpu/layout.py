@@ -7,7 +7,8 @@ axes, and may have keys and values apart.
 
 Bytes of a block are moved in the order that they have in memory, without its gaps. So that order
 must be equal in both engines, and is a part of the fingerprint. Where the axis of the heads is
-known, the ranks of the two engines may have different shares of them.
+known, the ranks of the two engines may have different shares of them, and blocks of different sizes
+(`vllm_disagg/kv/tiles.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.kv.layout import Axis, LayerLayout, RankLayout, StridedRegion, opaque
+from vllm_disagg.kv.planes import Plane
 
 from .. import compat
 from ..kv_layout import (
@@ -27,10 +29,10 @@ from ..kv_layout import (
     RankCache,
     cached_layers,
     describe_block,
+    has_mixed_formats,
     opaque_layout,
     split_planes,
 )
-from .kernels import Plane
 from .memory import DeviceMemory
 from .runtime import Runtime
 
@@ -72,6 +74,7 @@ def device_layout(
     """Describes caches. Raises ConfigError for layouts that cannot be moved."""
     found = cached_layers(caches, groups)
     backends = compat.attention_backends(vllm_config, [layer.name for layer in found])
+    is_mixed = has_mixed_formats(groups)
     planes: list[list[Plane]] = []
     kinds: list[LayerLayout] = []
     layers: list[int] = []
@@ -83,7 +86,14 @@ def device_layout(
             raise ConfigError(
                 f"DisaggConnector cannot move {error}, of layer {layer.name}"
             ) from None
-        kind = _layer_layout(layer, parts, layer_planes, rank, backends[layer.name])
+        kind = _layer_layout(
+            layer,
+            parts,
+            layer_planes,
+            rank,
+            backends[layer.name],
+            needs_equal_blocks=is_mixed,
+        )
         if kind not in kinds:
             kinds.append(kind)
         planes.append(layer_planes)
@@ -160,8 +170,13 @@ def _layer_layout(
     planes: Sequence[Plane],
     rank: RankCache,
     backend: str,
+    *,
+    needs_equal_blocks: bool,
 ) -> LayerLayout:
-    """Returns the layout of a layer. `backend`: of its attention, which orders a token's bytes."""
+    """Returns the layout of a layer. `backend`: of its attention, which orders a token's bytes.
+
+    `needs_equal_blocks`: P and D must have equal block sizes.
+    """
     spec = layer.spec
     rows = [plane.block_bytes for plane in planes]
     if compat.is_state(spec) or compat.is_latent(spec):
@@ -171,23 +186,25 @@ def _layer_layout(
     if window:
         form += f"window {window}, "
     totals = rank.possible_totals(spec.num_kv_heads)
-    axes = _axes(parts, spec)
-    if axes and len(totals) == 1 and _has_separate_heads(planes[0], axes):
+    regions = _regions(parts, spec)
+    if regions and len(totals) == 1 and _has_separate_heads(planes[0], regions[0]):
         first_head, total_heads = rank.share(spec.num_kv_heads)
         heads = spec.num_kv_heads
-        form += f"{parts[0].dtype}, blocks of {_describe_axes(axes)}"
-        regions = [[StridedRegion(0, axes)]]
+        # As in host memory: see `kv_layout._layer_layout`.
+        order = _describe_order(regions, with_tokens=needs_equal_blocks or bool(window))
+        form += f"{parts[0].dtype}, blocks of {order}"
+        regions_by_plane = [regions]
     else:
         # Blocks are copied whole, from the rank of the same number among equally many.
         first_head, total_heads = rank.rank, rank.size
         heads = 1
         form += f"blocks of {spec.block_size}, " + ", ".join(map(describe_block, parts))
-        regions = [opaque(row) for row in rows]
+        regions_by_plane = [opaque(row) for row in rows]
     return LayerLayout(
         form,
         spec.block_size,
         rows,
-        regions,
+        regions_by_plane,
         heads,
         first_head,
         total_heads,
@@ -196,21 +213,39 @@ def _layer_layout(
     )
 
 
-def _axes(parts: Sequence[torch.Tensor], spec: Any) -> list[Axis]:
-    """Returns the axes of a block without its gaps, from the slowest to the fastest, in bytes.
+def _regions(parts: Sequence[torch.Tensor], spec: Any) -> list[StridedRegion]:
+    """Returns the regions of a block without its gaps.
 
     Empty unless the tensor's axes are heads, tokens and channels, as of vLLM 0.32.
     """
     part = parts[0]  # (blocks, kernel blocks, heads, tokens, channels)
     content_bytes = compat.content_bytes(spec)
-    if len(parts) > 1 or part.dim() != 5 or not content_bytes:
+    head_axis = compat.head_axis(spec)
+    if len(parts) > 1 or part.dim() != 5 or not content_bytes or not head_axis:
         return []
+    slots = spec.num_kv_heads if head_axis == "heads" else 2
     tokens = part.shape[1] * part.shape[3]
     width = part.shape[4] * part.element_size()
-    if (part.shape[2], tokens, width) != (spec.num_kv_heads, spec.block_size, content_bytes):
+    if (part.shape[2], tokens, width) != (slots, spec.block_size, content_bytes):
         return []
     if part.stride(4) != 1:
         return []
+    axes = _axes(part, width)
+    if head_axis == "heads":
+        return [StridedRegion(0, axes)]
+    # The axis of heads is that of keys and values, and the channels are those of all heads.
+    plane_bytes = next(step for name, _, step in axes if name == "h")
+    head_bytes = width // spec.num_kv_heads
+    of_plane = [axis for axis in axes if axis[0] == "t"]
+    of_plane += [("h", spec.num_kv_heads, head_bytes), ("c", head_bytes, 1)]
+    return [StridedRegion(0, of_plane), StridedRegion(plane_bytes, of_plane)]
+
+
+def _axes(part: torch.Tensor, width: int) -> list[Axis]:
+    """Returns the axes of a block without its gaps, from the slowest to the fastest, in bytes.
+
+    `width`: bytes of the channels.
+    """
     # An axis of one element has a stride without meaning. Only the one of the heads has a place
     # all the same, so that one head of a rank is comparable with several of another rank: of two
     # axes with one stride the longer one is the slower one.
@@ -235,9 +270,9 @@ def _axes(parts: Sequence[torch.Tensor], spec: Any) -> list[Axis]:
     return axes
 
 
-def _has_separate_heads(plane: Plane, axes: Sequence[Axis]) -> bool:
+def _has_separate_heads(plane: Plane, region: StridedRegion) -> bool:
     """Returns whether each run of heads of a block is made of rows at one distance."""
-    heads, stride = next((size, step) for name, size, step in axes if name == "h")
+    heads, stride = next((size, step) for name, size, step in region.axes if name == "h")
     try:
         plane.of_heads(heads, stride, 0, 1)
     except ValueError:
@@ -245,7 +280,15 @@ def _has_separate_heads(plane: Plane, axes: Sequence[Axis]) -> bool:
     return True
 
 
-def _describe_axes(axes: Sequence[Axis]) -> str:
-    """Returns the axes in words. The number of heads is left out, since ranks may differ in it."""
-    words = {"h": "heads", "t": "{} tokens", "c": "{} B"}
-    return "[" + ", ".join(words[name].format(size) for name, size, _ in axes) + "]"
+def _describe_order(regions: Sequence[StridedRegion], *, with_tokens: bool) -> str:
+    """Returns the order of a block in words, with or without its numbers of tokens.
+
+    The number of heads is left out, since ranks may differ in it.
+    """
+    words = {"h": "heads", "t": "{} tokens" if with_tokens else "tokens", "c": "{} B"}
+    found = [words[name].format(size) for name, size, _ in regions[0].axes]
+    # Without numbers, kernel blocks are smaller blocks.
+    if not with_tokens and found.count("tokens") > 1:
+        found.remove("tokens")
+    planes = "keys, values; each " if len(regions) > 1 else ""
+    return f"[{planes}{', '.join(found)}]"

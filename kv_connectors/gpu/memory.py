@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,12 +31,15 @@ import torch
 from vllm_disagg.errors import CopyFailed
 from vllm_disagg.kv.extents import Extent, heads_of
 from vllm_disagg.kv.layout import RankLayout, RemoteLayout
-from vllm_disagg.kv.memory import FRAME_BYTES, MemoryPlace
-from vllm_disagg.kv.runs import PlanePlace, Runs, plane_runs, runs_of
+from vllm_disagg.kv.memory import FRAME_BYTES, ByteBuffer, MemoryPlace
+from vllm_disagg.kv.planes import Plane, plane_runs
+from vllm_disagg.kv.runs import Runs, runs_of
+from vllm_disagg.kv.tiles import tile_rows
 
 from .buffer import DeviceBuffer
-from .kernels import Plane, checksum, move
+from .kernels import checksum, move, table
 from .runtime import Runtime
+from .tile_copy import scatter_rows
 
 log = logging.getLogger("vllm_disagg.gpu")
 
@@ -97,11 +100,11 @@ class DeviceMemory:
 
     def runs(self, extent: Extent, blocks: Sequence[int]) -> Runs:
         """Returns the runs of GPU memory that hold the extent, in the order of `read`."""
-        return plane_runs([_place_of(plane) for plane in self._planes_of(extent)], blocks)
+        return plane_runs(self._planes_of(extent), blocks)
 
-    def plane_places(self) -> list[list[PlanePlace]]:
+    def plane_places(self) -> list[list[Plane]]:
         """Returns the places of all planes by layer, in wire order."""
-        return [[_place_of(plane) for plane in layer] for layer in self.planes]
+        return [list(layer) for layer in self.planes]
 
     def regions(self) -> Runs:
         """Returns the memory that holds all caches: in vLLM 0.32 one buffer."""
@@ -133,9 +136,44 @@ class DeviceMemory:
 
         Raises ValueError if `wire` is too short.
         """
-        ids = self.runtime.upload(list(blocks), stream)
-        self.runtime.launch(stream, move, self._planes_of(extent), ids, wire, gather=gather)
+        planes = self._planes_of(extent)
+        numbers = self.runtime.upload(table(planes, blocks), stream)
+        self.runtime.launch(stream, move, planes, numbers, wire, gather=gather)
         return self.size_of(extent, blocks)
+
+    def size_on_wire(
+        self, extent: Extent, blocks: Sequence[int], remote_layout: RemoteLayout | None
+    ) -> int:
+        """Returns the bytes of a piece for these blocks, in the layout that it arrives in."""
+        if remote_layout is None:
+            return self.size_of(extent, blocks)
+        there = remote_layout.kind
+        count = -(-(extent.token_end - remote_layout.token) // there.block_size)
+        return (extent.layer_end - extent.layer) * count * sum(there.block_bytes)
+
+    def scatter(
+        self,
+        extent: Extent,
+        blocks: Sequence[int],
+        wire: torch.Tensor,
+        stream: Any,
+        remote_layout: RemoteLayout | None,
+    ) -> None:
+        """Launches a copy of the bytes of a piece into an extent's blocks.
+
+        `wire`: as long as `size_on_wire`. Raises ValueError if it is not, or if the two layouts
+        have no tiles in common.
+        """
+        if remote_layout is None:
+            self.move(extent, blocks, wire, stream, gather=False)
+            return
+        if len(wire) != self.size_on_wire(extent, blocks, remote_layout):
+            raise ValueError(f"a piece of {len(wire)} bytes is not for {len(blocks)} blocks")
+        kind = self.shape.kind(extent.layer)
+        rows = tile_rows(extent, kind, remote_layout)
+        layers = self.planes[extent.layer : extent.layer_end]
+        planes = [plane for layer in layers for plane in layer]
+        scatter_rows(rows, planes, blocks, wire, self.runtime, stream)
 
     def _planes_of(self, extent: Extent) -> list[Plane]:
         """Returns the memory of an extent's heads, in wire order."""
@@ -161,7 +199,6 @@ class DeviceMemory:
         size = self.size_of(extent, blocks)
         stream = self._staging_stream
         try:
-            self.runtime.use_device()
             host = self.runtime.pinned(size)
             wire = self.runtime.empty(size, stream)
             self.move(extent, blocks, wire, stream, gather=True)
@@ -181,38 +218,60 @@ class DeviceMemory:
     ) -> bool:
         """Writes the frames into an extent's blocks; returns whether that succeeded.
 
-        Writes nothing if the frames have another size, or another layout (`remote_layout`).
+        Writes nothing if the frames have another size. `remote_layout`: that of their bytes, if
+        not as in the blocks.
         """
-        size = self.size_of(extent, blocks)
-        if remote_layout is not None or sum(len(frame) for frame in frames) != size:
+        size = self.size_on_wire(extent, blocks, remote_layout)
+        if sum(len(frame) for frame in frames) != size:
             return False
         stream = self._staging_stream
-        try:
-            self.runtime.use_device()
+
+        def upload() -> torch.Tensor:
             host = self.runtime.pinned(size)
             _fill(host, frames)
             wire = self.runtime.empty(size, stream)
             self.runtime.copy(wire, host, stream)
-            self.move(extent, blocks, wire, stream, gather=False)
+            return wire
+
+        return self._write(extent, blocks, upload, remote_layout)
+
+    def write_buffer(
+        self,
+        extent: Extent,
+        blocks: Sequence[int],
+        buffer: ByteBuffer,
+        size: int,
+        remote_layout: RemoteLayout,
+    ) -> bool:
+        """Writes the first `size` bytes of a buffer into blocks of another layout."""
+        assert isinstance(buffer, DeviceBuffer)
+        return self._write(extent, blocks, lambda: buffer.part(size), remote_layout)
+
+    def _write(
+        self,
+        extent: Extent,
+        blocks: Sequence[int],
+        bring: Callable[[], torch.Tensor],
+        remote_layout: RemoteLayout | None,
+    ) -> bool:
+        """Writes a piece into blocks, and waits for that; returns whether it succeeded.
+
+        `bring`: returns the piece in GPU memory, for work of the staging stream.
+        """
+        stream = self._staging_stream
+        try:
+            wire = bring()  # named, so that it lasts until the copy has ended
+            self.scatter(extent, blocks, wire, stream, remote_layout)
             self.runtime.record_event(stream).synchronize()
         # Mostly for lack of memory, but some kernels may have been launched: they must have ended
         # before the blocks are free. A broken device runs nothing more.
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             with contextlib.suppress(RuntimeError):
                 self.runtime.record_event(stream).synchronize()
+            size = self.size_on_wire(extent, blocks, remote_layout)
             log.warning("gpu: %d bytes were not written into GPU memory: %s", size, error)
             return False
         return True
-
-
-def _place_of(plane: Plane) -> PlanePlace:
-    return PlanePlace(
-        address=plane.base,
-        block_stride=plane.block_stride,
-        rows=plane.rows,
-        row_stride=plane.row_stride,
-        row_bytes=plane.row_bytes,
-    )
 
 
 def _fill(host: torch.Tensor, frames: Sequence[memoryview]) -> None:

@@ -62,7 +62,7 @@ class DeviceStaging:
         The copy starts only after size and checksum were right.
         """
         stream = self._scatter_stream
-        fits = size == self._memory.size_of(read.extent, read.blocks)
+        fits = size == self._memory.size_on_wire(read.extent, read.blocks, read.remote_layout)
         seed = _checksum_seed(read.transfer)
         total, sum_event = self._start_sum(slot[:size], stream)
         copy_event: Any = None  # recorded when the copy has been launched
@@ -73,9 +73,10 @@ class DeviceStaging:
                 return True if copy_event.query() else None
             if not sum_event.query():
                 return None
-            if _value(total) ^ seed != expected or read.remote_layout is not None or not fits:
+            if _value(total) ^ seed != expected or not fits:
                 return False
-            self._memory.move(read.extent, read.blocks, slot, stream, gather=False)
+            wire = slot[:size]
+            self._memory.scatter(read.extent, read.blocks, wire, stream, read.remote_layout)
             copy_event = self._runtime.record_event(stream)
             return None
 

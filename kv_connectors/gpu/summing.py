@@ -202,7 +202,6 @@ class LoadedSums:
         """Launches the sums of an action."""
         parts = []
         try:
-            self._runtime.use_device()
             for extent, blocks in zip(action.extents, action.blocks, strict=True):
                 layers = range(extent.layer, extent.layer_end)
                 first = extent.token // self._layout.kind(extent.layer).block_size

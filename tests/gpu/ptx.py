@@ -18,7 +18,6 @@ import mmap
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import plane_arithmetic
@@ -30,7 +29,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from kv_connectors.gpu import block_sums, kernels
-from kv_connectors.gpu.kernels import Plane
+from vllm_disagg.kv.planes import Plane
 
 ARCHITECTURES = (80, 90, 100, 120)
 KERNELS = [(kernels, "_move_words"), (kernels, "_sum_words"), (block_sums, "_sum_words")]
@@ -115,14 +114,14 @@ def planes_in(cache: torch.Tensor, word_bytes: int) -> list[Plane]:
     """Returns planes of each form, most of them for words of this size."""
     start = cache.data_ptr() + word_bytes  # so that no larger word is aligned
     short = Plane(start, 16 * word_bytes, 1, 0, 5 * word_bytes)
-    beside = replace(short, base=short.base + 8 * word_bytes)  # in one launch with it
+    beside = short._replace(base=short.base + 8 * word_bytes)  # in one launch with it
     even = Plane(start + 128 * word_bytes, 16 * word_bytes, 1, 0, 8 * word_bytes)
     rows = Plane(start + 256 * word_bytes, 3 * word_bytes, 3, 32 * word_bytes, 3 * word_bytes)
     long_bytes = LONG_WORDS * word_bytes
     long = Plane(start + 512 * word_bytes, 2 * long_bytes, 2, long_bytes, long_bytes)
     # Leaves the wire unaligned for the last one.
     odd = Plane(start + 384 * word_bytes, 16, 1, 0, 5)
-    last = replace(even, base=even.base + 8 * word_bytes)
+    last = even._replace(base=even.base + 8 * word_bytes)
     return [short, beside, even, rows, long, odd, last]
 
 
@@ -136,13 +135,13 @@ def prove_moves(launchers: Sequence[PtxLauncher], word_bytes: int) -> bool:
     wire, right = (torch.zeros(wire_bytes + 64, dtype=torch.uint8) for _ in "wr")
     for launcher in launchers:
         launcher.memory = [source, target, expected]
-    ids = torch.tensor(SOURCE)
-    moved = kernels.move(there, ids, wire, gather=True)
-    plane_arithmetic.move(there, ids, right, gather=True)
+    numbers = torch.tensor(kernels.table(there, SOURCE))
+    moved = kernels.move(there, numbers, wire, gather=True)
+    plane_arithmetic.move(there, numbers, right, gather=True)
     is_gathered = moved == wire_bytes and torch.equal(wire, right)
-    ids = torch.tensor(TARGET)
-    kernels.move(planes_in(target, word_bytes), ids, wire, gather=False)
-    plane_arithmetic.move(planes_in(expected, word_bytes), ids, wire, gather=False)
+    for place, move in ((target, kernels.move), (expected, plane_arithmetic.move)):
+        planes = planes_in(place, word_bytes)
+        move(planes, torch.tensor(kernels.table(planes, TARGET)), wire, gather=False)
     return is_gathered and torch.equal(target, expected)
 
 
@@ -164,9 +163,9 @@ def prove_far_rows(launchers: Sequence[PtxLauncher]) -> bool:
         launcher.memory = [region]
     planes = [Plane(address, 64, FAR_ROWS, FAR_BYTES, 64), Plane(address, FAR_BYTES, 1, 0, 128)]
     wire, right = (torch.zeros(2 * (FAR_ROWS * 64 + 128), dtype=torch.uint8) for _ in "wr")
-    ids = torch.tensor([2, 1])
-    kernels.move(planes, ids, wire, gather=True)
-    plane_arithmetic.move(planes, ids, right, gather=True)
+    numbers = torch.tensor(kernels.table(planes, [2, 1]))
+    kernels.move(planes, numbers, wire, gather=True)
+    plane_arithmetic.move(planes, numbers, right, gather=True)
     return torch.equal(wire, right)
 
 

@@ -30,6 +30,7 @@ from torch.cuda._sanitizer import EventHandler
 
 from kv_connectors.gpu import block_sums, kernels
 from vllm_disagg.kv.memory import plane_at
+from vllm_disagg.kv.planes import Plane
 
 GARBAGE = 0xCD
 DELAY_SECONDS = 0.02
@@ -319,21 +320,20 @@ Footprint = tuple[Callable[[], object], list[int], list[int], int]
 
 
 def prepare_move(
-    planes: Sequence[kernels.Plane], blocks: Any, wire: torch.Tensor, *, gather: bool
+    planes: Sequence[Plane], numbers: Any, wire: torch.Tensor, *, gather: bool
 ) -> Footprint:
     """Of `kernels.move`."""
+    blocks = numbers.numbers[len(planes) :]
     size = sum(plane.block_bytes for plane in planes) * len(blocks)
     if size > wire.numel():
         raise ValueError(f"a piece of {size} bytes does not fit into a slot of {wire.numel()}")
-    in_blocks = [
-        plane.base + block * plane.block_stride for plane in planes for block in blocks.numbers
-    ]
+    in_blocks = [plane.base + block * plane.block_stride for plane in planes for block in blocks]
 
     def run() -> None:
         start = 0
         content = wire.numpy()
         for plane in planes:
-            for block in blocks.tolist():
+            for block in numbers.tolist()[len(planes) :]:
                 address = plane.base + block * plane.block_stride
                 rows = plane_at(address, plane.rows, plane.row_bytes, plane.row_stride)
                 part = content[start : start + rows.size].reshape(rows.shape)
@@ -343,7 +343,7 @@ def prepare_move(
                 else:
                     rows[:] = part
 
-    ids = [blocks.data_ptr()]
+    ids = [numbers.data_ptr()]
     if gather:
         return run, in_blocks + ids, [wire.data_ptr()], size
     return run, [wire.data_ptr(), *ids], in_blocks, size

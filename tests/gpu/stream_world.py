@@ -21,11 +21,11 @@ import torch
 from simulated_gpu import SimulatedGpu, SimulatedRuntime
 
 from kv_connectors.gpu.facts import GpuFacts
-from kv_connectors.gpu.kernels import Plane
 from kv_connectors.gpu.memory import DeviceMemory
 from kv_connectors.gpu.staging import DeviceStaging
 from vllm_disagg.kv import reshard
 from vllm_disagg.kv.layout import uniform
+from vllm_disagg.kv.planes import Plane
 from vllm_disagg.protocol import events
 from vllm_disagg.protocol.peers import WorkerInfo
 from vllm_disagg.protocol.receiver import Receiver

@@ -53,9 +53,18 @@ def in_thread(work: Any) -> Any:
 
 
 def test_any_thread_may_read_and_write(world: StreamWorld) -> None:
-    """The driver's thread: its first call sets its device, else it makes a context elsewhere."""
-    frames = in_thread(lambda: world.p.memory.read(EXTENT, [3, 7]))
-    assert in_thread(lambda: world.d.memory.write(EXTENT, [1, 2], frames))
+    """The driver's thread, once it has set its device: else it makes a context elsewhere."""
+
+    def read() -> list[memoryview]:
+        world.p.memory.prepare_thread()
+        return world.p.memory.read(EXTENT, [3, 7])
+
+    def write() -> bool:
+        world.d.memory.prepare_thread()
+        return world.d.memory.write(EXTENT, [1, 2], frames)
+
+    frames = in_thread(read)
+    assert in_thread(write)
     assert torch.equal(world.d.caches[0][[1, 2]], world.p.caches[0][[3, 7]])
 
 

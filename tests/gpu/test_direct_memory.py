@@ -14,13 +14,13 @@ pytest.importorskip("triton", reason="there is no Triton here")
 
 from simulated_gpu import SimulatedGpu, SimulatedRuntime
 
-from kv_connectors.gpu.kernels import Plane
 from kv_connectors.gpu.layout import storages_of
 from kv_connectors.gpu.memory import DeviceMemory
 from vllm_disagg.errors import CopyFailed
 from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.layout import uniform
 from vllm_disagg.kv.memory import DirectMemory, MemoryPlace
+from vllm_disagg.kv.planes import Plane
 from vllm_disagg.kv.runs import are_inside, joined
 
 LAYERS, BLOCKS, HEADS, HEAD_BYTES = 3, 7, 2, 24

@@ -20,6 +20,7 @@ from kv_connectors.kv_layout import RankCache
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.layout import uniform
+from vllm_disagg.kv.planes import Plane
 from vllm_disagg.protocol.events import PostRead, SendPiece
 
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
@@ -89,6 +90,12 @@ def planes_of(tensors: list[torch.Tensor]) -> list[Any]:
     return [layout.plane_of(part) for tensor in tensors for part in by_blocks(tensor)]
 
 
+def moved(planes: list[Any], blocks: list[int], wire: torch.Tensor, *, gather: bool) -> int:
+    numbers = torch.tensor(kernels.table(planes, blocks), device=HERE)
+    size: int = kernels.move(planes, numbers, wire, gather=gather)
+    return size
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
 @pytest.mark.parametrize("name", [*LAYOUTS, *OLD_LAYOUTS])
 def test_gather_and_scatter_against_numpy(name: str, dtype: torch.dtype) -> None:
@@ -98,13 +105,11 @@ def test_gather_and_scatter_against_numpy(name: str, dtype: torch.dtype) -> None
     parts = [part for tensor in theirs for part in by_blocks(tensor)]
     expected = np.concatenate([in_memory_order(part)[source].reshape(-1) for part in parts])
     wire = torch.zeros(expected.size + 64, dtype=torch.uint8, device=HERE)
-    ids = torch.tensor(source, device=HERE)
-    assert kernels.move(planes_of(theirs), ids, wire, gather=True) == expected.size
+    assert moved(planes_of(theirs), source, wire, gather=True) == expected.size
     assert (wire.cpu().numpy()[: expected.size] == expected).all()
     assert not wire[expected.size :].any()
     before = [[part.clone() for part in by_blocks(tensor)] for tensor in ours]
-    ids = torch.tensor(target, device=HERE)
-    kernels.move(planes_of(ours), ids, wire, gather=False)
+    moved(planes_of(ours), target, wire, gather=False)
     rest = [block for block in range(BLOCKS) if block not in target]
     for tensor, reference, old_parts in zip(ours, theirs, before, strict=True):
         for part, right, old in zip(
@@ -128,9 +133,8 @@ def test_some_heads_only(name: str) -> None:
     wire, expected = (
         torch.zeros(3 * cut.block_bytes, dtype=torch.uint8, device=HERE) for _ in "we"
     )
-    ids = torch.tensor([4, 0, 9], device=HERE)
-    kernels.move([found], ids, wire, gather=True)
-    kernels.move([cut], ids, expected, gather=True)
+    moved([found], [4, 0, 9], wire, gather=True)
+    moved([cut], [4, 0, 9], expected, gather=True)
     assert torch.equal(wire, expected)
     assert (expected.cpu().numpy() == in_memory_order(part)[[4, 0, 9]].reshape(-1)).all()
 
@@ -140,12 +144,12 @@ def test_some_heads_only(name: str) -> None:
 def test_the_simulated_gpus_stand_ins_do_what_the_kernels_do(name: str) -> None:
     tensor = two_layers(name, torch.bfloat16, 1)[0]
     planes = planes_of([tensor])
-    blocks = torch.tensor([7, 2, 10])
-    blocks.numbers = (7, 2, 10)
+    numbers = torch.tensor(kernels.table(planes, [7, 2, 10]))
+    numbers.numbers = tuple(numbers.tolist())
     size = 3 * sum(plane.block_bytes for plane in planes)
     true, found = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
-    kernels.move(planes, blocks, true, gather=True)
-    simulated_gpu.prepare_move(planes, blocks, found, gather=True)[0]()
+    kernels.move(planes, numbers, true, gather=True)
+    simulated_gpu.prepare_move(planes, numbers, found, gather=True)[0]()
     assert torch.equal(found, true)
     sums = torch.zeros(2, dtype=torch.int64)
     for length in (size, size - 3):
@@ -155,16 +159,16 @@ def test_the_simulated_gpus_stand_ins_do_what_the_kernels_do(name: str) -> None:
         assert sums[0] == sums[1]
     before = tensor.clone()
     backwards = true.flip(0)
-    simulated_gpu.prepare_move(planes, blocks, backwards, gather=False)[0]()
+    simulated_gpu.prepare_move(planes, numbers, backwards, gather=False)[0]()
     written = tensor.clone()
     assert not torch.equal(written, before)
     tensor.copy_(before)
-    kernels.move(planes, blocks, backwards, gather=False)
+    kernels.move(planes, numbers, backwards, gather=False)
     assert torch.equal(written, tensor)
 
 
 def test_heads_that_are_no_rows_at_one_distance() -> None:
-    plane = kernels.Plane(base=0, block_stride=4096, rows=4, row_stride=512, row_bytes=256)
+    plane = Plane(base=0, block_stride=4096, rows=4, row_stride=512, row_bytes=256)
     with pytest.raises(ValueError, match="2 heads at 64 bytes"):
         plane.of_heads(2, 64, 0, 1)
     with pytest.raises(ValueError, match="2 heads at 256 bytes"):
@@ -181,7 +185,7 @@ def test_a_slot_that_is_too_short_is_refused_before_anything_moves() -> None:
     tensor = cache((BLOCKS, TOKENS, HEADS, DIM), (0, 1, 2, 3), torch.float32, 1)
     wire = torch.zeros(8, dtype=torch.uint8, device=HERE)
     with pytest.raises(ValueError, match="slot"):
-        kernels.move(planes_of([tensor]), torch.tensor([1], device=HERE), wire, gather=True)
+        moved(planes_of([tensor]), [1], wire, gather=True)
 
 
 def made_runtime() -> Any:

@@ -11,25 +11,38 @@ pytest.importorskip("triton", reason="there is no Triton here")
 pytest.importorskip("vllm.v1.kv_cache_layout", reason="vLLM before 0.32 has no layouts")
 
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kv_connectors.gpu.layout import DeviceLayout, device_layout
 from kv_connectors.kv_layout import RankCache
 from vllm_disagg.errors import ConfigError, Unmappable
 from vllm_disagg.kv import reshard
-from vllm_disagg.kv.layout import LayerLayout
+from vllm_disagg.kv.layout import LayerLayout, RankLayout
 
 BLOCKS, TOKENS, HEADS, SIZE = 5, 16, 4, 8
 LAYOUTS = [layout.name for layout in KVCacheLayout]
 
 
-def tensors(name: str, heads: int = HEADS, kernel_blocks: int = 1) -> list[torch.Tensor]:
+def tensors(
+    name: str,
+    heads: int = HEADS,
+    kernel_blocks: int = 1,
+    tokens: int = TOKENS,
+    channels: int = 2 * SIZE,
+) -> list[torch.Tensor]:
     """Returns two layers in one of vLLM's layouts."""
-    shape = (2, BLOCKS * kernel_blocks, heads, TOKENS // kernel_blocks, 2 * SIZE)
+    shape = (2, BLOCKS * kernel_blocks, heads, tokens // kernel_blocks, channels)
     order = KVCacheLayout[name].stride_order
     made = torch.zeros([shape[axis] for axis in order], dtype=torch.bfloat16)
     return list(made.permute([order.index(axis) for axis in range(5)]))
+
+
+def spec_of(
+    kind: Any = FullAttentionSpec, *, heads: int = HEADS, tokens: int = TOKENS, **fields: Any
+) -> Any:
+    fields.setdefault("dtype", torch.bfloat16)
+    return kind(block_size=tokens, num_kv_heads=heads, head_size=SIZE, **fields)
 
 
 def described(
@@ -39,11 +52,13 @@ def described(
     heads: int = HEADS,
     rank: RankCache | None = None,
     backend: str = "FLASH_ATTN",
+    specs: list[Any] | None = None,
 ) -> DeviceLayout:
-    spec = FullAttentionSpec(
-        block_size=TOKENS, num_kv_heads=heads, head_size=SIZE, dtype=torch.bfloat16
-    )
-    vllm_groups = [SimpleNamespace(layer_names=names, kv_cache_spec=spec) for names in groups]
+    specs = specs or [spec_of(heads=heads)] * len(groups)
+    vllm_groups = [
+        SimpleNamespace(layer_names=names, kv_cache_spec=spec)
+        for names, spec in zip(groups, specs, strict=True)
+    ]
     chosen = SimpleNamespace(get_name=lambda: backend)
     context = dict.fromkeys(caches, SimpleNamespace(get_attn_backend=lambda: chosen))
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
@@ -51,9 +66,18 @@ def described(
     return device_layout(caches, vllm_groups, BLOCKS, rank, config)
 
 
-def one_layer(name: str, *, heads: int = HEADS, kernel_blocks: int = 1, **fields: Any) -> Any:
-    tensor = tensors(name, heads, kernel_blocks)[0]
-    found = described({"a": tensor}, [["a"]], heads=heads, **fields)
+def one_layer(
+    name: str,
+    *,
+    heads: int = HEADS,
+    kernel_blocks: int = 1,
+    tokens: int = TOKENS,
+    spec: Any = None,
+    **fields: Any,
+) -> Any:
+    tensor = tensors(name, heads, kernel_blocks, tokens)[0]
+    spec = spec or spec_of(heads=heads, tokens=tokens)
+    found = described({"a": tensor}, [["a"]], heads=heads, specs=[spec], **fields)
     assert not found.shape.kinds[0].problem()
     return found.shape
 
@@ -78,17 +102,89 @@ def test_ranks_with_other_shares_of_the_heads(name: str) -> None:
 def test_the_order_within_a_block_and_the_backend_must_be_equal() -> None:
     plain = one_layer("LBHNC")
     reshard.plan([plain], [one_layer("BHLNC")])  # where blocks are is not what is in them
-    with pytest.raises(Unmappable, match=r"\[heads, 16 tokens, 32 B\] at P .*\[16 tokens, heads"):
+    with pytest.raises(
+        Unmappable, match=r"\[heads, tokens, 32 B\] at P .*\[tokens, heads, 32 B\] at D"
+    ):
         reshard.plan([plain], [one_layer("LBNHC")])
     with pytest.raises(Unmappable, match=r"of FLASH_ATTN, .* at P and .* of FLASHINFER, .* at D"):
         reshard.plan([plain], [one_layer("LBHNC", backend="FLASHINFER")])
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_sizes_of_blocks_and_of_kernel_blocks_may_differ(name: str) -> None:
+    plain = one_layer(name)
+    others = [one_layer(name, tokens=48)]
+    # Elsewhere other layers are between kernel blocks, and heads cannot be told apart.
+    if name not in ("BLNHC", "BHLNC"):
+        others.append(one_layer(name, kernel_blocks=4))
+    for theirs in others:
+        reshard.plan([theirs], [plain])
+        reshard.plan([plain], [theirs])
+
+
 def test_kernel_blocks_matter_only_where_heads_are_between_their_tokens() -> None:
-    split = one_layer("LBNHC", kernel_blocks=4)
-    reshard.plan([split], [one_layer("LBNHC")])
-    with pytest.raises(Unmappable, match=r"\[4 tokens, heads, 4 tokens, 32 B\] at P"):
-        reshard.plan([one_layer("LBHNC", kernel_blocks=4)], [one_layer("LBHNC")])
+    for name, is_equal in (("LBNHC", True), ("LBHNC", False)):
+        split = kind_of(name, kernel_blocks=4)
+        assert split.has_equal_blocks(kind_of(name)) is is_equal
+
+
+def test_windows_need_equal_blocks() -> None:
+    """P keeps only the blocks that its own windows need."""
+    theirs, ours = (
+        one_layer(
+            "LBHNC",
+            tokens=tokens,
+            spec=spec_of(SlidingWindowSpec, tokens=tokens, sliding_window=24),
+        )
+        for tokens in (32, 16)
+    )
+    reshard.plan([ours], [ours])
+    with pytest.raises(Unmappable, match=r"\[heads, 32 tokens, 32 B\] at P .* 16 tokens, 32 B\]"):
+        reshard.plan([theirs], [ours])
+
+
+def test_formats_that_share_memory_need_equal_blocks() -> None:
+    """The unused end of a block may hold another layer's bytes, which are no numbers here."""
+
+    def described_with(tokens: int) -> Any:
+        caches = {f"m.{at}.a": tensors("LBHNC", tokens=tokens)[at] for at in range(2)}
+        caches["m.1.a"] = caches["m.1.a"].view(torch.float16)
+        formats = (torch.bfloat16, torch.float16)
+        specs = [spec_of(tokens=tokens, dtype=dtype) for dtype in formats]
+        return described(caches, [["m.0.a"], ["m.1.a"]], specs=specs).shape
+
+    reshard.plan([described_with(16)], [described_with(16)])
+    with pytest.raises(Unmappable, match=r"32 tokens, 32 B.* at P .* 16 tokens, 32 B.* at D"):
+        reshard.plan([described_with(32)], [described_with(16)])
+
+
+@pytest.mark.parametrize("name", ["LBHNC", "BLHNC"])
+def test_heads_of_b12x_are_in_the_channels_of_a_token(name: str) -> None:
+    """Keys and values are in the place of heads, also where a rank has two heads."""
+
+    def of_rank(rank: RankCache, heads: int, tokens: int) -> RankLayout:
+        content_bytes = heads * SIZE * torch.bfloat16.itemsize
+        spec = spec_of(
+            heads=heads, tokens=tokens, num_head_slots=2, state_content_bytes=content_bytes
+        )
+        tensor = tensors(name, 2, tokens=tokens, channels=heads * SIZE)[0]
+        return described({"a": tensor}, [["a"]], rank=rank, backend="B12X", specs=[spec]).shape
+
+    whole = of_rank(RankCache(0, 1, {HEADS}), HEADS, TOKENS)
+    halves = [of_rank(RankCache(at, 2, {HEADS}), HEADS // 2, 2 * TOKENS) for at in range(2)]
+    for shape in (whole, *halves):
+        (kind,) = shape.kinds
+        assert not kind.problem() and len(kind.regions[0]) == 2
+    assert (halves[1].kinds[0].head, halves[1].kinds[0].heads) == (2, 2)
+    reshard.plan([whole], halves)
+    reshard.plan(halves, [whole])
+
+
+def test_an_axis_of_heads_with_other_things_moves_whole() -> None:
+    """As with nvfp4, where a head has two places, each with the scales of a whole block."""
+    spec = spec_of(heads=2, num_head_slots=4, state_content_bytes=2 * SIZE)
+    kind = one_layer("LBHNC", heads=4, spec=spec).kinds[0]
+    assert not kind.is_known()
 
 
 def test_heads_that_cannot_be_told_apart_move_whole() -> None:

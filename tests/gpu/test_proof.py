@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -109,12 +108,12 @@ def test_a_right_layout_passes_and_keeps_its_content(name: str, order: KVCacheLa
 
 
 PLANE_FAULTS: dict[str, Callable[[Any], Any]] = {
-    "base": lambda plane: replace(plane, base=plane.base + 4),
-    "block stride": lambda plane: replace(plane, block_stride=plane.block_stride + 4),
+    "base": lambda plane: plane._replace(base=plane.base + 4),
+    "block stride": lambda plane: plane._replace(block_stride=plane.block_stride + 4),
     "rows": lambda plane: (
-        replace(plane, row_stride=plane.row_stride + 4)
+        plane._replace(row_stride=plane.row_stride + 4)
         if plane.rows > 1
-        else replace(plane, rows=2, row_bytes=plane.row_bytes // 2, row_stride=plane.row_bytes)
+        else plane._replace(rows=2, row_bytes=plane.row_bytes // 2, row_stride=plane.row_bytes)
     ),
 }
 

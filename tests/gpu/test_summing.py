@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from dataclasses import replace
 
 import pytest
 import torch
@@ -228,7 +227,7 @@ def test_rows_of_no_whole_words_are_not_summed() -> None:
     aligned = layout.plane_of(torch.zeros(4, 3, 8, dtype=torch.uint8))
     assert block_sums.can_sum([[aligned]])
     for change in ("base", "block_stride", "row_stride", "row_bytes"):
-        odd = replace(aligned, **{change: getattr(aligned, change) + 2})
+        odd = aligned._replace(**{change: getattr(aligned, change) + 2})
         assert not block_sums.can_sum([[aligned], [odd]]), change
 
 

@@ -7,15 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_disagg.kv.planes import Plane, plane_runs
 from vllm_disagg.kv.runs import (
-    PlanePlace,
     Runs,
     are_inside,
     cut,
     joined,
     merged,
     no_runs,
-    plane_runs,
     runs_of,
     total_bytes,
 )
@@ -85,13 +84,13 @@ def test_regions_that_touch_are_one() -> None:
 @pytest.mark.parametrize("second_stride", [64, 80])
 def test_runs_of_blocks_in_planes(second_stride: int) -> None:
     """Planes that are alike, and planes that are not: by plane, then block, then row."""
-    first = PlanePlace(1000, block_stride=64, rows=2, row_stride=32, row_bytes=16)
-    second = PlanePlace(9000, block_stride=second_stride, rows=2, row_stride=32, row_bytes=16)
+    first = Plane(1000, block_stride=64, rows=2, row_stride=32, row_bytes=16)
+    second = Plane(9000, block_stride=second_stride, rows=2, row_stride=32, row_bytes=16)
     expected = []
     for plane in (first, second):
         for block in (7, 2):
             for row in range(2):
-                start = plane.address + block * plane.block_stride + row * plane.row_stride
+                start = plane.base + block * plane.block_stride + row * plane.row_stride
                 expected.append([start, 16])
     assert plane_runs([first, second], [7, 2]).tolist() == expected
     assert not len(plane_runs([], [7]))

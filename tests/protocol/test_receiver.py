@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from vllm_disagg.kv.extents import Extent
-from vllm_disagg.kv.layout import RankLayout, uniform
+from vllm_disagg.kv.layout import Axis, LayerLayout, RankLayout, StridedRegion, uniform
 from vllm_disagg.kv.reshard import plan
 from vllm_disagg.protocol import messages
 from vllm_disagg.protocol.events import (
@@ -274,6 +274,27 @@ def test_the_size_of_pieces_ends_with_its_transport(side: Receiver) -> None:
     side.handle(TransportChanged("p", "fast:1", piece_bytes=40), 0.1)
     side.handle(TransportChanged("p", ""), 0.1)
     assert posts(side.handle(offer(8), 0.2)) == [(0, ""), (1, "")]
+
+
+def test_pieces_of_another_layout_keep_the_usual_size() -> None:
+    """A transport has to read them into buffers of its own, which would fill the GPU's memory."""
+
+    def layout(tokens: int) -> RankLayout:
+        axes: list[Axis] = [("h", 1, 10 * tokens), ("t", tokens, 10), ("c", 10, 1)]
+        regions = [[StridedRegion(0, axes)]]
+        return RankLayout([LayerLayout("kv", tokens, [10 * tokens], regions)], [0])
+
+    ours = layout(4)
+    numbers = []
+    for theirs in (ours, layout(2)):
+        side = Receiver("d", "", 0, ours, piece_bytes=20)
+        workers = [WorkerInfo("p", "", "", holds=theirs)]
+        blocks = [GroupBlocks(0, [0, 1])]
+        load = LoadRequested("t", workers, plan([theirs], [ours]), blocks, 8, stall_timeout=30.0)
+        side.handle(load, 0.0)
+        side.handle(TransportChanged("p", "fast:1", piece_bytes=1000), 0.1)
+        numbers.append(len(posts(side.handle(offer(8), 0.2))))
+    assert numbers == [1, 4]
 
 
 def test_no_source_starves_beside_two_that_hold_the_window() -> None:

@@ -19,8 +19,9 @@ import xxhash
 
 from .extents import Extent, heads_of
 from .layout import LayerLayout, RankLayout, RemoteLayout, uniform
+from .planes import Plane, plane_runs
 from .relayout import scatter
-from .runs import PlanePlace, Runs, plane_runs, runs_of
+from .runs import Runs, runs_of
 
 # Larger frames fall out of the CPU's cache on their way; smaller ones cost one system call each.
 FRAME_BYTES = 512 << 10
@@ -93,7 +94,7 @@ class DirectMemory(Memory, Protocol):
     def runs(self, extent: Extent, blocks: Sequence[int]) -> Runs:
         """Returns the runs of memory that hold the extent, in wire order."""
 
-    def plane_places(self) -> list[list[PlanePlace]]:
+    def plane_places(self) -> list[list[Plane]]:
         """Returns the places of all planes by layer, in wire order."""
 
     def regions(self) -> Runs:
@@ -101,6 +102,19 @@ class DirectMemory(Memory, Protocol):
 
     def new_buffer(self, size: int) -> ByteBuffer:
         """Returns new memory; raises MemoryError if there is too little."""
+
+    def write_buffer(
+        self,
+        extent: Extent,
+        blocks: Sequence[int],
+        buffer: ByteBuffer,
+        size: int,
+        remote_layout: RemoteLayout,
+    ) -> bool:
+        """Writes the first bytes of a buffer of `new_buffer` into blocks of another layout.
+
+        Returns whether that succeeded; writes nothing if `size` is wrong.
+        """
 
     def wait_for_device(self) -> None:
         """Waits for all copies that were started on the device, by whichever library."""
@@ -134,7 +148,7 @@ class HostMemory:
 
     def __init__(self, planes: Sequence[Sequence[Row]], shape: RankLayout | int) -> None:
         self.planes = planes
-        self._places = [[_place_of(plane) for plane in layer] for layer in planes]
+        self._planes = [[_plane_of(plane) for plane in layer] for layer in planes]
         if isinstance(shape, int):
             shape = uniform(len(planes), shape, [plane.shape[1] for plane in planes[0]])
         self.shape = shape
@@ -189,14 +203,14 @@ class HostMemory:
         if head_end - head < kind.heads:
             cut_runs = self._cut_runs(extent, blocks, kind)
             return runs_of((run.__array_interface__["data"][0], run.nbytes) for run in cut_runs)
-        places: list[PlanePlace] = []
+        planes: list[Plane] = []
         for layer in range(extent.layer, extent.layer_end):
-            places += self._places[layer]
-        return plane_runs(places, blocks)
+            planes += self._planes[layer]
+        return plane_runs(planes, blocks)
 
-    def plane_places(self) -> list[list[PlanePlace]]:
+    def plane_places(self) -> list[list[Plane]]:
         """Returns the places of all planes by layer, in wire order."""
-        return self._places
+        return self._planes
 
     def regions(self) -> Runs:
         """Returns (address, bytes) of all planes, from the first byte to the last."""
@@ -210,6 +224,17 @@ class HostMemory:
     def new_buffer(self, size: int) -> ByteBuffer:
         """Returns new memory of this process."""
         return HostBuffer(size)
+
+    def write_buffer(
+        self,
+        extent: Extent,
+        blocks: Sequence[int],
+        buffer: ByteBuffer,
+        size: int,
+        remote_layout: RemoteLayout,
+    ) -> bool:
+        """Writes the first `size` bytes of a buffer into blocks of another layout."""
+        return self.write(extent, blocks, [buffer.load(0, size)], remote_layout)
 
     def prepare_thread(self) -> None:
         """Does nothing: each thread of a process may use its memory."""
@@ -296,9 +321,9 @@ def plane_at(address: int, rows: int, row_bytes: int, stride: int) -> Row:
     return np.ndarray((rows, row_bytes), np.uint8, buffer=memoryview(buffer), strides=(stride, 1))
 
 
-def _place_of(plane: Row) -> PlanePlace:
-    row_bytes = plane.shape[1]
-    return PlanePlace(plane.ctypes.data, plane.strides[0], 1, row_bytes, row_bytes)
+def _plane_of(rows: Row) -> Plane:
+    row_bytes = rows.shape[1]
+    return Plane(rows.ctypes.data, rows.strides[0], 1, row_bytes, row_bytes)
 
 
 def _frames(runs: Iterator[Row] | Sequence[Row]) -> list[memoryview]:

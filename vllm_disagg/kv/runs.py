@@ -6,55 +6,13 @@ here is a few calls of numpy, however many runs there are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 
 # Signed, because numpy turns sums of signed and unsigned integers into floats.
 Runs = npt.NDArray[np.int64]
-
-
-class PlanePlace(NamedTuple):
-    """The memory of a plane: each block has `rows` rows of `row_bytes`, `row_stride` apart."""
-
-    address: int
-    block_stride: int
-    rows: int
-    row_stride: int
-    row_bytes: int
-
-
-def plane_runs(places: Sequence[PlanePlace], blocks: Sequence[int]) -> Runs:
-    """Returns the runs of these blocks in some planes, by plane, then block, then row."""
-    if not places:
-        return no_runs()
-    ids = np.array(blocks, np.int64)
-    # Most planes are alike.  Their addresses are then one sum of arrays, not one a plane.
-    if len({place[1:] for place in places}) == 1:
-        addresses = np.array([place.address for place in places], np.int64)
-        return _runs_of_blocks(addresses, places[0], ids)
-    parts = []
-    for place in places:
-        address = np.array([place.address], np.int64)
-        parts.append(_runs_of_blocks(address, place, ids))
-    return np.concatenate(parts)
-
-
-def _runs_of_blocks(
-    addresses: npt.NDArray[np.int64],
-    place: PlanePlace,
-    ids: npt.NDArray[np.int64],
-) -> Runs:
-    """Returns the runs of blocks in planes at these addresses that are otherwise like `place`."""
-    of_block = ids * place.block_stride
-    of_row = np.arange(place.rows, dtype=np.int64) * place.row_stride
-    starts = addresses[:, None, None] + of_block[:, None] + of_row
-    made = np.empty((starts.size, 2), np.int64)
-    made[:, 0] = starts.reshape(-1)
-    made[:, 1] = place.row_bytes
-    return made
 
 
 def no_runs() -> Runs:

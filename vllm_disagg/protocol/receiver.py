@@ -543,8 +543,11 @@ class Receiver:
         # Only here, not with each answer: a sender that lives but computes nothing must run into
         # `stall_timeout`.
         t.last_progress = now
-        piece_bytes = self.piece_limits.get(source.name, self.piece_bytes)
+        limit = self.piece_limits.get(source.name, self.piece_bytes)
         for read_plan in source.read_plans:
+            # A transport reads these pieces into a buffer of its own, which has to be small.
+            is_rearranged = read_plan.piece_kind is not None
+            piece_bytes = min(limit, self.piece_bytes) if is_rearranged else limit
             for extent, size in read_plan.cut(*progress, t.token_end, piece_bytes):
                 # Numbers are not reused: a late piece is never taken for another one.
                 number = t.pieces_created

@@ -17,7 +17,8 @@ from vllm_disagg.config import Config
 from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.layout import RankLayout, RemoteLayout, uniform
 from vllm_disagg.kv.memory import ByteBuffer, DirectMemory, HostBuffer, HostMemory, MemoryPlace
-from vllm_disagg.kv.runs import PlanePlace, Runs, plane_runs, runs_of
+from vllm_disagg.kv.planes import Plane, plane_runs
+from vllm_disagg.kv.runs import Runs, runs_of
 from vllm_disagg.transports.nixl import agent as nixl_agent
 from vllm_disagg.transports.nixl.agent import Agent, NixlError
 
@@ -54,7 +55,7 @@ class ScriptedMemory:
     def runs(self, extent: Extent, blocks: Sequence[int]) -> Runs:
         return plane_runs([], blocks)
 
-    def plane_places(self) -> list[list[PlanePlace]]:
+    def plane_places(self) -> list[list[Plane]]:
         return []
 
     def regions(self) -> Runs:
@@ -63,6 +64,16 @@ class ScriptedMemory:
     def new_buffer(self, size: int) -> ByteBuffer:
         self.note("new buffer")
         return HostBuffer(size)
+
+    def write_buffer(
+        self,
+        extent: Extent,
+        blocks: Sequence[int],
+        buffer: ByteBuffer,
+        size: int,
+        remote_layout: RemoteLayout,
+    ) -> bool:
+        raise NotImplementedError
 
     def wait_for_device(self) -> None:
         self.note("wait for the device")

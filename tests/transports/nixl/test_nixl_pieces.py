@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,7 +17,7 @@ import zmq
 from vllm_disagg.config import Config
 from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.layout import RemoteLayout
-from vllm_disagg.kv.memory import ByteBuffer, HostMemory
+from vllm_disagg.kv.memory import ByteBuffer, HostBuffer, HostMemory
 from vllm_disagg.kv.runs import runs_of
 from vllm_disagg.protocol.events import (
     BlocksAtSource,
@@ -112,6 +113,30 @@ def test_only_a_piece_that_came_ends_a_series_of_failures(monkeypatch: pytest.Mo
     opened = SimpleNamespace(buffer=None, size=BLOCK_BYTES)
     assert transport._finish(opened, posted) is ReadStatus.WRITTEN  # type: ignore[arg-type]
     assert source.failures == 0
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_a_piece_of_another_layout_is_written_by_the_memory(
+    monkeypatch: pytest.MonkeyPatch, *, is_written: bool
+) -> None:
+    """From the buffer into which it was read: a GPU's bytes stay on the GPU."""
+    transport = receiving(monkeypatch)
+    assert transport._ready is not None
+    layout = RemoteLayout(transport._memory.shape.kinds[0], 0)
+    posted = PostRead(TRANSFER, 0, "p/0", ADDRESS, Extent(0, 1, 0, 16), [2], layout)
+    buffer = HostBuffer(2 * BLOCK_BYTES)
+    given: list[Any] = []
+
+    def write(*arguments: Any) -> bool:
+        given.append(arguments)
+        return is_written
+
+    monkeypatch.setattr(transport._memory, "write_buffer", write)
+    opened: Any = SimpleNamespace(buffer=buffer, size=BLOCK_BYTES)
+    status = transport._finish(opened, posted)
+    assert status is (ReadStatus.WRITTEN if is_written else ReadStatus.DAMAGED)
+    assert given == [(posted.extent, [2], buffer, BLOCK_BYTES, layout)]
+    assert transport._ready.reads.take_buffer(BLOCK_BYTES) is buffer
 
 
 @pytest.mark.parametrize("runs", [b"", b"123"])

@@ -35,7 +35,8 @@ from vllm_disagg.fleet import keys
 from vllm_disagg.kv import reshard
 from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.memory import HostMemory
-from vllm_disagg.kv.runs import PlanePlace, Runs
+from vllm_disagg.kv.planes import Plane
+from vllm_disagg.kv.runs import Runs
 from vllm_disagg.protocol import events
 from vllm_disagg.protocol.peers import WorkerInfo
 from vllm_disagg.transports.nixl import transport as nixl
@@ -115,18 +116,18 @@ class Liar:
                 runs[:, 0] = 1 << 20
         return runs
 
-    def plane_places(self) -> list[list[PlanePlace]]:
-        places: list[list[PlanePlace]] = super().plane_places()  # type: ignore[misc]
+    def plane_places(self) -> list[list[Plane]]:
+        places: list[list[Plane]] = super().plane_places()  # type: ignore[misc]
         return [[self._misplaced(place) for place in layer] for layer in places]
 
-    def _misplaced(self, place: PlanePlace) -> PlanePlace:
+    def _misplaced(self, place: Plane) -> Plane:
         match self.how:
             case "outside":
-                return place._replace(address=4096)
+                return place._replace(base=4096)
             case "short":
                 return place._replace(row_bytes=place.row_bytes - 1)
             case "unregistered":
-                return place._replace(address=1 << 20)
+                return place._replace(base=1 << 20)
         return place
 
     def regions(self) -> Runs:

@@ -20,7 +20,7 @@ from nixl_pair import HOST_MEMORY_ONLY, WITHOUT_NVLINK
 
 ROOT = Path(__file__).parents[3]
 HERE = "tests/transports/processes"
-KERNEL_TESTS = ["kernels", "direct_memory", "proof", "summing"]
+KERNEL_TESTS = ["kernels", "direct_memory", "other_blocks", "proof", "summing"]
 UNLINKED = "nvlink or emulated"  # in the names of the tests without NVLink
 
 needs_triton = pytest.mark.skipif(

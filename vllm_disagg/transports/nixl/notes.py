@@ -21,7 +21,8 @@ import numpy as np
 
 from ...errors import BadMessage
 from ...kv.memory import MemoryPlace
-from ...kv.runs import PlanePlace, Runs, are_inside, joined, merged, plane_runs, runs_of
+from ...kv.planes import Plane, plane_runs
+from ...kv.runs import Runs, are_inside, joined, merged, runs_of
 from ...protocol.events import BlocksAtSource
 from ...protocol.messages import MAX_NOTE_BYTES, Count, Name
 
@@ -109,7 +110,7 @@ class PieceRuns(msgspec.Struct, frozen=True, tag="runs"):
 
 
 class RemotePlane(NamedTuple):
-    """A PlanePlace of the sender, with limits on what a peer may claim."""
+    """A Plane of the sender, with limits on what a peer may claim."""
 
     address: RunAddress
     block_stride: Stride
@@ -202,7 +203,7 @@ class SenderMemory:
     def __init__(self, info: AgentInfo) -> None:
         self.regions = registered(info)
         self._registrations = runs_of(info.regions)
-        self._planes = [[PlanePlace(*plane) for plane in layer] for layer in info.planes]
+        self._planes = [[Plane(*plane) for plane in layer] for layer in info.planes]
 
     def runs(self, blocks: BlocksAtSource) -> Runs:
         """Returns the runs of a piece, by the sender's block ids.

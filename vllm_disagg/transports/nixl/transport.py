@@ -594,7 +594,14 @@ class NixlTransport:
         # No checksum: it would cost the sender the pass over the bytes that one-sided reads save.
         ok = True
         if opened.buffer is not None:
-            ok = self._write_blocks(opened.buffer, opened.size, posted)
+            assert posted.remote_layout is not None
+            ok = self._memory.write_buffer(
+                posted.extent,
+                posted.blocks,
+                opened.buffer,
+                opened.size,
+                posted.remote_layout,
+            )
             if self._ready is not None:
                 self._ready.reads.give_back(opened.buffer)
         if not ok:
@@ -604,15 +611,6 @@ class NixlTransport:
         if source := self._sources.get(posted.source):
             source.failures = 0
         return ReadStatus.WRITTEN
-
-    def _write_blocks(self, buffer: ByteBuffer, size: int, posted: PostRead) -> bool:
-        """Writes the bytes of a buffer into blocks of another layout; returns the success."""
-        try:
-            frame = buffer.load(0, size)
-        except CopyFailed as error:
-            log.warning("nixl: a piece of %s is lost: %s", posted.transfer, error)
-            return False
-        return self._memory.write(posted.extent, posted.blocks, [frame], posted.remote_layout)
 
     # Both halves ----------------------------------------------------------------------------------
     def poll_events(self, ready: Collection[object]) -> Iterator[TransportEvent]:

@@ -62,11 +62,10 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         extra = self._kv_transfer_config.kv_connector_extra_config
         settings = config.parse(extra)
-        _check_version(settings)
+        if problem := compat.check(vllm.__version__):
+            raise ConfigError(problem)
         key = keys.load(settings.key_file, insecure=settings.insecure)
-        supported.refuse_unsupported(
-            vllm_config, kv_cache_config, gpu=settings.gpu, compress=settings.compress
-        )
+        supported.refuse_unsupported(vllm_config, kv_cache_config, compress=settings.compress)
         self._scheduler: SchedulerSide
         self._worker: WorkerSide
         self._registrations: list[Registration] = []
@@ -285,22 +284,11 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-def _check_version(settings: Config) -> None:
-    """Raises ConfigError for an unsupported vLLM; with the setting `gpu` only a warning.
-
-    Those who try this connector on a GPU may have an older vLLM there.
-    """
-    problem = compat.check(vllm.__version__)
-    if not problem:
-        return
-    if not settings.gpu:
-        raise ConfigError(problem)
-    log.warning('%s; started nevertheless, because "gpu" is set', problem)
-
-
 def _warn_of(settings: Config, extra: dict[str, Any]) -> None:
     """Warns of settings that make a fleet less secure or less exact, or that have an old name."""
     if warning := config.old_names_warning(extra):
+        log.warning(warning)
+    if warning := config.removed_warning(extra):
         log.warning(warning)
     if settings.insecure:
         log.warning(

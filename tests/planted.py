@@ -703,4 +703,9 @@ MUTANTS: list[tuple[str, ...]] = [
     ("plan gives a verdict of a burst", "planner/search/sample_size.py", "return needed if needed > self.scenario.requests else 0", "return 0", "tests/planner/search/test_sample_size.py"),
     ("a sample is as long as a burst", "planner/search/sample_size.py", "max(MIN_SECONDS, MIN_LATENCIES * latency)", "MIN_SECONDS / 10", "tests/planner/search/test_sample_size.py"),
     ("workers of a killed plan live on", "planner/search/optimizer.py", "    parent.join()\n", "    threading.Event().wait()\n", "tests/planner/commands/test_plan_commands.py::test_a_killed_plan_leaves_no_process"),
+    ("an old config with `gpu` is refused", "config.py", "        named.pop(removed, None)\n", "        pass\n", "tests/connector/test_connector.py"),
+    ("the setting `gpu` is dropped in silence", "kv_connectors/connector.py", "    if warning := config.removed_warning(extra):\n", "    if warning := \"\":\n", "tests/connector/test_connector.py"),
+    ("all planned instances share the first GPU", "planner/commands/output.py", "            lines.append(next(prefixes) + shlex.join(argv))", "            lines.append(shlex.join(argv))", "tests/planner/search/test_planner_search.py"),
+    ("two planned instances share a GPU", "planner/commands/output.py", "        first += size\n", "        first += 1\n", "tests/planner/search/test_planner_search.py"),
+    ("KV on a GPU may be compressed", "kv_connectors/supported.py", "        if device != \"cpu\":\n", "        if False:\n", "tests/connector/test_compatibility.py"),
 ]

@@ -139,7 +139,7 @@ def test_ngram_speculative_decoding_is_accepted() -> None:
             (FULL,),
             "start with --enable-prefix-caching",
         ),
-        ({"device": "cuda"}, (FULL,), "has not been run with KV on cuda yet"),
+        ({"device": "xpu"}, (FULL,), "never tried with KV on xpu: it supports cpu and cuda"),
         (
             {"parallel": {"data_parallel_size": 2}},
             (FULL,),
@@ -152,6 +152,10 @@ def test_unsupported_configurations_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         supported.refuse_unsupported(config(**change), caches(*specs))
+
+
+def test_kv_on_a_gpu_is_accepted_and_proved_later() -> None:
+    supported.refuse_unsupported(config(device="cuda"), caches(FULL))
 
 
 QUANTISED = FullAttentionSpec(block_size=16, **{**HEADS, "dtype": torch.uint8})
@@ -170,6 +174,7 @@ def test_bf16_may_be_compressed(specs: tuple[Any, ...]) -> None:
         pytest.param({}, (FULL, FLOAT32), "this model's is torch.float32", marks=several),
         ({}, (STATE,), "this model's is the states of Mamba and linear layers"),
         ({"dtype": "fp8_e4m3"}, (QUANTISED,), "this model's is torch.uint8"),
+        ({"device": "cuda"}, (FULL,), "only KV in host memory .* this is on cuda"),
     ],
 )
 def test_other_kv_may_not_be_compressed(

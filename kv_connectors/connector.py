@@ -24,7 +24,7 @@ from vllm_disagg.fleet.conventions import KV_ROLES
 from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.fleet.registration import Registration, register_all
 
-from . import compat, compatibility, prompt_digest, supported
+from . import compat, compatibility, engine_description, prompt_digest, supported
 from .metadata import FailedProof, Handshake, WorkerMetadata
 from .metrics import ConnectorPromMetrics, ConnectorStats
 from .scheduler import SchedulerSide
@@ -184,8 +184,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:  # type: ignore[override]
         """Describes this engine from its workers' handshakes, and registers it at the proxies.
 
-        If the proof of one worker has failed, the engine has no description, and takes part in no
-        transfer.
+        If the proof of one worker has failed, or two ranks share a GPU, the engine has no
+        description, and takes part in no transfer.
 
         `metadata`: by (pipeline stage, tensor parallel rank). Sorted keys have the order of vLLM's
         global ranks. Raises ConfigError for handshakes of another connector: MultiConnector hands
@@ -195,10 +195,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         for rank in sorted(metadata):
             handshake = metadata[rank]
             if isinstance(handshake, FailedProof):
-                log.error(
-                    "KV transfers are off: %s; this engine computes every prompt itself",
-                    handshake.difference,
-                )
+                _log_off(handshake.difference)
                 return
             handshakes.append(handshake)
         if not all(isinstance(handshake, Handshake) for handshake in handshakes):
@@ -206,6 +203,10 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
                 "DisaggConnector must be the first among the connectors of MultiConnector that"
                 " exchange handshakes: move it to the front of its list"
             )
+        if difference := engine_description.shared_gpu(handshakes):
+            supported.refuse_without_transfers(self._vllm_config, difference)
+            _log_off(difference)
+            return
         self._scheduler.set_workers(handshakes)
         if self._scheduler.engine and not self._registrations:
             self._registrations = self._register(self._scheduler.engine.incarnation)
@@ -282,6 +283,10 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> ConnectorPromMetrics:
         """Returns the connector's Prometheus metrics."""
         return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _log_off(difference: str) -> None:
+    log.error("KV transfers are off: %s; this engine computes every prompt itself", difference)
 
 
 def _warn_of(settings: Config, extra: dict[str, Any]) -> None:

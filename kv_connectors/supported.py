@@ -64,6 +64,20 @@ def refuse_unsupported(
         _refuse_speculation(kv_cache_config, vllm_config.speculative_config)
 
 
+def refuse_without_transfers(vllm_config: VllmConfig, difference: str) -> None:
+    """Raises ConfigError if an engine without KV transfers may not run as a plain vLLM.
+
+    `difference`: why it has none.
+    """
+    transfer: Any = vllm_config.kv_transfer_config
+    if transfer.kv_load_failure_policy != "recompute":
+        raise ConfigError(
+            f"KV transfers are off: {difference}; this engine does not start, because"
+            f' kv_load_failure_policy is "{transfer.kv_load_failure_policy}"; with "recompute"'
+            " it computes every prompt itself"
+        )
+
+
 def _refuse_parallelism(parallel: Any) -> None:
     # vLLM configures each rank of a model without experts with size 1.
     if parallel.data_parallel_size > 1:

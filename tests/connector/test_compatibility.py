@@ -216,6 +216,18 @@ def layout(folder: Path, lora: Any = None, **model: Any) -> dict[str, str]:
     )  # type: ignore[arg-type]
 
 
+def test_engines_of_one_fleet_are_all_batch_invariant_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    other = layout(tmp_path)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert not difference(layout(tmp_path), layout(tmp_path))
+    assert difference(layout(tmp_path), other) == (
+        "VLLM_BATCH_INVARIANT is 1 on one side and 0 on the other"
+    )
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "model.gguf"])
 def test_weights_that_differ_in_one_matrix_differ(tmp_path: Path, name: str) -> None:
     def engine(folder: str, weights: bytes | bytearray) -> dict[str, str]:

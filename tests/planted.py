@@ -716,4 +716,9 @@ MUTANTS: list[tuple[str, ...]] = [
     ("GPU: the check at start keeps its agent", "kv_connectors/gpu/start_checks.py", "Agent(\"start\", config, memory).close()", "Agent(\"start\", config, memory)", "tests/gpu/test_bad_machines.py"),
     ("GPU: two ranks share a GPU", "kv_connectors/engine_description.py", "        if handshake.gpu in ranks:", "        if handshake.gpu in ():", "tests/gpu/test_bad_machines.py"),
     ("GPU: two ranks on one GPU start in spite of the policy", "kv_connectors/connector.py", "            supported.refuse_without_transfers(self._vllm_config, difference)\n", "", "tests/gpu/test_bad_machines.py"),
+    ("doctor: a failed proof passes", "kv_connectors/doctor.py", "            self.add(Status.FAIL, f\"{name} proof\", text)\n        elif", "            self.add(Status.OK, f\"{name} proof\", text)\n        elif", "tests/gpu/test_doctor.py"),
+    ("doctor: the exit status is that of the last check", "kv_connectors/doctor.py", "return max((finding.status for finding in self.findings), default=Status.OK)", "return self.findings[-1].status", "tests/gpu/test_doctor.py"),
+    ("doctor: a check that raises ends the others", "kv_connectors/doctor.py", "        except Exception as error:\n", "        except ZeroDivisionError as error:\n", "tests/gpu/test_doctor.py"),
+    ("doctor: a crash of the checks is a success", "doctor.py", "        return FAILED\n", "        return 0\n", "tests/gpu/test_doctor.py"),
+    ("doctor: the bytes of NIXL's reads are not compared", "kv_connectors/gpu/rates.py", "            if bytes(buffer.load(end, PATTERN_BYTES)) != pattern():", "            if False:", "tests/transports/processes/test_device.py"),
 ]

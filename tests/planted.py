@@ -721,5 +721,5 @@ MUTANTS: list[tuple[str, ...]] = [
     ("doctor: a check that raises ends the others", "kv_connectors/doctor.py", "        except Exception as error:\n", "        except ZeroDivisionError as error:\n", "tests/gpu/test_doctor.py"),
     ("doctor: a crash of the checks is a success", "doctor.py", "        return FAILED\n", "        return 0\n", "tests/gpu/test_doctor.py"),
     ("doctor: the bytes of NIXL's reads are not compared", "kv_connectors/gpu/rates.py", "            if bytes(buffer.load(end, PATTERN_BYTES)) != pattern():", "            if False:", "tests/transports/processes/test_device.py"),
-    ("proof: each block is a launch of its own", "kv_connectors/gpu/proof.py", "        return [view[ids] for view in self._views[layer]]", "        return [torch.stack([view[block] for block in blocks]) for view in self._views[layer] for _ in ids[:1]]", "tests/gpu/test_proof.py::test_the_proof_launches_little"),
+    ("proof: each block is a launch of its own", "kv_connectors/gpu/proof.py", "        return [view[ids] for view in self._views[layer]]", "        return [torch.cat([view[block : block + 1].clone() for block in blocks]) for view in self._views[layer]]", "tests/gpu/test_proof.py::test_the_proof_launches_little"),
 ]

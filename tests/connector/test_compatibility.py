@@ -240,7 +240,7 @@ def test_weights_that_differ_in_one_matrix_differ(tmp_path: Path, name: str) -> 
     weights[5_000_000 : 5_000_000 + len(weights) // 200] = b"\1" * (len(weights) // 200)
     assert not difference(ours, same)
     older = {name: fact for name, fact in ours.items() if name != "transfer protocol"}
-    assert "transfer protocol is 4 on one side and unknown" in difference(ours, older)
+    assert "transfer protocol is 5 on one side and unknown" in difference(ours, older)
     assert "weights" in difference(ours, engine("other", weights))
 
 

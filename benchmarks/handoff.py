@@ -51,7 +51,7 @@ def start_plain(stack: Stack, model: str, logs: Path, _: str) -> None:
 
 
 def start_ours(stack: Stack, model: str, logs: Path, _: str) -> None:
-    settings: dict[str, object] = {"gpu": stack.gpu, "transport": stack.transport}
+    settings: dict[str, object] = {"transport": stack.transport}
     prefill, decode = start_pair(stack, model, logs, settings)
     for url in (prefill, decode):
         stack.wait(url, "/health")

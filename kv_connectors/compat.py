@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 from vllm import _custom_ops as ops
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
@@ -167,6 +168,11 @@ def layer_overrides(model: Any) -> list[dict[str, Any]]:
     Empty if all layers are alike, or if this vLLM does not report it.
     """
     return getattr(getattr(model, "model_arch_config", None), "per_layer_overrides", None) or []
+
+
+def is_batch_invariant() -> bool:
+    """Returns whether vLLM's kernels on GPUs give a prompt the same tokens in each batch."""
+    return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
 
 
 def generates_one(request: Any) -> bool:

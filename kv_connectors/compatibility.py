@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_disagg.protocol.messages import VERSION
 
+from . import compat
 from .fingerprint import digest, sample_files
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ def layout(vllm_config: VllmConfig, compress: str = "off") -> dict[str, str]:
         "quantization": str(model.quantization),
         "load format": str(vllm_config.load_config.load_format),
         "LoRA": _lora(vllm_config.lora_config),
+        # Of different kernels KV differs too, and only where all are invariant tokens are equal.
+        "VLLM_BATCH_INVARIANT": "1" if compat.is_batch_invariant() else "0",
         "compress": compress,
         "transfer protocol": str(VERSION),
     }

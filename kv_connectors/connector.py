@@ -24,7 +24,7 @@ from vllm_disagg.fleet.conventions import KV_ROLES
 from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.fleet.registration import Registration, register_all
 
-from . import compat, compatibility, prompt_digest, supported
+from . import compat, compatibility, engine_description, prompt_digest, supported
 from .metadata import FailedProof, Handshake, WorkerMetadata
 from .metrics import ConnectorPromMetrics, ConnectorStats
 from .scheduler import SchedulerSide
@@ -62,11 +62,10 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         extra = self._kv_transfer_config.kv_connector_extra_config
         settings = config.parse(extra)
-        _check_version(settings)
+        if problem := compat.check(vllm.__version__):
+            raise ConfigError(problem)
         key = keys.load(settings.key_file, insecure=settings.insecure)
-        supported.refuse_unsupported(
-            vllm_config, kv_cache_config, gpu=settings.gpu, compress=settings.compress
-        )
+        supported.refuse_unsupported(vllm_config, kv_cache_config, compress=settings.compress)
         self._scheduler: SchedulerSide
         self._worker: WorkerSide
         self._registrations: list[Registration] = []
@@ -185,8 +184,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:  # type: ignore[override]
         """Describes this engine from its workers' handshakes, and registers it at the proxies.
 
-        If the proof of one worker has failed, the engine has no description, and takes part in no
-        transfer.
+        If the proof of one worker has failed, or two ranks share a GPU, the engine has no
+        description, and takes part in no transfer.
 
         `metadata`: by (pipeline stage, tensor parallel rank). Sorted keys have the order of vLLM's
         global ranks. Raises ConfigError for handshakes of another connector: MultiConnector hands
@@ -196,10 +195,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         for rank in sorted(metadata):
             handshake = metadata[rank]
             if isinstance(handshake, FailedProof):
-                log.error(
-                    "KV transfers are off: %s; this engine computes every prompt itself",
-                    handshake.difference,
-                )
+                _log_off(handshake.difference)
                 return
             if not isinstance(handshake, Handshake):
                 raise ConfigError(
@@ -207,6 +203,10 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
                     " exchange handshakes: move it to the front of its list"
                 )
             handshakes.append(handshake)
+        if difference := engine_description.shared_gpu(handshakes):
+            supported.refuse_without_transfers(self._vllm_config, difference)
+            _log_off(difference)
+            return
         self._scheduler.set_workers(handshakes)
         if self._scheduler.engine and not self._registrations:
             self._registrations = self._register(self._scheduler.engine.incarnation)
@@ -285,22 +285,15 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-def _check_version(settings: Config) -> None:
-    """Raises ConfigError for an unsupported vLLM; with the setting `gpu` only a warning.
-
-    Those who try this connector on a GPU may have an older vLLM there.
-    """
-    problem = compat.check(vllm.__version__)
-    if not problem:
-        return
-    if not settings.gpu:
-        raise ConfigError(problem)
-    log.warning('%s; started nevertheless, because "gpu" is set', problem)
+def _log_off(difference: str) -> None:
+    log.error("KV transfers are off: %s; this engine computes every prompt itself", difference)
 
 
 def _warn_of(settings: Config, extra: dict[str, Any]) -> None:
     """Warns of settings that make a fleet less secure or less exact, or that have an old name."""
     if warning := config.old_names_warning(extra):
+        log.warning(warning)
+    if warning := config.removed_warning(extra):
         log.warning(warning)
     if settings.insecure:
         log.warning(

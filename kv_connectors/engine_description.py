@@ -56,3 +56,17 @@ def describe(
         two_way=permits_reuse,
         version=vllm.__version__,
     )
+
+
+def shared_gpu(handshakes: Sequence[Handshake]) -> str:
+    """Returns which ranks of one engine have their KV on one GPU; empty if each has its own."""
+    ranks: dict[str, int] = {}  # by GPU
+    for rank, handshake in enumerate(handshakes):
+        if handshake.gpu in ranks:
+            return (
+                f"ranks {ranks[handshake.gpu]} and {rank} both have their KV on GPU"
+                f" {handshake.gpu}: give each rank a GPU of its own in CUDA_VISIBLE_DEVICES"
+            )
+        if handshake.gpu:
+            ranks[handshake.gpu] = rank
+    return ""

@@ -35,6 +35,7 @@ class Handshake(KVConnectorHandshakeMetadata):
 
     worker: WorkerInfo
     layers: list[str]  # names, in the order of `worker.holds`
+    gpu: str = ""  # UUID of the GPU with the KV; empty on a CPU
 
 
 @dataclass

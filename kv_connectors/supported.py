@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+# Of "cuda" each worker proves at its start that it moves KV as vLLM does: see `gpu/proof.py`.
+KNOWN_DEVICES = ("cpu", "cuda")
 # Kinds of KV cache with exact results in tests, by vLLM's name.
 KNOWN_SPECS = {"FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "MambaSpec"}
 KNOWN_STATES = {"MAMBA2", "GDN_ATTN"}
@@ -30,14 +32,18 @@ def refuse_unsupported(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     *,
-    gpu: bool = False,
     compress: str = "off",
 ) -> None:
     """Raises ConfigError, with the remedy, for a configuration that would not be exact.
 
-    `gpu`, `compress`: the settings of these names.
+    `compress`: the setting of this name.
     """
-    _refuse_device(vllm_config.device_config.device_type, gpu=gpu)
+    device = vllm_config.device_config.device_type
+    if device not in KNOWN_DEVICES:
+        raise ConfigError(
+            f"DisaggConnector was never tried with KV on {device}: it supports"
+            f" {' and '.join(KNOWN_DEVICES)}"
+        )
     _refuse_parallelism(vllm_config.parallel_config)
     _refuse_settings(vllm_config)
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
@@ -48,19 +54,28 @@ def refuse_unsupported(
         )
     _refuse_specs(kv_cache_config)
     if compress != "off":
+        if device != "cpu":
+            raise ConfigError(
+                f"compress: only KV in host memory is compressed, and this is on {device}: leave"
+                " compress off"
+            )
         _refuse_compression(kv_cache_config, compress)
     if vllm_config.speculative_config is not None:
         _refuse_speculation(kv_cache_config, vllm_config.speculative_config)
 
 
-def _refuse_device(device: str, *, gpu: bool) -> None:
-    if device == "cpu" or (gpu and device == "cuda"):
-        return
-    raise ConfigError(
-        f"DisaggConnector has not been run with KV on {device} yet, so it refuses; to try it on a"
-        ' GPU nevertheless, set "gpu": true in kv_connector_extra_config, and compare the answers'
-        " with a plain vLLM's"
-    )
+def refuse_without_transfers(vllm_config: VllmConfig, difference: str) -> None:
+    """Raises ConfigError if an engine without KV transfers may not run as a plain vLLM.
+
+    `difference`: why it has none.
+    """
+    transfer: Any = vllm_config.kv_transfer_config
+    if transfer.kv_load_failure_policy != "recompute":
+        raise ConfigError(
+            f"KV transfers are off: {difference}; this engine does not start, because"
+            f' kv_load_failure_policy is "{transfer.kv_load_failure_policy}"; with "recompute"'
+            " it computes every prompt itself"
+        )
 
 
 def _refuse_parallelism(parallel: Any) -> None:

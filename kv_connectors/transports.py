@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vllm_disagg.config import Config, TransportName
@@ -66,6 +67,24 @@ def chosen(config: Config, device: str = "cpu") -> dict[str, MakeTransport]:
         )
         log.warning(bounce, "; ".join(reasons))
     return found
+
+
+def without(
+    found: Mapping[str, MakeTransport], name: str, reason: str, config: Config
+) -> dict[str, MakeTransport]:
+    """Returns the transports of `chosen` without one that cannot run, and logs the reason."""
+    rest = {other: make for other, make in found.items() if other != name}
+    setting = config.transport
+    if rest:
+        log.warning("transport is %s, without %s: %s", setting, name, reason)
+    else:
+        log.warning(
+            "transport is %s, but KV goes from GPU to GPU through host memory, by ZMQ: %s: %s",
+            setting,
+            name,
+            reason,
+        )
+    return rest
 
 
 def _candidates(config: Config, device: str) -> list[TransportName]:

@@ -31,10 +31,11 @@ from vllm_disagg.driver import Driver
 from vllm_disagg.errors import ConfigError, ProofFailed
 from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.kv.layout import NOTHING
-from vllm_disagg.kv.memory import Memory
+from vllm_disagg.kv.memory import DirectMemory, Memory
 from vllm_disagg.protocol import events
+from vllm_disagg.transports.base import MakeTransport
 
-from . import compat, kv_layout, transports
+from . import compat, kv_layout, supported, transports
 from .layers import FinalLayers
 from .metadata import FailedProof, Handshake, StepMetadata, WorkerMetadata
 from .metrics import ConnectorStats
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from .gpu.facts import GpuFacts
+    from .gpu.machine import GpuInfo
     from .gpu.memory import DeviceMemory
     from .gpu.runtime import Runtime
     from .gpu.summing import ComputedSums, LoadedSums
@@ -81,6 +83,7 @@ class WorkerSide:
         self._layers_per_event = 1  # in this step
         self._announced_layers = 0  # announced as final in this step
         self._runtime: Runtime | None = None  # None on a CPU
+        self._gpu: GpuInfo | None = None  # None on a CPU
         self._gpu_facts: GpuFacts | None = None  # None on a CPU
         self._computed_sums: ComputedSums | None = None  # None if blocks are not summed
         self._loaded_sums: LoadedSums | None = None
@@ -111,11 +114,13 @@ class WorkerSide:
         self._layers = FinalLayers(names)
         self._layout = memory.shape
         chosen = transports.chosen(self._config, kv_device(caches))
+        chosen = self._without_obstacles(chosen, memory)
         self._driver = Driver(
             self._config, self._key, memory, self._rank, chosen, self._loaded_sums
         )
         self._start_gpu_facts(self._driver)
-        self.handshake = Handshake(self._driver.worker, names)
+        gpu = self._gpu.uuid if self._gpu is not None else ""
+        self.handshake = Handshake(self._driver.worker, names, gpu)
         compat.before_blocks_change(self._vllm_config, self._revoke_early)
         log.info(
             "worker %d: control channel for KV transfers at %s",
@@ -137,6 +142,9 @@ class WorkerSide:
             return self._device_memory(caches, rank)
         except (ConfigError, ProofFailed):
             raise
+        except ImportError as error:
+            text = f"the kernels need Triton ({error}): install the one that torch requires"
+            raise ProofFailed(text) from error
         # The one place: a compiler, a driver or memory may be missing, each with errors of its own.
         except Exception as error:
             reason = (str(error).splitlines() or [""])[0]
@@ -148,12 +156,17 @@ class WorkerSide:
     ) -> tuple[Memory, list[str]]:
         """Returns caches in GPU memory; raises ProofFailed if they are not moved rightly."""
         # Triton, which CPUs need not have.
+        from .gpu import machine, start_checks  # noqa: PLC0415
         from .gpu.layout import device_memory  # noqa: PLC0415
         from .gpu.runtime import CudaRuntime  # noqa: PLC0415
 
         config = self._kv_cache_config
-        self._runtime = CudaRuntime(next(iter(caches.values())).device)
+        device = next(iter(caches.values())).device
+        self._runtime = CudaRuntime(device)
         self._runtime.use_device()
+        self._gpu = machine.examine(device)
+        if shortage := start_checks.memory_shortage(self._gpu, self._config.piece_bytes):
+            raise ProofFailed(shortage)
         memory, names = device_memory(
             caches,
             config.kv_cache_groups,
@@ -191,15 +204,20 @@ class WorkerSide:
             self._computed_sums = ComputedSums(memory)
             self._loaded_sums = LoadedSums(memory)
 
+    def _without_obstacles(
+        self, chosen: dict[str, MakeTransport], memory: Memory
+    ) -> dict[str, MakeTransport]:
+        """Returns the chosen transports, without NIXL if it cannot serve this GPU's memory."""
+        if self._gpu is None or "nixl" not in chosen or not isinstance(memory, DirectMemory):
+            return chosen
+        from .gpu.start_checks import nixl_obstacle  # noqa: PLC0415 - as above
+
+        reason = nixl_obstacle(self._config, memory, self._gpu)
+        return transports.without(chosen, "nixl", reason, self._config) if reason else chosen
+
     def _stay_off(self, difference: str) -> None:
         """Has the engine run as a plain vLLM; raises ConfigError if it may not."""
-        transfer: Any = self._vllm_config.kv_transfer_config
-        if transfer.kv_load_failure_policy != "recompute":
-            raise ConfigError(
-                f"KV transfers are off: {difference}; this engine does not start, because"
-                f' kv_load_failure_policy is "{transfer.kv_load_failure_policy}"; with "recompute"'
-                " it computes every prompt itself"
-            )
+        supported.refuse_without_transfers(self._vllm_config, difference)
         self.handshake = FailedProof(difference)
 
     def _start_gpu_facts(self, driver: Driver) -> None:

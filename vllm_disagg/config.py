@@ -23,6 +23,8 @@ OLD_NAMES = {
     "piece": "piece_bytes",
     "window": "window_bytes",
 }
+# Setting of an earlier version that has no effect any more -> why.
+REMOVED = {"gpu": "KV in GPU memory is served without a setting"}
 # Names of transports; `kv_connectors/transports.py` has their modules.
 TransportName = Literal["zmq", "tcp", "gloo", "nccl", "nixl"]
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -59,8 +61,6 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     advertise: str = ""
     # moves KV bytes; ZMQ is the fallback
     transport: Literal["auto", TransportName] = "auto"
-    # serve KV in GPU memory; never yet run on a GPU
-    gpu: bool = False
     # CURVE on KV bytes too: private on any network, about a fifth of the speed
     encrypt_data: bool = False
     # bf16 KV as fp8 on the wire: half the bytes, and answers are NOT exact any more
@@ -145,10 +145,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(
                 f"encrypt_data: only ZMQ encrypts KV bytes, and transport is {self.transport}"
             )
-        if self.compress != "off" and (self.transport not in ("auto", "zmq") or self.gpu):
-            conflict = "gpu is set" if self.gpu else f"transport is {self.transport}"
+        if self.compress != "off" and self.transport not in ("auto", "zmq"):
             raise ConfigError(
-                f"compress: only ZMQ compresses KV, and only in host memory, and {conflict}"
+                f"compress: only ZMQ compresses KV, and transport is {self.transport}"
             )
 
 
@@ -158,6 +157,8 @@ def parse(extra: dict[str, Any]) -> Config:
         if OLD_NAMES[old] in extra:
             raise ConfigError(f"{old} is the old name of {OLD_NAMES[old]}: leave {old} out")
     named = {OLD_NAMES.get(name, name): value for name, value in extra.items()}
+    for removed in REMOVED:
+        named.pop(removed, None)
     fields = {field.name: field.type for field in msgspec.structs.fields(Config)}
     for name in named:
         if name not in fields:
@@ -220,6 +221,12 @@ def old_names_warning(extra: dict[str, Any]) -> str:
     """Return a warning for the settings that have an old name; empty if none has."""
     warning = old_names.warning(_old_names_in(extra), OLD_NAMES)
     return f"kv_connector_extra_config: {warning}" if warning else ""
+
+
+def removed_warning(extra: dict[str, Any]) -> str:
+    """Return a warning for the settings that have no effect any more; empty if there is none."""
+    found = [f"{name} has no effect ({why})" for name, why in REMOVED.items() if name in extra]
+    return f"kv_connector_extra_config: {', '.join(found)}: leave it out" if found else ""
 
 
 def _old_names_in(extra: dict[str, Any]) -> list[str]:

@@ -20,7 +20,7 @@ what the blocks held.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +58,7 @@ class StartProof:
         self._caches = [caches[name] for name in names]
         self._views: list[list[torch.Tensor]] = []  # by layer
         self.proves_order = False  # set by `difference`
+        self._known_ids: dict[tuple[int, ...], torch.Tensor] = {}
         self._random = torch.Generator(memory.device)
         self._random.manual_seed(SEED)
         # Far apart, and near both ends: an error in a stride grows with the number of the block.
@@ -113,15 +114,16 @@ class StartProof:
         return wire
 
     def _layer_difference(self, layer: int) -> str:
-        witnesses = list(self._witnesses(layer))
-        saved = [witness.clone() for witness in witnesses]
+        witnesses = self._witnesses(layer)
+        saved = {other: self._contents(other, blocks) for other, blocks in witnesses.items()}
         try:
-            for witness in witnesses:
-                witness.copy_(self._random_like(witness))
+            for other, contents in saved.items():
+                noise = [self._random_like(content) for content in contents]
+                self._put(other, witnesses[other], noise)
             return self._copy_difference(layer)
         finally:
-            for witness, content in zip(witnesses, saved, strict=True):
-                witness.copy_(content)
+            for other, contents in saved.items():
+                self._put(other, witnesses[other], contents)
 
     def _copy_difference(self, layer: int) -> str:
         """Returns what differs when the sources of one layer are copied to its targets."""
@@ -132,14 +134,15 @@ class StartProof:
             return "the gather kernel reads other bytes than vLLM's view of the blocks has"
         if difference := self._sum_difference(layer, wire):
             return difference
-        targets = {(layer, block) for block in self._targets}
-        kept = [place for place in self._witness_places(layer) if place not in targets]
-        before = [self._content(*place) for place in kept]
+        kept = self._witnesses(layer)
+        kept[layer] = [block for block in kept[layer] if block not in self._targets]
+        before = {other: self._contents(other, blocks) for other, blocks in kept.items()}
         self._move(layer, self._targets, wire, gather=False)
         if not torch.equal(self._in_wire_order(layer, self._targets), sources):
             return "the scatter kernel writes other bytes than vLLM's view of the blocks has then"
-        for place, content in zip(kept, before, strict=True):
-            if not torch.equal(self._content(*place), content):
+        for other, blocks in kept.items():
+            after = self._contents(other, blocks)
+            if not all(map(torch.equal, after, before[other])):
                 return "the scatter kernel writes into blocks beside its own"
         return ""
 
@@ -163,37 +166,47 @@ class StartProof:
         return ""
 
     # Blocks ---------------------------------------------------------------------------------------
-    def _witness_places(self, layer: int) -> Iterator[tuple[int, int]]:
-        """Yields (layer, block) of the blocks of a copy, and of those beside them."""
-        blocks = {*self._sources, *self._targets}
-        blocks |= {block + 1 for block in blocks} | {block - 1 for block in blocks}
-        for block in sorted(blocks):
-            if 0 <= block < self._num_blocks:
-                yield layer, block
+    def _witnesses(self, layer: int) -> dict[int, list[int]]:
+        """Returns by layer the blocks of a copy, and those beside them."""
+        copied = {*self._sources, *self._targets}
+        beside = {block + step for block in copied for step in (-1, 1)}
+        found = {layer: sorted(block for block in copied | beside if self._is_block(block))}
         # vLLM overlays layers of different groups, so only those of the same group are apart.
         layout = self._memory.shape
         for other in (layer - 1, layer + 1):
             is_layer = 0 <= other < len(layout.layers)
             if is_layer and layout.kind(other).group == layout.kind(layer).group:
-                for block in {*self._sources, *self._targets}:
-                    yield other, block
+                found[other] = sorted(copied)
+        return found
 
-    def _witnesses(self, layer: int) -> Iterator[torch.Tensor]:
-        """Yields vLLM's views of the blocks of `_witness_places`, as bytes."""
-        for other, block in self._witness_places(layer):
-            for view in self._views[other]:
-                yield view[block]
+    def _is_block(self, number: int) -> bool:
+        return 0 <= number < self._num_blocks
 
-    def _content(self, layer: int, block: int) -> torch.Tensor:
-        """Returns a copy of one block's bytes."""
-        return torch.cat([view[block].reshape(-1) for view in self._views[layer]])
+    # All blocks of a layer in one call: a launch for each would take most of the proof's time.
+    def _contents(self, layer: int, blocks: Sequence[int]) -> list[torch.Tensor]:
+        """Returns copies of blocks through vLLM's views of a layer, as bytes."""
+        ids = self._ids(blocks)
+        return [view[ids] for view in self._views[layer]]
+
+    def _put(self, layer: int, blocks: Sequence[int], contents: Sequence[torch.Tensor]) -> None:
+        """Writes blocks through vLLM's views of a layer."""
+        ids = self._ids(blocks)
+        for view, content in zip(self._views[layer], contents, strict=True):
+            view[ids] = content
+
+    def _ids(self, blocks: Sequence[int]) -> torch.Tensor:
+        """Returns the numbers of blocks in GPU memory."""
+        key = tuple(blocks)
+        if key not in self._known_ids:
+            self._known_ids[key] = torch.tensor(key, device=self._memory.device)
+        return self._known_ids[key]
 
     def _in_wire_order(self, layer: int, blocks: Sequence[int]) -> torch.Tensor:
         """Returns the bytes of blocks as vLLM's view has them, in the order of memory."""
         parts = []
-        for view in self._views[layer]:
-            axes = _memory_order(view[0])
-            parts += [view[block].permute(axes).reshape(-1) for block in blocks]
+        for view, content in zip(self._views[layer], self._contents(layer, blocks), strict=True):
+            axes = [axis + 1 for axis in _memory_order(view[0])]
+            parts.append(content.permute(0, *axes).reshape(-1))
         return torch.cat(parts)
 
     def _random_like(self, content: torch.Tensor) -> torch.Tensor:

@@ -139,7 +139,7 @@ def test_ngram_speculative_decoding_is_accepted() -> None:
             (FULL,),
             "start with --enable-prefix-caching",
         ),
-        ({"device": "cuda"}, (FULL,), "has not been run with KV on cuda yet"),
+        ({"device": "xpu"}, (FULL,), "never tried with KV on xpu: it supports cpu and cuda"),
         (
             {"parallel": {"data_parallel_size": 2}},
             (FULL,),
@@ -152,6 +152,10 @@ def test_unsupported_configurations_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         supported.refuse_unsupported(config(**change), caches(*specs))
+
+
+def test_kv_on_a_gpu_is_accepted_and_proved_later() -> None:
+    supported.refuse_unsupported(config(device="cuda"), caches(FULL))
 
 
 QUANTISED = FullAttentionSpec(block_size=16, **{**HEADS, "dtype": torch.uint8})
@@ -170,6 +174,7 @@ def test_bf16_may_be_compressed(specs: tuple[Any, ...]) -> None:
         pytest.param({}, (FULL, FLOAT32), "this model's is torch.float32", marks=several),
         ({}, (STATE,), "this model's is the states of Mamba and linear layers"),
         ({"dtype": "fp8_e4m3"}, (QUANTISED,), "this model's is torch.uint8"),
+        ({"device": "cuda"}, (FULL,), "only KV in host memory .* this is on cuda"),
     ],
 )
 def test_other_kv_may_not_be_compressed(
@@ -211,6 +216,18 @@ def layout(folder: Path, lora: Any = None, **model: Any) -> dict[str, str]:
     )  # type: ignore[arg-type]
 
 
+def test_engines_of_one_fleet_are_all_batch_invariant_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    other = layout(tmp_path)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert not difference(layout(tmp_path), layout(tmp_path))
+    assert difference(layout(tmp_path), other) == (
+        "VLLM_BATCH_INVARIANT is 1 on one side and 0 on the other"
+    )
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "model.gguf"])
 def test_weights_that_differ_in_one_matrix_differ(tmp_path: Path, name: str) -> None:
     def engine(folder: str, weights: bytes | bytearray) -> dict[str, str]:
@@ -223,7 +240,7 @@ def test_weights_that_differ_in_one_matrix_differ(tmp_path: Path, name: str) -> 
     weights[5_000_000 : 5_000_000 + len(weights) // 200] = b"\1" * (len(weights) // 200)
     assert not difference(ours, same)
     older = {name: fact for name, fact in ours.items() if name != "transfer protocol"}
-    assert "transfer protocol is 4 on one side and unknown" in difference(ours, older)
+    assert "transfer protocol is 5 on one side and unknown" in difference(ours, older)
     assert "weights" in difference(ours, engine("other", weights))
 
 

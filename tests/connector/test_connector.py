@@ -15,7 +15,7 @@ from kv_connectors.connector import DisaggConnector
 from kv_connectors.metadata import FailedProof, StepMetadata
 from kv_connectors.scheduler import SchedulerSide
 from kv_connectors.worker import WorkerSide
-from vllm_disagg.config import Config
+from vllm_disagg.config import Config, parse
 from vllm_disagg.errors import ConfigError, ProofFailed
 from vllm_disagg.fleet import keys
 
@@ -41,6 +41,18 @@ def test_old_names_of_settings_are_one_warning(caplog: pytest.LogCaptureFixture)
     caplog.clear()
     connector._warn_of(Config(), {"key_file": "k", "peer_timeout": 3.0})
     assert not caplog.records
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_the_old_setting_gpu_is_one_warning(value: bool, caplog: pytest.LogCaptureFixture) -> None:
+    extra = {"key_file": "k", "gpu": value}
+    assert parse(extra) == Config(key_file="k")
+    with caplog.at_level(logging.WARNING, "vllm_disagg"):
+        connector._warn_of(Config(key_file="k"), extra)
+    assert [record.getMessage() for record in caplog.records] == [
+        "kv_connector_extra_config: gpu has no effect (KV in GPU memory is served without a"
+        " setting): leave it out"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -277,7 +277,6 @@ def test_key_files(tmp_path: Path) -> None:
             ({"compress": "fp8", "transport": name}, f"compress.*transport is {name}")
             for name in ("nixl", "gloo", "nccl")
         ],
-        ({"compress": "fp8", "gpu": True}, "compress.*gpu is set"),
     ],
 )
 def test_bad_settings_are_named(extra: dict[str, object], words: str) -> None:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 MODEL = Path(os.environ.get("MODEL", ROOT / ".cache/models/qwen3-8b"))
 
 
-@pytest.mark.parametrize("transport", ["nccl", "zmq"])
+@pytest.mark.parametrize("transport", ["auto", "nixl", "nccl", "zmq"])
 def test_every_answer_is_the_plain_engines(transport: str) -> None:
     if not (MODEL / "config.json").exists():
         subprocess.run(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_disagg.kv.layout import LayerLayout, RankLayout, opaque
 
@@ -211,6 +212,27 @@ def test_a_control_without_power_is_no_fault_and_is_noted() -> None:
     )
     made = proof.StartProof(memory_of(caches, fast), caches, NAMES, BLOCKS)
     assert made.difference() == "" and not made.proves_order
+
+
+class CountedLaunches(TorchDispatchMode):
+    """Counts torch's operations except views: on a GPU each is a launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not op.is_view
+        return op(*args, **(kwargs or {}))
+
+
+def test_the_proof_launches_little() -> None:
+    """The start may take 200 ms: of 80 layers that leaves 12 us for each of 200 launches."""
+    caches = allocated("bf16", KVCacheLayout.LBHNC)
+    device_memory = memory_of(caches)
+    with CountedLaunches() as launches:
+        assert difference(caches, device_memory) == ""
+    assert 50 * LAYERS < launches.count <= 200 * LAYERS
 
 
 def test_too_few_blocks_are_no_proof() -> None:

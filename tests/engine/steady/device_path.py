@@ -33,5 +33,20 @@ def delay_streams() -> None:
     runtime.CudaRuntime = DelayedRuntime
 
 
+def pretended_facts(device: Any) -> Any:
+    """Replaces `machine.examine`: a GPU with memory to spare."""
+    from kv_connectors.gpu.machine import GpuInfo
+
+    return GpuInfo(device.index or 0, "pretended", "", "0.0", 1 << 30, is_mig=False)
+
+
+def pretend_facts() -> None:
+    """Replaces what torch reports of a GPU."""
+    from kv_connectors.gpu import machine
+
+    machine.examine = pretended_facts
+
+
+before_import("kv_connectors.gpu.start_checks", pretend_facts)
 before_import("kv_connectors.connector", pretend_gpu)
 before_import("kv_connectors.gpu.layout", delay_streams)

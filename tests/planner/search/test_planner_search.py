@@ -170,9 +170,37 @@ def test_commands_start_what_was_planned() -> None:
     assert same[-1].count("--prefill") == 2 and same[-1].count("--decode") == 1
     mixed = Placement(ReplicaGroup(2, 1, 1), ReplicaGroup(1, 1, 1))
     assert not any("vllm-disagg up" in line for line in output.commands(scenario, mixed, "m"))
-    assert output.remarks(mixed)
+    assert "differ in parallelism" in output.remarks(scenario, mixed)[0]
     colocated = output.commands(scenario, Placement(ReplicaGroup(2, 1, 2), None, 2048), "m")
     assert "--max-num-batched-tokens 2048" in colocated[0] and colocated[-1].count("--decode") == 2
+
+
+def test_commands_give_each_instance_gpus_of_its_own() -> None:
+    scenario = distserve_scenario("opt-13b", 0.2, 4, 10, 1)
+    pair = Placement(ReplicaGroup(2, 1, 2), ReplicaGroup(1, 1, 1))
+    engines = [line for line in output.commands(scenario, pair, "m") if "vllm serve" in line]
+    assert [line.partition(" ")[0] for line in engines] == [
+        "CUDA_VISIBLE_DEVICES=0,1",
+        "CUDA_VISIBLE_DEVICES=2,3",
+        "CUDA_VISIBLE_DEVICES=4",
+    ]
+    two = Placement(ReplicaGroup(1, 1, 2), None)
+    second = output.commands(scenario, two, "m")[1]
+    assert second.startswith("CUDA_VISIBLE_DEVICES=1 vllm serve")
+    one = Placement(ReplicaGroup(1, 1, 1), None)
+    assert output.commands(scenario, one, "m")[0].startswith("vllm serve")
+    large = Placement(ReplicaGroup(8, 1, 1), ReplicaGroup(8, 1, 1))
+    assert "on each machine begin" in output.remarks(scenario, large)[0]
+
+
+def test_commands_of_a_profile_name_no_gpu() -> None:
+    """A profile may be of a CPU."""
+    scenario = distserve_scenario("opt-13b", 0.2, 4, 10, 1)
+    source = msgspec.structs.replace(scenario.prefill, kind="profile")
+    measured = msgspec.structs.replace(scenario, prefill=source)
+    pair = Placement(ReplicaGroup(1, 1, 1), ReplicaGroup(1, 1, 1))
+    assert not any("CUDA" in line for line in output.commands(measured, pair, "m"))
+    assert "put CUDA_VISIBLE_DEVICES=N" in output.remarks(measured, pair)[0]
 
 
 def test_commands_give_all_flags_of_the_simulation() -> None:

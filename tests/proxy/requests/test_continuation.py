@@ -278,6 +278,19 @@ def test_the_last_digits_of_logprobs_may_differ() -> None:
 
 
 @pytest.mark.parametrize("form", ["completion", "chat"])
+def test_answers_that_part_after_the_break_are_the_second_one(form: str) -> None:
+    """On GPUs without VLLM_BATCH_INVARIANT: the client has one engine's answer, from end to end."""
+    first = make(form, Script("A", 1))
+    words = [*WORDS[:5], " otherwise", *WORDS[6:]]
+    again = make(form, Script("B", 1, words=words))
+    wire = Wire()
+    wire.play(b"".join(first[:4]))
+    assert wire.recorder.resumable and not wire.play(b"".join(again)), wire.stopped
+    assert wire.recorder.is_complete and wire.recorder.finish()
+    same(bytes(wire.out), b"".join(make(form, Script("A", 1, words=words))), "A")
+
+
+@pytest.mark.parametrize("form", ["completion", "chat"])
 @pytest.mark.parametrize("change", ["other", "shorter", "longer", "ends otherwise"])
 def test_another_answer_is_never_passed_on(form: str, change: str) -> None:
     first = make(form, Script("A"))

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import doctor_source
 import fake_gpu
 import numpy as np
 import pytest
@@ -36,8 +39,10 @@ from nixl_pair import (
 from peer import BLOCK_SIZE, BLOCKS, LAYERS, Peer, driver, memory
 from simulated_gpu import KERNELS
 
+from kv_connectors.gpu import rates
 from kv_connectors.gpu.layout import plane_of, storages_of
 from kv_connectors.gpu.memory import DeviceMemory
+from vllm_disagg.config import Config
 from vllm_disagg.kv.layout import uniform
 from vllm_disagg.kv.memory import MemoryPlace
 from vllm_disagg.protocol import events
@@ -266,6 +271,27 @@ def test_memory_that_cannot_be_shared(
         monkeypatch.setenv("FAKE_CUDA_NO_IPC", "1")
     line = refusal(start(Sink), source, caplog)
     assert "MIG" in line, line
+
+
+# The doctor ---------------------------------------------------------------------------------------
+def doctors_rates(monkeypatch: pytest.MonkeyPatch, *options: str) -> list[rates.Rate]:
+    monkeypatch.setattr(rates, "SIZES_BYTES", doctor_source.SIZES_BYTES)
+    path = Path(doctor_source.__file__)
+    env = ["env", "FAKE_DEVICE=0", f"PYTHONPATH={path.parents[3]}"]
+    command = [*env, sys.executable, str(path), *options]
+    made: Any = memory(64, None)
+    return rates.nixl_rates("a path", Config(insecure=True), made, command)
+
+
+def test_the_doctor_measures_reads_from_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = doctors_rates(monkeypatch)
+    assert [rate.size for rate in found] == list(doctor_source.SIZES_BYTES)
+    assert all(rate.gbps > 0 for rate in found)
+
+
+def test_the_doctor_compares_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="brought other bytes than the source has"):
+        doctors_rates(monkeypatch, "--other-bytes")
 
 
 # The memory of a real engine ----------------------------------------------------------------------

@@ -10,7 +10,7 @@ from ...fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY, KV
 from ..cost import queueing
 from ..search.advice import Advice
 from ..search.optimizer import PlacementScore
-from ..search.scenario import Placement, ReplicaGroup, Scenario
+from ..search.scenario import GPUS_PER_NODE, Placement, ReplicaGroup, Scenario
 
 # --- commands ---
 
@@ -18,8 +18,8 @@ from ..search.scenario import Placement, ReplicaGroup, Scenario
 def commands(scenario: Scenario, placement: Placement, model: str) -> list[str]:
     """Lists the commands that start `placement`, one a line.
 
-    They give all flags that the simulation depends on. Ports stand for machines: all instances are
-    on this one, as an example.
+    They give all flags that the simulation depends on. Ports and GPUs are an example, in which all
+    instances are on one machine.
     """
     if not placement.decode:
         return _colocated(scenario, placement, model)
@@ -41,6 +41,7 @@ def commands(scenario: Scenario, placement: Placement, model: str) -> list[str]:
         lines.append(shlex.join(up))
     lines.append("vllm-disagg key fleet.key")
     proxy = ["vllm-disagg", "proxy", "--key-file", "fleet.key", *routing]
+    prefixes = iter(_own_gpus(scenario, placement))
     for role, flag, group, base in (
         (KV_ROLES["prefill"], "--prefill", p, 8100),
         (KV_ROLES["decode"], "--decode", d, 8200),
@@ -53,21 +54,54 @@ def commands(scenario: Scenario, placement: Placement, model: str) -> list[str]:
                 "kv_connector_extra_config": {"key_file": "fleet.key"},
             }
             extra = ["--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))]
-            lines.append(shlex.join([*_serve(model, group, base + n), *engine, *extra]))
+            argv = [*_serve(model, group, base + n), *engine, *extra]
+            lines.append(next(prefixes) + shlex.join(argv))
             proxy += [flag, f"http://127.0.0.1:{base + n}"]
     return [*lines, shlex.join(proxy)]
 
 
-def remarks(placement: Placement) -> list[str]:
+def remarks(scenario: Scenario, placement: Placement) -> list[str]:
     """Lists the limits of the commands, for their reader."""
     p = placement.prefill
     d = placement.decode
+    found = []
     if d and ((p.tp, p.pp) != (d.tp, d.pp) or p.pp > 1):
-        return [
+        found.append(
             "prefill and decode differ in parallelism, or use pipelines: see README, what is not"
             " supported yet, before you start it"
-        ]
-    return []
+        )
+    instances = p.n + (d.n if d else 0)
+    if not _is_of_gpus(scenario) and instances > 1:
+        found.append(
+            "a profile does not name GPUs: on one machine with GPUs put CUDA_VISIBLE_DEVICES=N"
+            " before each `vllm serve`, another N for each"
+        )
+    elif placement.gpus > GPUS_PER_NODE:
+        found.append(
+            "the commands number GPUs as if one machine had them all: on each machine begin"
+            " CUDA_VISIBLE_DEVICES with 0"
+        )
+    return found
+
+
+def _is_of_gpus(scenario: Scenario) -> bool:
+    """Returns whether the step times are of GPUs; a profile may be of a CPU."""
+    return scenario.prefill.kind != "profile"
+
+
+def _own_gpus(scenario: Scenario, placement: Placement) -> list[str]:
+    """Returns for each instance what gives it GPUs of its own, before its command."""
+    groups = [placement.prefill, *filter(None, [placement.decode])]
+    sizes = [group.tp * group.pp for group in groups for _ in range(group.n)]
+    if not _is_of_gpus(scenario) or len(sizes) == 1:
+        return [""] * len(sizes)
+    found = []
+    first = 0
+    for size in sizes:
+        gpus = ",".join(str(gpu) for gpu in range(first, first + size))
+        found.append(f"CUDA_VISIBLE_DEVICES={gpus} ")
+        first += size
+    return found
 
 
 def _colocated(scenario: Scenario, placement: Placement, model: str) -> list[str]:
@@ -80,8 +114,10 @@ def _colocated(scenario: Scenario, placement: Placement, model: str) -> list[str
         schedule += ["--max-num-seqs", str(min(scenario.sequences, budget))]
     lines = []
     proxy = ["vllm-disagg", "proxy", "--policy", scenario.policy]
+    prefixes = _own_gpus(scenario, placement)
     for n in range(placement.prefill.n):
-        lines.append(shlex.join([*_serve(model, placement.prefill, 8200 + n), *schedule]))
+        argv = [*_serve(model, placement.prefill, 8200 + n), *schedule]
+        lines.append(prefixes[n] + shlex.join(argv))
         proxy += ["--decode", f"http://127.0.0.1:{8200 + n}"]
     return lines if placement.prefill.n == 1 else [*lines, shlex.join(proxy)]
 
@@ -137,7 +173,7 @@ def as_json(advice: Advice, model: str) -> dict[str, Any]:
             for name, crossover in advice.crossovers.items()
         },
         "commands": lines,
-        "remarks": remarks(placement) if advice.is_sure else [],
+        "remarks": remarks(scenario, placement) if advice.is_sure else [],
         "requests_needed": advice.missing or None,
         "considered": advice.considered,
         "setting": describe(scenario),

@@ -1,0 +1,171 @@
+"""Rates of copies by size: between host and GPU, between GPUs, and between processes by NIXL.
+
+The NIXL source is a process of its own, as P and D are: within one process UCX copies otherwise.
+It writes one JSON line, its agent and its memory, and serves reads until its input ends.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import random
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from vllm_disagg.config import Config
+from vllm_disagg.kv.memory import DirectMemory, MemoryPlace
+from vllm_disagg.kv.runs import runs_of
+from vllm_disagg.transports.nixl.agent import Agent, Job
+
+from .runtime import Runtime
+
+MEBIBYTE = 1 << 20
+SIZES_BYTES = (MEBIBYTE, 4 * MEBIBYTE, 16 * MEBIBYTE, 64 * MEBIBYTE)
+ROUNDS = 5
+# Until the other process counts as not started: it imports torch, on a machine that may be busy.
+SOURCE_SECONDS = 120.0
+READ_SECONDS = 10.0  # until a read by NIXL counts as lost
+CLOSE_SECONDS = 10.0  # that the end of an agent may take
+POLL_SECONDS = 0.0001
+SEED = 20261122
+# Of the pattern at both ends of the source's memory.
+PATTERN_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Rate:
+    """The speed of one kind of copy at one size."""
+
+    path: str  # in words, as in "GPU 0 to host"
+    size: int
+    gbps: float
+
+
+def copy_rates(
+    path: str, runtime: Runtime, target: Callable[[int], Any], source: Callable[[int], Any]
+) -> list[Rate]:
+    """Returns the rates of copies on one stream. `target`, `source`: make memory of a size."""
+    stream = runtime.new_stream()
+    found = []
+    for size in SIZES_BYTES:
+        to = target(size)
+        of = source(size)
+
+        def copy(to: Any = to, of: Any = of) -> None:
+            runtime.copy(to, of, stream)
+            runtime.record_event(stream).synchronize()
+
+        found.append(Rate(path, size, _rate(size, copy)))
+    return found
+
+
+def host_rates(runtime: Runtime, name: str) -> list[Rate]:
+    """Returns the rates between pinned host memory and a GPU, in both directions."""
+    stream = runtime.new_stream()
+
+    def on_gpu(size: int) -> Any:
+        return runtime.empty(size, stream)
+
+    out = copy_rates(f"{name} to host", runtime, runtime.pinned, on_gpu)
+    back = copy_rates(f"host to {name}", runtime, on_gpu, runtime.pinned)
+    return out + back
+
+
+def _rate(size: int, copy: Callable[[], None]) -> float:
+    """Returns GB/s: the median of some rounds, after one that does not count."""
+    copy()
+    seconds = []
+    for _ in range(ROUNDS):
+        started_at = time.perf_counter()
+        copy()
+        seconds.append(time.perf_counter() - started_at)
+    return size / max(statistics.median(seconds), 1e-9) / 1e9
+
+
+# NIXL between two processes -----------------------------------------------------------------------
+def pattern() -> bytes:
+    """Returns the bytes at both ends of the source's memory."""
+    return random.Random(SEED).randbytes(PATTERN_BYTES)
+
+
+def serve(config: Config, memory: DirectMemory, end: TextIO) -> None:
+    """Serves reads of new memory on the device of `memory` until `end` ends."""
+    agent = Agent("doctor-source", config, memory)
+    buffer = agent.buffer(SIZES_BYTES[-1])
+    for size in SIZES_BYTES:
+        buffer.store(size - PATTERN_BYTES, pattern())
+    offer = {
+        "metadata": base64.b64encode(agent.metadata()).decode(),
+        "address": buffer.address,
+        "device": memory.place.device,
+    }
+    print(json.dumps(offer), flush=True)
+    waiting = Job(end.read)
+    while not waiting.is_over:
+        agent.progress()
+        time.sleep(POLL_SECONDS)
+    agent.close()
+
+
+def nixl_rates(
+    path: str, config: Config, memory: DirectMemory, source_command: Sequence[str]
+) -> list[Rate]:
+    """Returns the rates of reads from another process into the device of `memory`.
+
+    `source_command`: runs `serve`. Raises RuntimeError, with the reason in one line, if a read does
+    not end or brings other bytes.
+    """
+    source = subprocess.Popen(source_command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert source.stdout is not None
+        offered = Job(functools.partial(_offer, source.stdout))
+        if not offered.ends(SOURCE_SECONDS) or not offered.result:
+            raise RuntimeError("the other process did not start NIXL")
+        return _read_all(path, config, memory, json.loads(offered.result))
+    finally:
+        # It ends by itself when its input ends, unless UCX hangs.
+        source.kill()
+        source.communicate()
+
+
+def _offer(lines: Iterable[bytes]) -> bytes:
+    """Returns the line of `serve`; UCX may have written others before."""
+    return next((line for line in lines if line.startswith(b"{")), b"")
+
+
+def _read_all(path: str, config: Config, memory: DirectMemory, offer: dict[str, Any]) -> list[Rate]:
+    agent = Agent("doctor-target", config, memory)
+    try:
+        peer = agent.add(base64.b64decode(offer["metadata"]))
+        place = MemoryPlace("VRAM", offer["device"])
+        buffer = agent.buffer(SIZES_BYTES[-1])
+        found = []
+        for size in SIZES_BYTES:
+            end = size - PATTERN_BYTES
+            buffer.store(end, bytes(PATTERN_BYTES))
+            runs = (runs_of([(buffer.address, size)]), runs_of([(offer["address"], size)]))
+            read = functools.partial(_read, agent, peer, runs, place)
+            found.append(Rate(path, size, _rate(size, read)))
+            if bytes(buffer.load(end, PATTERN_BYTES)) != pattern():
+                raise RuntimeError(
+                    f"a read of {size} bytes brought other bytes than the source has"
+                )
+        return found
+    finally:
+        # In a thread: UCX may hang with a read that does not end.
+        Job(agent.close).ends(CLOSE_SECONDS)
+
+
+def _read(agent: Agent, peer: str, runs: Any, place: MemoryPlace) -> None:
+    local, remote = runs
+    read = agent.read(peer, local, remote, place)
+    deadline = time.monotonic() + READ_SECONDS
+    while read is not None and not agent.is_done(read):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"a read did not end within {READ_SECONDS:.0f} s")
+        time.sleep(POLL_SECONDS)

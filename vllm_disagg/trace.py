@@ -77,6 +77,8 @@ def _without_lists(entry: object) -> object:
             return msgspec.structs.replace(entry, layers=[])
         case messages.Progress() if entry.blocks:
             return msgspec.structs.replace(entry, blocks=[])
+        case events.PostRead():
+            return msgspec.structs.replace(entry, blocks=[], at_source=None)
         case messages.ReadComplete() if entry.extents:
             return msgspec.structs.replace(entry, extents=[])
         case messages.Confirm() if entry.sums:

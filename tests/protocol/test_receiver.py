@@ -320,6 +320,52 @@ def test_no_source_starves_beside_two_that_hold_the_window() -> None:
     assert min(served[name] for name in "abc") >= 15, served
 
 
+def load_of(name: str, source: str, tokens: int, shape: RankLayout) -> LoadRequested:
+    workers = [WorkerInfo(source, "", "", holds=shape)]
+    blocks = [GroupBlocks(0, list(range(tokens // 4)))]
+    read_plan = plan([shape], [shape])
+    return LoadRequested(name, workers, read_plan, blocks, tokens, stall_timeout=30.0)
+
+
+@pytest.mark.parametrize("window_bytes", [80, 640])
+def test_a_large_piece_does_not_starve_beside_small_ones(window_bytes: int) -> None:
+    """Two sources keep small pieces in flight, without a break; each ends in its turn."""
+    side = Receiver("d", "", 0, SHAPE, piece_bytes=20, window_bytes=window_bytes)
+    small_tokens = window_bytes * 3 // 80 // 4 * 4 or 4
+    posted: deque[PostRead] = deque()
+
+    def offer_to(name: str, source: str, tokens: int) -> None:
+        side.handle(load_of(name, source, tokens, SHAPE), 0.0)
+        progress = messages.Progress(name, source, "d", tokens, tokens, 0)
+        for action in side.handle(progress, 0.1):
+            if isinstance(action, PostRead):
+                posted.append(action)
+
+    for source in "abc":
+        side.handle(TransportChanged(source, f"fast:{source}", piece_bytes=1000), 0.0)
+    large_tokens = window_bytes // 40 * 4
+    for number in range(12):
+        offer_to(f"{number:04}", "bc"[number % 2], small_tokens)
+        if number == 3:
+            offer_to("large", "a", large_tokens)
+    for number in range(12, 100):
+        read = posted.popleft()
+        if read.source == "a":
+            return
+        for action in side.handle(completed(read.number, transfer=read.transfer), 0.2):
+            if isinstance(action, PostRead):
+                posted.append(action)
+        offer_to(f"{number:04}", "bc"[number % 2], small_tokens)
+    raise AssertionError("the large piece was never posted")
+
+
+def test_no_piece_is_larger_than_half_the_window(side: Receiver) -> None:
+    side.window_bytes = 40
+    side.handle(TransportChanged("p", "fast:1", piece_bytes=1000), 0.1)
+    side.handle(offer(8), 0.2)
+    assert len(side.transfers["t"].pieces) == 2
+
+
 def test_small_pieces_stay_below_the_limit_of_the_sender() -> None:
     """Beyond it the sender drops requests, and they come again after `peer_timeout`."""
     many = uniform(layers=100, block_size=4, block_bytes=[10])

@@ -47,6 +47,9 @@ MAX_NOTE_BYTES = 60 * 1024
 # beyond them are requested one by one.
 MAX_BLOCKS_PER_PROGRESS = 8192
 
+# KV-cache groups of an engine; `RankLayout` has at most as many kinds.
+MAX_GROUPS = 64
+
 # Extents in one ReadComplete, and sums in one Confirm: as many as a rank may have layers.
 MAX_SUMMED_LAYERS = 4096
 
@@ -103,7 +106,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
     seconds_without_step: Seconds = 0.0
     # Those that earlier ones to this receiver did not have.  Not cumulative: a lost one costs a
     # ReadRequest for each piece in its blocks.
-    blocks: list[NewBlocks] = []
+    blocks: Annotated[list[NewBlocks], msgspec.Meta(max_length=MAX_GROUPS)] = []
 
 
 class ReadRequest(msgspec.Struct, frozen=True, tag="read_request"):

@@ -158,13 +158,15 @@ class SourceRecord:
         """Adds block ids of the source to those that are known."""
         sizes = {plan.source_kind.group: plan.source_kind.block_size for plan in self.read_plans}
         for new in added:
-            known = self.blocks.get(new.group, [])
+            # Without the limits a faulty source could fill the memory.
+            if new.group not in sizes:
+                continue
+            known = self.blocks.setdefault(new.group, [])
             # One that follows a lost Progress leaves a gap: the place of its blocks is unknown.
-            # Without the other limits a faulty source could fill the memory.
-            if new.group in sizes and new.first <= len(known):
+            if new.first <= len(known):
                 count = -(-token_end // sizes[new.group])
                 later = new.ids[len(known) - new.first :]
-                self.blocks[new.group] = [*known, *later][:count]
+                known += later[: count - len(known)]
 
     @property
     def is_verified(self) -> bool:
@@ -543,7 +545,9 @@ class Receiver:
         # Only here, not with each answer: a sender that lives but computes nothing must run into
         # `stall_timeout`.
         t.last_progress = now
+        # Half the window at most: a larger piece would wait until no other source reads anything.
         limit = self.piece_limits.get(source.name, self.piece_bytes)
+        limit = min(limit, self.window_bytes // 2)
         for read_plan in source.read_plans:
             # A transport reads these pieces into a buffer of its own, which has to be small.
             is_rearranged = read_plan.piece_kind is not None
@@ -700,8 +704,22 @@ class Receiver:
                     # To the end: the next free credit is for a source that has waited longer. Two
                     # sources that hold half the window each would starve a third one.
                     self.queues[source] = self.queues.pop(source)
+                elif self._is_next(source):
+                    # Smaller pieces of others would take each credit that becomes free.
+                    return actions
             sources = remaining
         return actions
+
+    def _is_next(self, source: str) -> bool:
+        """Returns whether the source, which has no credit, must get the next ones that are free.
+
+        A piece of more than half the window has none before all others: it waits for them all, and
+        one of them may never end.
+        """
+        if source not in self.queues or self.credit_in_use[source]:
+            return False
+        name, number = self.queues[source][0]
+        return self.transfers[name].pieces[number].credit <= self.window_bytes // 2
 
     def _post_next(self, source: str, now: float) -> list[ReceiverAction]:
         """Requests the source's next piece; empty without a credit or without a queued piece."""

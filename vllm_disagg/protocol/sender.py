@@ -503,12 +503,22 @@ class Sender:
                 return [self._progress(event.transfer, t, event.reader, stalled_seconds)]
             # Once: a repeated ReadComplete gets the sums of the first one.
             receiver.sums = self._layer_sums(t, event.extents)
-            if event.uncounted_bytes:
-                actions.append(CountSentBytes(event.uncounted_bytes))
+            if receiver.reads_by_address and event.uncounted_bytes:
+                # At most what there is: a peer must not choose what this engine's metrics add up.
+                size = min(event.uncounted_bytes, self._bytes_held(t))
+                actions.append(CountSentBytes(size))
         # Complete receivers do not hold the blocks any longer; the last one releases them.
         receiver.is_complete = True
         actions.append(self._confirm(event, True, receiver.sums))
         return actions + self._release_if_over(event.transfer, t)
+
+    def _bytes_held(self, t: OutgoingTransfer) -> int:
+        """Returns the bytes of a transfer's blocks, in all layers."""
+        total = 0
+        for index in self.layout.layers:
+            kind = self.layout.kinds[index]
+            total += len(t.blocks[kind.group]) * sum(kind.block_bytes)
+        return total
 
     def _on_abort(self, event: messages.Abort) -> Actions:
         t = self.transfers.get(event.transfer)

@@ -101,6 +101,7 @@ def test_a_new_worker_learns_how_things_are() -> None:
 async def start(tmp_path: Path, *flags: str) -> asyncio.subprocess.Process:
     key = tmp_path / "key"
     key.write_text((b"k" * 32).hex())
+    key.chmod(0o600)
     root = str(Path(__file__).parents[3])
     command = [
         sys.executable,

@@ -238,3 +238,25 @@ def test_a_read_by_address_for_an_earlier_path_is_refused(monkeypatch: pytest.Mo
     transport.post_read(PostRead(TRANSFER, 0, "p/0", "nixl:p/0#0", extent, [0], None, blocks))
     assert not transport._located
     assert list(transport.poll_events([])) == [ReadCompleted(TRANSFER, 0, ReadStatus.CANCELLED)]
+
+
+class CountingAgent:
+    """Counts what is registered."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def buffer(self, size: int) -> HostBuffer:
+        self.sizes.append(size)
+        return HostBuffer(size)
+
+
+def test_reads_of_growing_sizes_share_few_buffers() -> None:
+    """Registered memory stays registered; a buffer for each size would be gigabytes."""
+    agent = CountingAgent()
+    reads = Reads(agent, 2.0)  # type: ignore[arg-type]
+    for size in range(1 << 20, 64 << 20, 1 << 20):
+        buffer = reads.take_buffer(size)
+        assert buffer is not None and buffer.size >= size
+        reads.give_back(buffer)
+    assert agent.sizes == [4 << 20, 8 << 20, 16 << 20, 32 << 20, 64 << 20]

@@ -34,7 +34,9 @@ from peer import BLOCKS, LAYERS, memory
 from kv_connectors import transports
 from vllm_disagg.config import Config
 from vllm_disagg.errors import BadMessage, ConfigError
+from vllm_disagg.kv.layout import NOTHING, uniform
 from vllm_disagg.kv.memory import MemoryPlace
+from vllm_disagg.kv.planes import Plane
 from vllm_disagg.kv.runs import runs_of
 from vllm_disagg.protocol import events
 from vllm_disagg.transports.nixl import agent as nixl_agent
@@ -123,14 +125,13 @@ def _switches() -> int:
 @real
 @pytest.mark.parametrize("lie", ["outside", "short", "unregistered"])
 def test_runs_of_a_sender_are_checked(start: Callable[..., Any], lie: str) -> None:
+    """NIXL refuses what P has not registered, and we what P has not claimed, or claimed wrongly."""
     source, sink = start(Source, lie=lie), start(Sink)
-    sink.pair(source)
+    # Planes of another size are refused before the path is up.
+    sink.pair(source, nixl.PathState.DOWN if lie == "short" else nixl.PathState.UP)
     assert sink.expect_exact(source) == "zmq"
     assert sink.path_state(source) is nixl.PathState.DOWN
-    bad = sink.driver.counters.bad_messages
-    assert bad == (lie == "outside"), (
-        "NIXL refuses what P has not registered; we what it has not told"
-    )
+    assert bool(sink.driver.counters.bad_messages) == (lie != "unregistered")
 
 
 @real
@@ -307,7 +308,7 @@ def test_invalid_notes_are_rejected() -> None:
         (4096, nixl_notes.TEST_REGION_BYTES),
         b"n" * 16,
     )
-    assert nixl_notes.decode_agent_info(nixl_notes.encode(card), "a") == card
+    assert nixl_notes.decode_agent_info(nixl_notes.encode(card), "a", NOTHING) == card
     good = [
         *nixl_notes.agent_info_notes(1, card),
         *nixl_notes.piece_notes("ab", 1, "a#1", runs_of([(1000, 1)] * 10)),
@@ -322,7 +323,7 @@ def test_invalid_notes_are_rejected() -> None:
             for decode in (
                 nixl_notes.decode_receiver_note,
                 nixl_notes.decode_sender_note,
-                lambda d: nixl_notes.decode_agent_info(d, "a"),
+                lambda d: nixl_notes.decode_agent_info(d, "a", NOTHING),
             ):
                 try:
                     decode(bytes(bad[: chance.randint(0, len(bad))]))
@@ -335,8 +336,41 @@ def test_invalid_notes_are_rejected() -> None:
     ):
         with pytest.raises(BadMessage):
             nixl_notes.decode_agent_info(
-                nixl_notes.encode(msgspec.structs.replace(card, **change)), "a"
+                nixl_notes.encode(msgspec.structs.replace(card, **change)), "a", NOTHING
             )
+
+
+@pytest.mark.parametrize(
+    ("planes", "is_right"),
+    [
+        ([], True),
+        ([[(0, 64, 1, 0, 48)], [(0, 64, 2, 32, 24)]], True),
+        ([[(0, 64, 1, 0, 48)]], False),
+        ([[(0, 64, 1, 0, 48)], []], False),
+        ([[(0, 64, 1, 0, 48)], [(0, 64, 1, 0, 40)]], False),
+    ],
+    ids=["none", "right", "a layer too few", "an empty layer", "of another size"],
+)
+def test_planes_are_those_of_the_senders_layers(
+    planes: list[list[tuple[int, ...]]], is_right: bool
+) -> None:
+    test = (4096, nixl_notes.TEST_REGION_BYTES)
+    made = [[nixl_notes.RemotePlane(*plane) for plane in layer] for layer in planes]
+    card = nixl_notes.AgentInfo("a#1", b"", [test], test, b"n" * 16, planes=made)
+    holds = uniform(layers=2, block_size=16, block_bytes=[24, 24])
+    encoded = nixl_notes.encode(card)
+    if is_right:
+        assert nixl_notes.decode_agent_info(encoded, "a", holds).planes == made
+        return
+    with pytest.raises(BadMessage, match="planes that are not those"):
+        nixl_notes.decode_agent_info(encoded, "a", holds)
+
+
+def test_planes_beyond_the_limits_are_not_sent() -> None:
+    """Receivers then request each piece; a note that they refuse would cost them the path."""
+    far = Plane(0, 64, 2, nixl_notes.MAX_ROW_STRIDE_BYTES, 24)
+    assert nixl_notes.remote_planes([[far]]) == [[nixl_notes.RemotePlane(*far)]]
+    assert nixl_notes.remote_planes([[far._replace(row_stride=far.row_stride + 1)]]) == []
 
 
 def test_runs_travel_in_notes() -> None:

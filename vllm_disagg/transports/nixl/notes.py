@@ -13,6 +13,7 @@ A *run* is a contiguous range of memory: (address, bytes).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 from typing import Annotated, NamedTuple, TypeVar
 
@@ -20,6 +21,7 @@ import msgspec
 import numpy as np
 
 from ...errors import BadMessage
+from ...kv.layout import RankLayout
 from ...kv.memory import MemoryPlace
 from ...kv.planes import Plane, plane_runs
 from ...kv.runs import Runs, are_inside, joined, merged, runs_of
@@ -39,8 +41,11 @@ MAX_RUNS_PER_NOTE = (MAX_NOTE_BYTES - NOTE_OVERHEAD_BYTES) // RUN_BYTES
 ADDRESS_LIMIT = 2**62
 MAX_RUN_BYTES = 2**40
 RunAddress = Annotated[int, msgspec.Meta(ge=0, lt=ADDRESS_LIMIT)]
-# Of planes. With MAX_BLOCK_ID they keep the address of a block below 2**63.
+# Of planes. With MAX_BLOCK_ID they keep the address of a row below 2**63. A layout with heads
+# outside of blocks has rows as far apart as a head's part of the whole cache.
 MAX_STRIDE_BYTES = 2**30
+MAX_ROW_STRIDE_BYTES = 2**40
+MAX_PLANES_PER_LAYER = 64
 MAX_PLANE_ROWS = 2**16
 MAX_BLOCK_ID = 2**31  # as of a Count
 Stride = Annotated[int, msgspec.Meta(ge=0, le=MAX_STRIDE_BYTES)]
@@ -115,15 +120,19 @@ class RemotePlane(NamedTuple):
     address: RunAddress
     block_stride: Stride
     rows: Annotated[int, msgspec.Meta(gt=0, le=MAX_PLANE_ROWS)]
-    row_stride: Stride
+    row_stride: Annotated[int, msgspec.Meta(ge=0, le=MAX_ROW_STRIDE_BYTES)]
     row_bytes: RowBytes
+
+
+LayerPlanes = Annotated[list[RemotePlane], msgspec.Meta(max_length=MAX_PLANES_PER_LAYER)]
+_layer_planes = msgspec.msgpack.Decoder(LayerPlanes)
 
 
 class AgentInfo(msgspec.Struct, frozen=True):
     """An agent that may be read from.
 
-    `regions` are registered memory, as `joined` makes them. `test` is the test region. `planes` are
-    those of the KV cache by layer, in wire order. All are at `place`.
+    `regions` are registered memory, one by one. `test` is the test region. `planes` are those of
+    the KV cache by layer, in wire order; none where they exceed the limits. All are at `place`.
     """
 
     agent: Name
@@ -133,7 +142,7 @@ class AgentInfo(msgspec.Struct, frozen=True):
     test: Run
     nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
     place: MemoryPlace = MemoryPlace()
-    planes: list[list[RemotePlane]] = []
+    planes: Annotated[list[LayerPlanes], msgspec.Meta(max_length=4096)] = []
 
 
 ReceiverNote = NixlHello | ProbeLook | ProbeProgress
@@ -155,10 +164,11 @@ def decode_sender_note(data: bytes) -> SenderNote:
     return _decode(_sender_note, data)
 
 
-def decode_agent_info(data: bytes, sender: str) -> AgentInfo:
-    """Decodes the AgentInfo that this sender gave.
+def decode_agent_info(data: bytes, sender: str, holds: RankLayout) -> AgentInfo:
+    """Decodes the AgentInfo that this sender gave, whose layers are those that it `holds`.
 
-    Raises BadMessage if the agent is another worker's, or if its test region is not registered.
+    Raises BadMessage if the agent is another worker's, if its test region is not registered, or if
+    its planes are not those of such layers.
     """
     info = _decode(_agent_info, data)
     # NIXL has one entry a name: under another worker's name this sender could take that worker's
@@ -170,7 +180,25 @@ def decode_agent_info(data: bytes, sender: str) -> AgentInfo:
     is_registered = are_inside(runs_of([info.test]), registered(info))
     if test_bytes != TEST_REGION_BYTES or not is_registered:
         raise BadMessage(f"a test region that {sender} has not registered")
+    # A plane without bytes, or of another layer, would give bytes from elsewhere.
+    claimed = [sum(plane.rows * plane.row_bytes for plane in layer) for layer in info.planes]
+    if info.planes and claimed != [sum(holds.kinds[at].block_bytes) for at in holds.layers]:
+        raise BadMessage(f"planes that are not those of the layers of {sender}")
     return info
+
+
+def remote_planes(planes: Sequence[Sequence[Plane]]) -> list[list[RemotePlane]]:
+    """Returns planes for an AgentInfo, by layer; none if one exceeds the limits.
+
+    Then receivers request each piece.
+    """
+    made = [[RemotePlane(*plane) for plane in layer] for layer in planes]
+    for layer in made:
+        try:
+            _layer_planes.decode(encode(layer))
+        except msgspec.ValidationError:
+            return []
+    return made
 
 
 def registered(info: AgentInfo) -> Runs:
@@ -196,7 +224,7 @@ def decode_runs(note: PieceRuns) -> Runs:
 class SenderMemory:
     """KV memory of a sender, as its AgentInfo describes it.
 
-    `regions` are registered memory. Regions that touch are one.
+    `regions` are registered memory, in order of address; regions that touch are one.
     """
 
     # Made once for each path: for small pieces this takes as long as finding their runs.
@@ -221,7 +249,7 @@ class SenderMemory:
         # Not by `regions`: no read may cross from one registration into the next.
         made = merged(plane_runs(places, blocks.ids), self._registrations)
         # There is no checksum that would notice bytes from elsewhere.
-        if not are_inside(made, self.regions):
+        if not len(made) or not are_inside(made, self.regions):
             raise BadMessage("blocks outside registered memory")
         return made
 

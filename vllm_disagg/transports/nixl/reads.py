@@ -145,8 +145,10 @@ class Reads:
             if buffer.size >= size:
                 return self._buffers.pop(index)
         # At least as large as the test region: a buffer of a small read then serves most others.
+        # A power of two: of sizes that grow, each would need another buffer.
+        rounded = 1 << (max(size, TEST_REGION_BYTES) - 1).bit_length()
         try:
-            return self.agent.buffer(max(size, TEST_REGION_BYTES))
+            return self.agent.buffer(rounded)
         except NixlError as error:
             log.warning("nixl: registering %d bytes failed: %s", size, error)
             return None

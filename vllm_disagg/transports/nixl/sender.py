@@ -124,7 +124,7 @@ class NixlSender:
             test=run,
             nonce=nonce,
             place=agent.place,
-            planes=_planes(self._memory),
+            planes=notes.remote_planes(self._memory.plane_places()),
         )
         return agent, info
 
@@ -180,10 +180,6 @@ class NixlSender:
         if ready is not None:
             agent, _ = ready
             Job(agent.close)
-
-
-def _planes(memory: DirectMemory) -> list[list[notes.RemotePlane]]:
-    return [[notes.RemotePlane(*place) for place in layer] for layer in memory.plane_places()]
 
 
 def _may_retry(making: Job[tuple[Agent, notes.AgentInfo]]) -> bool:

@@ -49,6 +49,7 @@ import numpy as np
 
 from ...config import Config
 from ...errors import BadMessage, CopyFailed
+from ...kv.layout import NOTHING, RankLayout
 from ...kv.memory import ByteBuffer, DirectMemory, MemoryPlace
 from ...kv.runs import Runs, are_inside, cut, merged, runs_of, total_bytes
 from ...protocol.events import (
@@ -126,6 +127,7 @@ class NixlSource:
     probe: OneSidedProbe | None = None
     help_asked_at: float = 0.0
     runs: dict[tuple[str, int], dict[int, Runs]] = field(default_factory=dict)
+    holds: RankLayout = NOTHING
 
 
 @dataclass
@@ -196,7 +198,7 @@ class NixlTransport:
         # Taken out and put back, so that the dict is in order of use.
         source = self._sources.pop(worker.name, None)
         if source is None:
-            source = NixlSource(worker.name)
+            source = NixlSource(worker.name, holds=worker.holds)
         self._sources[worker.name] = source
         if len(self._sources) > MAX_SOURCES:
             oldest = next(iter(self._sources))
@@ -326,7 +328,7 @@ class NixlTransport:
         ordered = [source.parts[index] for index in sorted(source.parts)]
         data = b"".join(ordered)
         source.parts = {}
-        info = notes.decode_agent_info(data, source.name)
+        info = notes.decode_agent_info(data, source.name, source.holds)
         # This peer is about to be removed from the agent; the next NixlHello finds it gone.
         if info.agent in self._removable:
             return
@@ -446,7 +448,7 @@ class NixlTransport:
             address=_address(source.agent_info),
             # One read takes all that is final: its cost hardly depends on the bytes.
             piece_bytes=MAX_PIECE_BYTES,
-            reads_by_address=True,
+            reads_by_address=bool(source.agent_info.planes),
         )
         self._events.append(changed)
 

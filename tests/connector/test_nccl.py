@@ -302,7 +302,7 @@ def test_a_link_that_cannot_be_aborted_keeps_its_slots(
     def fails(*_: object) -> int:
         raise nccl.NcclError("ncclCommAbort: unhandled cuda error")
 
-    made.library.call = fails  # type: ignore[method-assign]
+    made.library.call = fails  # type: ignore[method-assign, assignment]
     made.link.close()
     wait(lambda: "stays in use" in caplog.text)
     assert not made.link.is_gone

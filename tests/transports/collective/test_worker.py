@@ -191,7 +191,11 @@ def test_a_proof_that_cannot_be_compared_is_wrong(
 def test_an_abort_does_not_queue_behind_a_thread_that_waits_for_the_gpu(working: Working) -> None:
     """The GPU may be waiting for just this link's peer."""
     is_free = threading.Event()
-    working.worker._jobs.put(lambda: is_free.wait(30))
+
+    def wait_for_gpu() -> None:
+        is_free.wait(30)
+
+    working.worker._jobs.put(wait_for_gpu)
     link = working.worker._links[KEY].link
     working.worker.close_link(KEY)
     assert link.is_gone

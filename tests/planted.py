@@ -801,7 +801,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("doctor: a crash of the checks is a success", "doctor.py", "        return FAILED\n", "        return 0\n", "tests/gpu/test_doctor.py"),
     ("doctor: the bytes of NIXL's reads are not compared", "kv_connectors/gpu/rates.py", "            if bytes(buffer.load(end, PATTERN_BYTES)) != pattern():", "            if False:", "tests/transports/processes/test_device.py"),
     ("proof: each block is a launch of its own", "kv_connectors/gpu/proof.py", "        return [view[ids] for view in self._views[layer]]", "        return [torch.cat([view[block : block + 1].clone() for block in blocks]) for view in self._views[layer]]", "tests/gpu/test_proof.py::test_the_proof_launches_little"),
-    ("a piece is larger than half the window", "protocol/receiver.py", "        limit = min(limit, self.window_bytes // 2)\n", "", "tests/protocol/test_receiver.py"),
+    ("a piece is larger than half the window", "protocol/receiver.py", "        limit = min(limit, max(self.piece_bytes, self.window_bytes // 2))\n", "", "tests/protocol/test_receiver.py"),
     ("a large piece starves beside small ones", "protocol/receiver.py", "                elif self._is_next(source):\n", "                elif False:\n", "tests/protocol/test_receiver.py"),
     ("a receiver chooses what P counts as sent", "protocol/sender.py", "size = min(event.uncounted_bytes, self._bytes_held(t))", "size = event.uncounted_bytes", "tests/protocol/test_sender.py"),
     ("bytes are counted twice", "protocol/sender.py", "if receiver.reads_by_address and event.uncounted_bytes:", "if event.uncounted_bytes:", "tests/protocol/test_sender.py"),

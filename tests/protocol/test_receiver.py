@@ -360,6 +360,7 @@ def test_a_large_piece_does_not_starve_beside_small_ones(window_bytes: int) -> N
 
 
 def test_no_piece_is_larger_than_half_the_window(side: Receiver) -> None:
+    side.piece_bytes = 10
     side.window_bytes = 40
     side.handle(TransportChanged("p", "fast:1", piece_bytes=1000), 0.1)
     side.handle(offer(8), 0.2)

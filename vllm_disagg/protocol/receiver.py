@@ -545,9 +545,9 @@ class Receiver:
         # Only here, not with each answer: a sender that lives but computes nothing must run into
         # `stall_timeout`.
         t.last_progress = now
-        # Half the window at most: a larger piece would wait until no other source reads anything.
         limit = self.piece_limits.get(source.name, self.piece_bytes)
-        limit = min(limit, self.window_bytes // 2)
+        # Of more than half the window, a piece would wait until no other source reads anything.
+        limit = min(limit, max(self.piece_bytes, self.window_bytes // 2))
         for read_plan in source.read_plans:
             # A transport reads these pieces into a buffer of its own, which has to be small.
             is_rearranged = read_plan.piece_kind is not None

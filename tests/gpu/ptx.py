@@ -197,7 +197,8 @@ def sums_by_torch(planes: Sequence[Sequence[Plane]], blocks: Sequence[int]) -> t
         size = sum(plane.block_bytes for plane in layer)
         for block in blocks:
             content = torch.zeros(size, dtype=torch.uint8)
-            plane_arithmetic.move(layer, torch.tensor([block]), content, gather=True)
+            numbers = torch.tensor(kernels.table(layer, [block]))
+            plane_arithmetic.move(layer, numbers, content, gather=True)
             sums.append(block_sums.sum_of_bytes(content))
     return torch.stack(sums).view(len(planes), len(blocks))
 

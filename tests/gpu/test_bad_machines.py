@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import logging
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,9 +76,22 @@ def line_at_start(made: WorkerSide, monkeypatch: pytest.MonkeyPatch) -> str:
     return made.handshake.difference
 
 
+@pytest.fixture
+def unloaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Has the modules for GPUs imported anew, and drops what the test has imported."""
+    room = "kv_connectors.gpu"
+    loaded = {name for name in sys.modules if name.startswith(f"{room}.")}
+    for name in loaded:
+        monkeypatch.delitem(sys.modules, name)
+        monkeypatch.delattr(sys.modules[room], name.removeprefix(f"{room}."), raising=False)
+    yield
+    for name in set(sys.modules) - loaded:
+        if name.startswith(f"{room}."):
+            del sys.modules[name]
+
+
+@pytest.mark.usefixtures("unloaded")
 def test_a_gpu_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("kv_connectors.gpu.layout", "kv_connectors.gpu.kernels"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
     line = line_at_start(worker(), monkeypatch)
     assert line.startswith("the kernels need Triton (")

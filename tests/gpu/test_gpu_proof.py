@@ -99,15 +99,25 @@ def test_tests_in_device_memory_are_counted_inside_of_theirs(
 OTHER_TESTS = [test for test in proof.TESTS if test not in proof.ENGINE_TESTS]
 
 
-@pytest.mark.parametrize("tests", [proof.ENGINE_TESTS, OTHER_TESTS], ids=["engine", "other"])
-def test_each_part_names_tests_that_can_run(tests: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("tests", "runner"),
+    [(proof.ENGINE_TESTS, "v2-device"), (OTHER_TESTS, "")],
+    ids=["engine", "other"],
+)
+def test_each_part_names_tests_that_can_run(tests: list[str], runner: str) -> None:
     """Of a name that is gone pytest runs nothing; of a file it may skip all."""
     for module in ("triton", "nixl", "vllm.v1.kv_cache_layout"):
         pytest.importorskip(module)
     if shutil.which("gcc") is None:
         pytest.skip("there is no gcc here")
     # It goes as far as a test's marks, and runs neither fixtures nor tests.
-    done = proof.run("-m", "pytest", "--setup-plan", *tests, env={"TRITON_INTERPRET": "1"})
+    done = proof.run(
+        "-m",
+        "pytest",
+        "--setup-plan",
+        *tests,
+        env={"TRITON_INTERPRET": "1", "ENGINE_RUNNER": runner},
+    )
     assert done.status == 0
     planned = [line.strip() for line in done.output.splitlines()]
     for test in tests:

@@ -227,12 +227,12 @@ class CountedLaunches(TorchDispatchMode):
 
 
 def test_the_proof_launches_little() -> None:
-    """The start may take 200 ms: of 80 layers that leaves 12 us for each of 200 launches."""
+    """The start may take 200 ms: of 80 layers that leaves 11 us for each of 220 launches."""
     caches = allocated("bf16", KVCacheLayout.LBHNC)
     device_memory = memory_of(caches)
     with CountedLaunches() as launches:
         assert difference(caches, device_memory) == ""
-    assert 50 * LAYERS < launches.count <= 200 * LAYERS
+    assert 50 * LAYERS < launches.count <= 220 * LAYERS
 
 
 def test_too_few_blocks_are_no_proof() -> None:

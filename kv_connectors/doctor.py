@@ -248,7 +248,8 @@ class Examination:
             text = f"{difference}; an engine serves without KV transfers here: please report this"
             self.add(Status.FAIL, f"{name} proof", text)
         elif not proof.proves_order:
-            text = f"copies are right ({took}); their order was not proved: the GPU was too fast"
+            text = f"copies are right ({took}); their order was not proved:"
+            text += " the control copy was not early"
             self.add(Status.WARN, f"{name} proof", text)
         else:
             self.add(Status.OK, f"{name} proof", f"copies, sums and their order are right ({took})")

@@ -197,7 +197,7 @@ class WorkerSide:
             len(names),
             "copies follow the forward pass"
             if proof.proves_order
-            else "the order of copies was not proved, because the GPU was too fast",
+            else "the order of copies was not proved, because the control copy was not early",
             (time.monotonic() - started_at) * 1000,
         )
         if can_sum(memory.planes):

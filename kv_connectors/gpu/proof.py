@@ -85,6 +85,8 @@ class StartProof:
         older = self._in_wire_order(0, [block])
         newer = [self._random_like(view) for view in views]
         copies = self._runtime.new_stream()
+        # The first allocations of a stream may wait for the GPU, and so for the slow write.
+        self._copy_on(copies, block, len(older))
         try:
             self._runtime.delay(self._stream)
             for view, content in zip(views, newer, strict=True):

@@ -66,17 +66,27 @@ class DeviceStaging:
         seed = _checksum_seed(read.transfer)
         total, sum_event = self._start_sum(slot[:size], stream)
         copy_event: Any = None  # recorded when the copy has been launched
+        failure: Exception | None = None
 
         def poll() -> bool | None:
-            nonlocal copy_event
+            nonlocal copy_event, failure
             if copy_event is not None:
-                return True if copy_event.query() else None
+                if not copy_event.query():
+                    return None
+                if failure is not None:
+                    raise failure
+                return True
             if not sum_event.query():
                 return None
             if _value(total) ^ seed != expected or not fits:
                 return False
             wire = slot[:size]
-            self._memory.scatter(read.extent, read.blocks, wire, stream, read.remote_layout)
+            try:
+                self._memory.scatter(read.extent, read.blocks, wire, stream, read.remote_layout)
+            except (RuntimeError, ValueError) as error:
+                # Some kernels may have been launched: they end before the slot and the blocks are
+                # free. A broken device, which records no event, runs nothing more.
+                failure = error
             copy_event = self._runtime.record_event(stream)
             return None
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from vllm_disagg.config import Config
+from vllm_disagg.errors import ConfigError
 from vllm_disagg.kv.memory import DirectMemory
-from vllm_disagg.transports.collective.channel import SLOTS_PER_CHANNEL
 from vllm_disagg.transports.nixl.agent import Agent, Job, rdma_devices
 
 from .machine import GpuInfo
 
 MEBIBYTE = 1 << 20
-# Until NIXL is left out. UCX starts in about a second, and beside busy engines in several.
-NIXL_START_SECONDS = 30.0
+# Until the engine gives up. UCX starts in about a second, and beside busy engines in several.
+NIXL_START_SECONDS = 120.0
+# By way of the host a piece read and a piece written are staged, and NIXL has a test region.
+STAGED_PIECES = 2
+OTHER_BYTES = 8 * MEBIBYTE
 
 
 def memory_shortage(gpu: GpuInfo, piece_bytes: int) -> str:
     """Returns why copies lack memory beside vLLM's; empty if they have enough."""
-    # A ring of NCCL's slots. By way of the host two pieces are staged, and NIXL needs 8 MiB.
-    needed = SLOTS_PER_CHANNEL * piece_bytes
+    # NCCL's slots are not counted: a pair without memory for them stays with ZMQ.
+    buffer_bytes = 1 << (piece_bytes - 1).bit_length()  # as NIXL's buffers are rounded
+    needed = STAGED_PIECES * buffer_bytes + OTHER_BYTES
     if gpu.free_bytes >= needed:
         return ""
     return (
@@ -29,7 +33,7 @@ def memory_shortage(gpu: GpuInfo, piece_bytes: int) -> str:
 def nixl_obstacle(config: Config, memory: DirectMemory, gpu: GpuInfo) -> str:
     """Returns why NIXL cannot serve this GPU's memory; empty if UCX has registered it.
 
-    Takes seconds, in a thread for that.
+    Takes seconds, in a thread for that. Raises ConfigError if UCX does not come to an end.
     """
     if gpu.is_mig and not rdma_devices():
         return (
@@ -41,4 +45,10 @@ def nixl_obstacle(config: Config, memory: DirectMemory, gpu: GpuInfo) -> str:
     made = Job(lambda: Agent("start", config, memory).close())
     if made.ends(NIXL_START_SECONDS):
         return ""
-    return made.error or f"UCX did not start within {NIXL_START_SECONDS:.0f} s"
+    if made.is_over:
+        return made.error
+    # Not plain, either: vLLM captures CUDA graphs next, which calls of CUDA in that thread break.
+    raise ConfigError(
+        f"UCX has not started within {NIXL_START_SECONDS:.0f} s on GPU {gpu.index}: set transport"
+        " to zmq in kv_connector_extra_config, or mend UCX"
+    )

@@ -194,6 +194,8 @@ def prove_orders() -> Fields:
     for line in BATCH.findall(done.output):
         for name, count in json.loads(line).items():
             found[name] += count
+    if not found["orders"]:
+        raise RuntimeError("no count of orders in the output")
     return {"orders": {**found, **failure(done)}}
 
 

@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import logging
 import sys
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -174,6 +175,19 @@ def test_a_gpu_that_nixl_serves_keeps_it(monkeypatch: pytest.MonkeyPatch) -> Non
     mig = machine.GpuInfo(0, "H100 MIG 1g.10gb", "ab-cd", "9.0", GIB, is_mig=True)
     assert start_checks.nixl_obstacle(Config(), memory(), mig) == ""
     assert closed == ["agent"], "the transport makes its own at the first request"
+
+
+def test_an_engine_does_not_go_on_beside_a_ucx_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread may call CUDA while vLLM captures graphs."""
+    goes_on = threading.Event()
+    agent = SimpleNamespace(close=goes_on.wait)
+    monkeypatch.setattr(start_checks, "Agent", lambda *_: agent)
+    monkeypatch.setattr(start_checks, "NIXL_START_SECONDS", 0.05)
+    try:
+        with pytest.raises(ConfigError, match=r"UCX has not started .* set transport to zmq"):
+            start_checks.nixl_obstacle(Config(), memory(), GPU)
+    finally:
+        goes_on.set()
 
 
 def handshakes(*gpus: str) -> list[Handshake]:

@@ -157,3 +157,30 @@ def test_damaged_bytes_are_not_scattered(world: StreamWorld) -> None:
     world.gpu.finish()
     assert is_written is False
     assert torch.equal(world.d.caches[0], before)
+
+
+def test_a_scatter_that_fails_between_two_launches_ends_with_the_first(
+    world: StreamWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slot and the blocks are free then: nothing may read or write them any more."""
+    (slot,) = world.p.staging.slots(1, 64)
+    piece = SendPiece(TRANSFER, "d", DIRECT, 0, EXTENT, [3, 7])
+    size, gathered = world.p.staging.gather(piece, slot, world.p.link)
+    while (checksum := gathered()) is None:
+        pass
+    memory = world.d.memory
+    streams: list[Any] = []
+
+    def half_a_scatter(extent: Any, blocks: Any, wire: Any, stream: Any, _: Any) -> None:
+        memory.move(extent, blocks, wire, stream, gather=False)
+        streams.append(stream)
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(memory, "scatter", half_a_scatter)
+    read = PostRead(TRANSFER, 0, "p", DIRECT, EXTENT, [1, 2])
+    poll = world.d.staging.scatter(read, slot, size, checksum, world.d.link)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        while poll() is None:
+            pass
+    (stream,) = streams
+    assert not stream.work and stream.running is None

@@ -111,7 +111,13 @@ def test_layouts_without_common_tiles() -> None:
     extent = Extent(0, 1, 0, 96)
     ours = kind("heads first", 32)
     unknown = LayerLayout("kv", 16, [512], [opaque(512, HEADS)], HEADS, 0, HEADS)
+    no_tokens = [StridedRegion(0, [("h", HEADS, WIDTH), ("c", WIDTH, 1)])]
+    no_heads = [StridedRegion(0, [("t", 16, WIDTH), ("c", WIDTH, 1)])]
+    two_widths = [StridedRegion(0, [("h", 1, 64), ("t", 16, 4), ("c", 2, 2), ("c", 2, 1)])]
     for theirs, problem in (
+        (LayerLayout("kv", 1, [HEADS * WIDTH], [no_tokens], HEADS, 0, HEADS), "the axes h c"),
+        (LayerLayout("kv", 16, [16 * WIDTH], [no_heads], 1, 0, HEADS), "the axes t c"),
+        (LayerLayout("kv", 16, [64], [two_widths], 1, 0, HEADS), "the axes h t c c"),
         (kind("tokens first", 16), "in another order"),
         (unknown, "not every byte is known"),
         (kind("keys first", 16), "in another order"),

@@ -59,6 +59,15 @@ def queue() -> Queue:
     return Queue()
 
 
+def test_a_prompt_that_is_scheduled_again_has_finished_before(queue: Queue) -> None:
+    """Found by Hypothesis. vLLM gives the name of a transfer to one prompt only."""
+    finished = events.PrefillFinished("t")
+    again = scheduled("t", 8)
+    recomputed = events.LayersRecomputed("t")
+    added = queue.add(events.LayersComputed("t", 1), finished, again, recomputed)
+    assert added == [recomputed, finished, again]
+
+
 def test_what_claims_nothing_goes_at_once(queue: Queue) -> None:
     for fact in (
         scheduled("t", 8),

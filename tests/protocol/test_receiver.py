@@ -359,6 +359,31 @@ def test_a_large_piece_does_not_starve_beside_small_ones(window_bytes: int) -> N
     raise AssertionError("the large piece was never posted")
 
 
+@pytest.mark.parametrize(("tokens", "waits"), [(4, True), (5, False)], ids=["half", "more"])
+def test_sources_that_hang_stop_others_for_a_time_only(tokens: int, waits: bool) -> None:
+    """A large piece needs the credits that they hold. One of more than half the window has none."""
+    shape = uniform(layers=1, block_size=1, block_bytes=[4])
+    side = Receiver("d", "", 0, shape, piece_bytes=4 * tokens, window_bytes=32, peer_timeout=2.0)
+    for name in ("hung1", "hung2", "large", "small"):
+        side.handle(TransportChanged(name, f"fast:{name}", piece_bytes=32), 0.0)
+
+    def offer_of(name: str, count: int) -> list[str]:
+        blocks = [GroupBlocks(0, list(range(count)))]
+        workers = [WorkerInfo(name, "", "", holds=shape)]
+        reads = plan([shape], [shape])
+        side.handle(LoadRequested(name, workers, reads, blocks, count, stall_timeout=30.0), 0.0)
+        actions = side.handle(messages.Progress(name, name, "d", count, count, 0), 0.0)
+        return [action.source for action in actions if isinstance(action, PostRead)]
+
+    assert offer_of("hung1", 3) == ["hung1"] and offer_of("hung2", 3) == ["hung2"]
+    assert offer_of("large", tokens) == []
+    assert offer_of("small", 1) == ([] if waits else ["small"])
+    if waits:
+        assert not [a for a in side.handle(ClockTick(), 1.9) if isinstance(a, PostRead)]
+        posted = [a.source for a in side.handle(ClockTick(), 2.0) if isinstance(a, PostRead)]
+        assert posted == ["small"]
+
+
 def test_no_piece_is_larger_than_half_the_window(side: Receiver) -> None:
     side.piece_bytes = 10
     side.window_bytes = 40

@@ -523,13 +523,7 @@ def test_bytes_that_were_read_by_address_are_counted_once(
     side: Sender, claimed: int, counted: int
 ) -> None:
     """At most those of all blocks: five of two kinds, and a state."""
-    by_address(side)
     complete = messages.ReadComplete("t", "p", "d", uncounted_bytes=claimed)
     assert side.handle(complete, 0.2)[0] == CountSentBytes(counted)
     (confirm,) = side.handle(complete, 0.3)
-    assert isinstance(confirm, SendMessage)
-
-
-def test_a_receiver_that_requests_its_pieces_has_read_no_others(side: Sender) -> None:
-    (confirm,) = side.handle(messages.ReadComplete("t", "p", "d", uncounted_bytes=300), 0.2)
     assert isinstance(confirm, SendMessage)

@@ -62,6 +62,11 @@ def tile_rows(extent: Extent, kind: LayerLayout, remote_layout: RemoteLayout) ->
     is_one_plane = len(kind.regions) == len(there.regions) == 1
     if not (is_one_plane and kind.is_known() and there.is_known()):
         raise ValueError("blocks of which not every byte is known, in one plane, have no tiles")
+    for region in (*kind.regions[0], *there.regions[0]):
+        names = [name for name, _, _ in region.axes]
+        # Of the peer's choice, as the rest of its layout.
+        if names.count("h") != 1 or names.count("c") != 1 or "t" not in names:
+            raise ValueError(f"a region with the axes {' '.join(names)} has no tiles")
     head, head_end = heads_of(extent, kind)
     heads = head_end - head
     our_views = [_view(region, head) for region in kind.regions[0]]

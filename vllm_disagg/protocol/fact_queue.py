@@ -167,7 +167,7 @@ def _revoked(revocation: Fact, overtaken: Sequence[Fact]) -> list[Fact]:
             case events.LoadRequested():
                 before.append(fact)
             case events.BlocksScheduled() if isinstance(revocation, events.LayersRecomputed):
-                before.append(fact)
+                (after or before).append(fact)  # never before a fact that it follows
             case events.PrefillFinished():
                 after.append(fact)
     return [*before, revocation, *after]

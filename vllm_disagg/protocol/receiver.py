@@ -264,8 +264,10 @@ class Receiver:
         self.read_by_address: set[str] = set()
         # By source: (transfer, number) of pieces that wait for a credit.
         self.queues: dict[str, deque[tuple[str, int]]] = {}
-        # By source: requested and not yet written.
+        # By source: posted and not yet written.
         self.credit_in_use: Counter[str] = Counter()
+        # When a source without a credit was refused one first; see `_is_next`.
+        self.refused_since: dict[str, float] = {}
         self.repeated_aborts: deque[_RepeatedAborts] = deque()
 
     def handle(self, event: ReceiverEvent, now: float) -> list[ReceiverAction]:
@@ -704,22 +706,25 @@ class Receiver:
                     # To the end: the next free credit is for a source that has waited longer. Two
                     # sources that hold half the window each would starve a third one.
                     self.queues[source] = self.queues.pop(source)
-                elif self._is_next(source):
+                elif self._is_next(source, now):
                     # Smaller pieces of others would take each credit that becomes free.
                     return actions
             sources = remaining
         return actions
 
-    def _is_next(self, source: str) -> bool:
+    def _is_next(self, source: str, now: float) -> bool:
         """Returns whether the source, which has no credit, must get the next ones that are free.
 
-        A piece of more than half the window has none before all others: it waits for them all, and
-        one of them may never end.
+        A piece of more than half the window has no turn: it waits for all others.
         """
         if source not in self.queues or self.credit_in_use[source]:
             return False
         name, number = self.queues[source][0]
-        return self.transfers[name].pieces[number].credit <= self.window_bytes // 2
+        if self.transfers[name].pieces[number].credit > self.window_bytes // 2:
+            return False
+        # For a time only: sources whose bytes do not come may hold the credits that it needs.
+        since = self.refused_since.setdefault(source, now)
+        return now - since < self.peer_timeout
 
     def _post_next(self, source: str, now: float) -> list[ReceiverAction]:
         """Requests the source's next piece; empty without a credit or without a queued piece."""
@@ -733,6 +738,7 @@ class Receiver:
                 if not self._has_credit(source, piece.credit):
                     return []
                 queue.popleft()
+                self.refused_since.pop(source, None)
                 self.credit_in_use[source] += piece.credit
                 return self._post_read(name, number, now)
             # Of a transfer that has failed: `_fail` leaves its entries here, as searching all
@@ -740,6 +746,7 @@ class Receiver:
             queue.popleft()
         # Names of sources hold their incarnation: entries of dead ones would pile up.
         del self.queues[source]
+        self.refused_since.pop(source, None)
         self.credit_in_use += Counter()  # drops sources with nothing in flight
         return []
 

@@ -503,7 +503,7 @@ class Sender:
                 return [self._progress(event.transfer, t, event.reader, stalled_seconds)]
             # Once: a repeated ReadComplete gets the sums of the first one.
             receiver.sums = self._layer_sums(t, event.extents)
-            if receiver.reads_by_address and event.uncounted_bytes:
+            if event.uncounted_bytes:
                 # At most what there is: a peer must not choose what this engine's metrics add up.
                 size = min(event.uncounted_bytes, self._bytes_held(t))
                 actions.append(CountSentBytes(size))

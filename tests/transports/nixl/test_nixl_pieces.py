@@ -164,6 +164,20 @@ def test_runs_outside_registered_memory_are_not_read(monkeypatch: pytest.MonkeyP
     assert transport._port.counters.bad_messages == 1
 
 
+@pytest.mark.parametrize("size", [BLOCK_BYTES - 1, BLOCK_BYTES + 1, 2 * BLOCK_BYTES])
+def test_a_piece_of_another_size_than_its_blocks_is_not_read(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """There is no common cut of the two, and the driver must outlive that."""
+    transport = receiving(monkeypatch)
+    transport.post_read(PostRead(TRANSFER, 0, "p/0", ADDRESS, Extent(0, 1, 0, 16), [0]))
+    [note] = notes.piece_notes(TRANSFER, 0, AGENT, runs_of([(0, size)]))
+    transport.on_sender_note("p/0", note)
+    ended = list(transport.poll_events([]))
+    assert ReadCompleted(TRANSFER, 0, ReadStatus.DAMAGED) in ended
+    assert transport._sources["p/0"].state is PathState.DOWN
+
+
 def test_notes_of_pieces_that_no_one_waits_for_are_not_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -151,6 +151,11 @@ def prove_v2_device() -> Fields:
     return {"v2_device": compare_answers("v2-device")}
 
 
+def prove_v2_nixl() -> Fields:
+    """Compares answers of the same engines with NIXL, the first choice on a GPU."""
+    return {"v2_nixl": compare_answers("v2-nixl")}
+
+
 def prove_layouts() -> Fields:
     """Moves KV between the caches that vLLM allocates for each backend."""
     done = run(LAYOUT_MATRIX, "--json")
@@ -232,8 +237,13 @@ PARTS: dict[str, Callable[[], Fields]] = {
     "planted": prove_planted,
     "v2": prove_v2,
     "v2_device": prove_v2_device,
+    "v2_nixl": prove_v2_nixl,
 }
-MODULES = {"descriptors_ms": ["nixl"], "vram": ["nixl", "triton"]}  # that a part needs
+MODULES = {  # that a part needs
+    "descriptors_ms": ["nixl"],
+    "vram": ["nixl", "triton"],
+    "v2_nixl": ["nixl", "triton"],
+}
 
 
 def prove(names: Iterable[str]) -> Fields:

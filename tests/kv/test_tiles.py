@@ -13,7 +13,8 @@ from vllm_disagg.kv.tiles import TileRows, tile_rows
 
 HEADS = 4
 WIDTH = 8  # bytes of one token of one head
-TOKEN, TOKEN_END = 96, 192  # whole tiles of all sizes below
+TOKEN = 96  # where tiles of all sizes below begin
+ENDS = (192, 190)  # the first one is an end of all their tiles
 
 
 def heads_first(size: int, heads: int, kernel_blocks: int) -> list[StridedRegion]:
@@ -67,21 +68,30 @@ def copied(
 @pytest.mark.parametrize("sizes", [(16, 32), (32, 16), (16, 48), (48, 32), (64, 16), (32, 32)])
 @pytest.mark.parametrize("kernel_blocks", [(1, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("heads", [(0, 4), (1, 3), (3, 4)])
+@pytest.mark.parametrize("end", ENDS)
 def test_the_bytes_are_those_of_the_relayout(
-    order: str, sizes: tuple[int, int], kernel_blocks: tuple[int, int], heads: tuple[int, int]
+    order: str,
+    sizes: tuple[int, int],
+    kernel_blocks: tuple[int, int],
+    heads: tuple[int, int],
+    end: int,
 ) -> None:
     there = kind(order, sizes[0], heads[1] - heads[0], kernel_blocks[0])
     here = kind(order, sizes[1], HEADS, kernel_blocks[1])
     first = TOKEN // sizes[0] * sizes[0]
-    wire = random_bytes(-(-(TOKEN_END - first) // sizes[0]) * there.block_bytes[0])
-    expected = np.zeros((-(-(TOKEN_END - TOKEN) // sizes[1]), here.block_bytes[0]), np.uint8)
-    extent = Extent(0, 1, TOKEN, TOKEN_END, *heads)
+    wire = random_bytes(-(-(end - first) // sizes[0]) * there.block_bytes[0])
+    expected = np.zeros((-(-(end - TOKEN) // sizes[1]), here.block_bytes[0]), np.uint8)
+    extent = Extent(0, 1, TOKEN, end, *heads)
     remote_layout = RemoteLayout(there, first)
     memory = HostMemory([[expected]], RankLayout([here], [0]))
     frame = memoryview(wire)  # type: ignore[arg-type]
     assert memory.write(extent, list(range(len(expected))), [frame], remote_layout)
     rows = tile_rows(extent, here, remote_layout)
-    assert (copied(rows, wire, (len(expected), expected.shape[1])) == expected).all()
+    blocks = copied(rows, wire, (len(expected), expected.shape[1]))
+    # The unused end of the last tile comes too; the relayout leaves it out.
+    blocks[expected == 0] = 0
+    assert (blocks == expected).all()
+    assert np.count_nonzero(expected) == (end - TOKEN) * (heads[1] - heads[0]) * WIDTH
 
 
 def test_rows_are_as_long_as_both_layouts_permit() -> None:

@@ -166,6 +166,8 @@ class StreamWorld:
         self.pieces: deque[tuple[str, int, bytes]] = deque()  # on the wire, of the bounce
         self.posted: dict[tuple[str, int], events.PostRead] = {}
         self.polls: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
+        # In the order of their sends, in which the worker reports them.
+        self.gathers: deque[tuple[Callable[[], Any], Callable[[Any], None]]] = deque()
         self.sending = SenderEnd(PATIENCE)
         self.reading = ReceiverEnd(PATIENCE, slot=SLOT_BLOCKS * self.shape.block_bytes)
         for end in (self.sending, self.reading):
@@ -368,7 +370,7 @@ class StreamWorld:
         def gathered(digest: int) -> None:
             self.on_sending_end(channel.SlotGathered(EPOCH, action.seq, size, digest))
 
-        self.polls.append((poll, gathered))
+        self.gathers.append((poll, gathered))
         self.launch_send(action.seq, slot, size)
 
     def transmit_proof(self, action: channel.TransmitProof) -> None:
@@ -444,6 +446,10 @@ class StreamWorld:
     def poll(self) -> bool:
         """Looks at every copy and link once; returns whether anything has ended."""
         has_ended = False
+        while self.gathers and (digest := self.gathers[0][0]()) is not None:
+            has_ended = True
+            _, gathered = self.gathers.popleft()
+            gathered(digest)
         polls = self.polls
         self.polls = []
         for poll, done in polls:
@@ -543,5 +549,6 @@ class StreamWorld:
 
     def is_over(self) -> bool:
         has_work = self.messages or self.pieces or self.p.inbox or self.d.inbox or self.polls
+        has_work = has_work or self.gathers
         are_loaded = all(prompt.result is not None for prompt in self.prompts.values())
         return are_loaded and not has_work and not self.running() and not self.sender.transfers

@@ -50,6 +50,7 @@ class Admission:
         not transferred. `loopback_only`: the engine dials no other machine.
         """
         self._key = key
+        self.computes_seeded = False  # whether requests with a seed have no transfer
         self._has_states = has_states
         self._leaves_out_last = leaves_out_last
         self._loopback_only = loopback_only
@@ -139,6 +140,10 @@ class Admission:
         elif grant.leg == "prefill" and self._leaves_out_last and not generates_one:
             # vLLM would cache a second token under the hash of the token that was left out.
             obstacle = "with sliding windows or SSM states a prefill leg must have max_tokens 1"
+        elif self.computes_seeded and compat.is_seeded(request):
+            # vLLM takes more random numbers in the step that follows loaded KV. A plain vLLM, too,
+            # gives a prompt of its cache other tokens then.
+            obstacle = "with speculative decoding a seed has an effect only if nothing is loaded"
         if obstacle:
             log.warning(
                 "request %s: %s; this engine computes it without a KV transfer",

@@ -183,6 +183,14 @@ def generates_one(request: Any) -> bool:
     return bool(sampling.n == request.max_tokens == 1)
 
 
+def is_seeded(request: Any) -> bool:
+    """Returns whether a request draws random numbers that its own seed determines."""
+    sampling = request.sampling_params
+    if sampling is None or getattr(sampling, "seed", None) is None:
+        return False
+    return bool(getattr(sampling, "temperature", 0.0))
+
+
 def leave_out_last(request: Any) -> None:
     """Makes vLLM compute all tokens of a prompt but the last; before it is scheduled.
 
@@ -197,6 +205,29 @@ def leave_out_last(request: Any) -> None:
 def can_load_groups() -> bool:
     """Returns whether vLLM takes load failures by request, as several KV-cache groups need."""
     return Results is not None
+
+
+# Speculative decoding -----------------------------------------------------------------------------
+# Methods of vLLM whose draft has layers with KV of their own. They are layers like the model's.
+DRAFTS_WITH_KV = {"draft_model", "eagle", "eagle3", "mtp"}
+
+
+def has_draft_kv(vllm_config: Any) -> bool:
+    """Returns whether vLLM drafts tokens with layers that have KV of their own."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and speculative.method in DRAFTS_WITH_KV
+
+
+def ends_steps_after_drafts() -> bool:
+    """Returns whether vLLM calls `wait_for_save` after the layers of a draft, as of 0.32."""
+    return Results is not None
+
+
+def drafts_here(vllm_config: Any) -> bool:
+    """Returns whether this worker drafts tokens: those of the last pipeline stage do."""
+    parallel = vllm_config.parallel_config
+    stage = parallel.rank // parallel.tensor_parallel_size % parallel.pipeline_parallel_size
+    return bool(stage == parallel.pipeline_parallel_size - 1)
 
 
 # Order of elements in a block ---------------------------------------------------------------------

@@ -66,6 +66,7 @@ def layout(vllm_config: VllmConfig, compress: str = "off") -> dict[str, str]:
         "quantization": str(model.quantization),
         "load format": str(vllm_config.load_config.load_format),
         "LoRA": _lora(vllm_config.lora_config),
+        "draft": _draft(vllm_config),
         # Of different kernels KV differs too, and only where all are invariant tokens are equal.
         "VLLM_BATCH_INVARIANT": "1" if compat.is_batch_invariant() else "0",
         "compress": compress,
@@ -153,3 +154,13 @@ def _lora(lora: Any) -> str:
     if getattr(lora, "enable_tower_connector_lora", False):
         parts.append("of encoders too")
     return ", ".join(parts)
+
+
+def _draft(vllm_config: VllmConfig) -> str:
+    """Returns what drafts tokens with KV of its own; the number of its tokens may differ."""
+    speculative: Any = vllm_config.speculative_config
+    if not compat.has_draft_kv(vllm_config):
+        return "none"
+    draft = speculative.draft_model_config
+    config = digest(_model_config(draft.hf_config))
+    return f"{speculative.method}, config {config}, weights {_weights(draft)}, {draft.dtype}"

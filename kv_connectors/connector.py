@@ -95,6 +95,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
             bidirectional_reuse=compatibility.permits_bidirectional_reuse(vllm_config),
             host=settings.host,
         )
+        if vllm_config.speculative_config is not None:
+            self._scheduler.compute_seeded_requests()
         self._register = lambda incarnation: register_all(settings, key, incarnation, role, rank)
 
     # Worker ---------------------------------------------------------------------------------------

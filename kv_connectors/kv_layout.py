@@ -104,20 +104,23 @@ def _is_positive_int(value: Any) -> bool:
 
 
 _NUMBER_IN_NAME = re.compile(r"(?<=\.)\d+(?=\.)")
+# Of the layers of a draft model, which vLLM numbers from 0. Those of EAGLE and MTP have numbers
+# after the model's.
+DRAFT_MODEL_PREFIX = "draft_model."
 
 
 def in_computing_order(names: Sequence[str]) -> list[str]:
-    """Sorts layers by the number in their names; equal numbers keep vLLM's order.
+    """Sorts layers by the number in their names, a draft model's last.
 
-    This guess numbers the layers. Where it is wrong, layers are announced late, but no layer is
-    announced before it is computed: see `layers`.
+    Equal numbers keep vLLM's order. This guess numbers the layers. Where it is wrong, layers are
+    announced late, but no layer is announced before it is computed: see `layers`.
     """
-    return sorted(names, key=_number_in_name)
+    return sorted(names, key=_place_in_order)
 
 
-def _number_in_name(name: str) -> int:
+def _place_in_order(name: str) -> tuple[bool, int]:
     found = _NUMBER_IN_NAME.search(name)
-    return int(found[0]) if found else -1
+    return name.startswith(DRAFT_MODEL_PREFIX), int(found[0]) if found else -1
 
 
 def host_memory(

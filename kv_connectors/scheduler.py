@@ -87,6 +87,10 @@ class SchedulerSide:
         self._legs = EngineLegs(cache)
         self._started_at = time.monotonic()
 
+    def compute_seeded_requests(self) -> None:
+        """Has requests with a seed computed here, without a transfer: see `admission.py`."""
+        self._admission.computes_seeded = True
+
     def set_workers(self, handshakes: Sequence[Handshake]) -> None:
         """Describes this engine from the handshakes of all its ranks, in the order of ranks."""
         engine = engine_description.describe(

@@ -24,6 +24,7 @@ REFUSED_SPECS = {
     "ChunkedLocalAttentionSpec": "chunked local attention was never tried",
     "CrossAttentionSpec": "encoder-decoder models were never tried",
 }
+DRAFTS_WITHOUT_KV = {"ngram"}
 # Formats in which the blocks hold all of a token's KV, and scales are part of the weights.
 KNOWN_CACHE_DTYPES = {"auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"}
 
@@ -61,7 +62,7 @@ def refuse_unsupported(
             )
         _refuse_compression(kv_cache_config, compress)
     if vllm_config.speculative_config is not None:
-        _refuse_speculation(kv_cache_config, vllm_config.speculative_config)
+        _refuse_speculation(kv_cache_config, vllm_config)
 
 
 def refuse_without_transfers(vllm_config: VllmConfig, difference: str) -> None:
@@ -161,14 +162,31 @@ def _refuse_compression(kv_cache_config: KVCacheConfig, compress: str) -> None:
         )
 
 
-def _refuse_speculation(kv_cache_config: KVCacheConfig, speculative: Any) -> None:
-    if speculative.method != "ngram":  # n-gram speculative decoding keeps no KV
+def _refuse_speculation(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> None:
+    speculative: Any = vllm_config.speculative_config
+    known = DRAFTS_WITHOUT_KV | compat.DRAFTS_WITH_KV
+    if speculative.method not in known:
         raise ConfigError(
-            f"DisaggConnector does not support speculative decoding by {speculative.method} yet,"
-            " whose draft may have KV of its own: use ngram, or start without it"
+            f"DisaggConnector was never tried with speculative decoding by {speculative.method}:"
+            f" use {', '.join(sorted(known))}, or start without it"
         )
     if any(compat.is_state(spec) for spec in compat.all_specs(kv_cache_config.kv_cache_groups)):
         raise ConfigError(
             "DisaggConnector does not support speculative decoding with Mamba layers yet: start"
             " without --speculative-config"
+        )
+    if speculative.method in DRAFTS_WITHOUT_KV:
+        return
+    if not compat.ends_steps_after_drafts():
+        raise ConfigError(
+            "DisaggConnector needs vLLM 0.32 for speculative decoding by"
+            f" {speculative.method}, whose draft has KV of its own"
+        )
+    size = vllm_config.parallel_config.tensor_parallel_size
+    draft_size = speculative.draft_parallel_config.tensor_parallel_size
+    if draft_size != size:
+        raise ConfigError(
+            f"DisaggConnector needs a draft as parallel as its model ({size} tensor parallel"
+            f" ranks, and the draft has {draft_size}): leave draft_tensor_parallel_size out of"
+            " --speculative-config"
         )

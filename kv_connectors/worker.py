@@ -89,6 +89,7 @@ class WorkerSide:
         self._loaded_sums: LoadedSums | None = None
         self._serving_requests: dict[str, str] = {}  # transfer id -> vLLM's id of the sender
         self._loading_requests: dict[str, str] = {}  # transfer id -> vLLM's id of the receiver
+        self._drafts_later = False  # whether layers of a draft are computed after the model's
         self._computing_transfers: list[str] = []  # this step computes a part of their prompts
         self._cached_transfers: list[str] = []  # in memory when this step ends
         self._reuse_transfers: set[str] = set()  # of bidirectional KV reuse
@@ -106,6 +107,8 @@ class WorkerSide:
         being recomputed.
         """
         self._caches = caches  # kept alive: the driver holds addresses only
+        has_draft = compat.has_draft_kv(self._vllm_config)
+        self._drafts_later = has_draft and compat.drafts_here(self._vllm_config)
         try:
             memory, names = self._memory(caches)
         except ProofFailed as error:
@@ -132,6 +135,9 @@ class WorkerSide:
         """Returns the caches as memory of the driver, and the layers' names in its order."""
         size = self._vllm_config.parallel_config.tensor_parallel_size
         heads = kv_layout.kv_heads(self._vllm_config.model_config)
+        if compat.has_draft_kv(self._vllm_config):
+            speculative: Any = self._vllm_config.speculative_config
+            heads |= kv_layout.kv_heads(speculative.draft_model_config)
         rank = kv_layout.RankCache(self._rank % size, size, heads)
         config = self._kv_cache_config
         if kv_device(caches) == "cpu":
@@ -402,8 +408,11 @@ class WorkerSide:
 
         Each id is returned once, and only if the scheduler waits for it.
         """
-        # vLLM leaves `end_step` out with speculative decoding, on all pipeline stages but the last.
-        if self._computing_transfers:
+        if self._drafts_later:
+            # vLLM calls `end_step` after the draft's layers; after a failed forward pass, never.
+            self._has_failed()
+        elif self._computing_transfers:
+            # With speculative decoding vLLM leaves it out, on all pipeline stages but the last.
             self.end_step()
         if self._cached_transfers and not self._has_failed():
             self._submit_sums(self._cached_transfers)

@@ -45,6 +45,7 @@ class ChunkedLocalAttentionSpec:
 
 def config(**change: Any) -> Any:
     parallel = {
+        "tensor_parallel_size": 1,
         "data_parallel_size": 1,
         "decode_context_parallel_size": 1,
         "prefill_context_parallel_size": 1,
@@ -102,11 +103,42 @@ def test_supported_configurations_are_accepted(
     supported.refuse_unsupported(config(**change), caches(*specs))
 
 
+def drafts(method: str, ranks: int = 1) -> Any:
+    parallel = SimpleNamespace(tensor_parallel_size=ranks)
+    return SimpleNamespace(method=method, draft_parallel_config=parallel)
+
+
 @several
-def test_ngram_speculative_decoding_is_accepted() -> None:
-    supported.refuse_unsupported(
-        config(speculative=SimpleNamespace(method="ngram")), caches(FULL, WINDOW)
-    )
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "eagle3", "mtp"])
+def test_speculative_decoding_is_accepted(method: str) -> None:
+    supported.refuse_unsupported(config(speculative=drafts(method)), caches(FULL, WINDOW))
+
+
+def test_drafts_with_kv_need_the_hook_that_comes_after_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compat, "ends_steps_after_drafts", lambda: False)
+    supported.refuse_unsupported(config(speculative=drafts("ngram")), caches(FULL))
+    with pytest.raises(ConfigError, match=r"needs vLLM 0\.32 for speculative decoding by eagle"):
+        supported.refuse_unsupported(config(speculative=drafts("eagle")), caches(FULL))
+
+
+@pytest.mark.parametrize(
+    ("method", "rank", "stages", "expected"),
+    [
+        ("ngram", 0, 1, False),
+        ("eagle", 0, 1, True),
+        ("eagle", 1, 2, False),
+        ("eagle", 2, 2, True),
+        ("eagle", 3, 2, True),
+    ],
+)
+def test_the_last_stage_drafts(method: str, rank: int, stages: int, expected: bool) -> None:
+    parallel = SimpleNamespace(rank=rank, tensor_parallel_size=2, pipeline_parallel_size=stages)
+    if stages == 1:
+        parallel.tensor_parallel_size = 1
+    made = SimpleNamespace(speculative_config=drafts(method), parallel_config=parallel)
+    assert (compat.has_draft_kv(made) and compat.drafts_here(made)) is expected
 
 
 @pytest.mark.parametrize(
@@ -122,12 +154,17 @@ def test_ngram_speculative_decoding_is_accepted() -> None:
             "never tried with a KV cache in int8_per_token_head",
         ),
         (
-            {"speculative": SimpleNamespace(method="eagle")},
+            {"speculative": drafts("medusa")},
             (FULL,),
-            "speculative decoding by eagle",
+            "never tried with speculative decoding by medusa: use draft_model, eagle,",
         ),
         (
-            {"speculative": SimpleNamespace(method="ngram")},
+            {"speculative": drafts("eagle"), "parallel": {"tensor_parallel_size": 2}},
+            (FULL,),
+            r"a draft as parallel as its model \(2 tensor parallel ranks, and the draft has 1\)",
+        ),
+        (
+            {"speculative": drafts("ngram")},
             (STATE,),
             "speculative decoding with Mamba",
         ),
@@ -191,14 +228,18 @@ def test_engines_with_different_compress_differ(tmp_path: Any) -> None:
     )
     loaded = SimpleNamespace(load_format="auto")
     both = SimpleNamespace(
-        model_config=model, lora_config=None, load_config=loaded, cache_config=config().cache_config
+        model_config=model,
+        lora_config=None,
+        load_config=loaded,
+        cache_config=config().cache_config,
+        speculative_config=None,
     )
     plain, packed = compatibility.layout(both), compatibility.layout(both, "fp8")  # type: ignore[arg-type]
     assert difference(plain, packed) == "compress is off on one side and fp8 on the other"
     assert not difference(packed, compatibility.layout(both, "fp8"))  # type: ignore[arg-type]
 
 
-def layout(folder: Path, lora: Any = None, **model: Any) -> dict[str, str]:
+def layout(folder: Path, lora: Any = None, speculative: Any = None, **model: Any) -> dict[str, str]:
     """Returns the facts of an engine with a model in a folder."""
     hf = SimpleNamespace(architectures=["A"], to_dict=dict, **model.pop("hf", {}))
     fields = {
@@ -212,8 +253,38 @@ def layout(folder: Path, lora: Any = None, **model: Any) -> dict[str, str]:
     cache, load = SimpleNamespace(cache_dtype="auto"), SimpleNamespace(load_format="auto")
     made = SimpleNamespace(hf_config=hf, **fields)
     return compatibility.layout(
-        SimpleNamespace(model_config=made, cache_config=cache, load_config=load, lora_config=lora)
+        SimpleNamespace(
+            model_config=made,
+            cache_config=cache,
+            load_config=load,
+            lora_config=lora,
+            speculative_config=speculative,
+        )
     )  # type: ignore[arg-type]
+
+
+def test_engines_with_different_drafts_differ(tmp_path: Path) -> None:
+    def engine(method: str, weights: bytes, tokens: int = 3) -> dict[str, str]:
+        folder = tmp_path / f"{method} {weights.hex()[:2]}"
+        folder.mkdir(exist_ok=True)
+        (folder / "model.safetensors").write_bytes(weights)
+        hf = SimpleNamespace(to_dict=dict)
+        model = SimpleNamespace(model=str(folder), hf_config=hf, revision=None, dtype="bf16")
+        made = SimpleNamespace(
+            method=method, draft_model_config=model, num_speculative_tokens=tokens
+        )
+        return layout(tmp_path, speculative=made)
+
+    ours = engine("eagle", b"1" * 4096)
+    assert not difference(ours, engine("eagle", b"1" * 4096, tokens=1))
+    for theirs in (
+        layout(tmp_path),
+        engine("eagle", b"2" * 4096),
+        engine("eagle3", b"1" * 4096),
+        engine("ngram", b"1" * 4096),
+    ):
+        assert difference(ours, theirs).startswith("draft is eagle, config ")
+    assert not difference(engine("ngram", b"1" * 4096), layout(tmp_path))
 
 
 def test_engines_of_one_fleet_are_all_batch_invariant_or_none(

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kv_connectors import compat, connector, kv_layout
+from kv_connectors import compat, compatibility, connector, kv_layout
 from kv_connectors.connector import DisaggConnector
 from kv_connectors.metadata import FailedProof, StepMetadata
 from kv_connectors.scheduler import SchedulerSide
@@ -92,12 +92,28 @@ def test_a_failed_proof_leaves_an_engine_without_transfers(
     assert scheduler.engine is None and not engine._registrations
 
 
+@pytest.mark.parametrize("speculative", [None, SimpleNamespace(method="ngram")])
+def test_an_engine_that_drafts_computes_seeded_requests(
+    monkeypatch: pytest.MonkeyPatch, speculative: Any
+) -> None:
+    monkeypatch.setattr(compatibility, "layout", lambda vllm_config, compress: {})
+    monkeypatch.setattr(compatibility, "data_parallel_rank", lambda vllm_config: None)
+    monkeypatch.setattr(compatibility, "permits_bidirectional_reuse", lambda vllm_config: True)
+    monkeypatch.setattr(compat, "before_adapters_load", lambda note: None)
+    role = SimpleNamespace(kv_role="kv_consumer")
+    engine: Any = SimpleNamespace(_kv_transfer_config=role)
+    vllm_config: Any = SimpleNamespace(speculative_config=speculative)
+    caches: Any = SimpleNamespace(kv_cache_groups=GROUPS)
+    DisaggConnector._create_scheduler(engine, Config(), KEY, vllm_config, caches)
+    assert engine._scheduler._admission.computes_seeded is (speculative is not None)
+
+
 class Register:
     """Replaces the two steps before a worker starts its driver."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
         transfer = SimpleNamespace(kv_load_failure_policy=policy)
-        vllm_config: Any = SimpleNamespace(kv_transfer_config=transfer)
+        vllm_config: Any = SimpleNamespace(kv_transfer_config=transfer, speculative_config=None)
         self.worker = WorkerSide(Config(), KEY, 0, vllm_config, None)  # type: ignore[arg-type]
 
         def memory(caches: Any) -> Any:

@@ -113,6 +113,7 @@ def test_transferred_blocks_equal_those_of_the_own_kernel(
 
 def test_layers_are_sorted_in_computing_order() -> None:
     names = [
+        "draft_model.model.layers.0.attn",
         "model.layers.10.attn",
         "model.layers.2.attn",
         "model.layers.2.attn.indexer",
@@ -123,6 +124,7 @@ def test_layers_are_sorted_in_computing_order() -> None:
         "model.layers.2.attn",
         "model.layers.2.attn.indexer",
         "model.layers.10.attn",
+        "draft_model.model.layers.0.attn",
     ]
     assert kv_layout.in_computing_order(names) == expected
 

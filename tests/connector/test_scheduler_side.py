@@ -510,6 +510,37 @@ def test_with_windows_or_states_a_longer_prefill_leg_is_not_transferred(
     assert not p.on_request_finished(asked)[0] and p.build_step_metadata(step()).sender_events == []
 
 
+@pytest.mark.parametrize(
+    ("drafts", "seed", "temperature", "loads"),
+    [
+        (True, 1, 1.0, False),
+        (True, 1, 0.0, True),
+        (True, None, 1.0, True),
+        (False, 1, 1.0, True),
+    ],
+)
+def test_a_seed_beside_drafts_is_computed_here(
+    caplog: pytest.LogCaptureFixture,
+    drafts: bool,
+    seed: int | None,
+    temperature: float,
+    loads: bool,
+) -> None:
+    sampling = SimpleNamespace(n=1, seed=seed, temperature=temperature)
+    d = side("decode")
+    p = side("prefill")
+    for engine in (d, p) if drafts else ():
+        engine.compute_seeded_requests()
+    asked = request("decode", d, sampling_params=sampling)
+    assert bool(d.tokens_to_load(asked, 0)) is loads
+    assert ("a seed has an effect only" in caplog.text) is not loads
+    asked = request("prefill", p, sampling_params=sampling)
+    p.tokens_to_load(asked, 0)
+    p.build_step_metadata(step(new={"r1": (0, 40, [7, 8, 9])}))
+    keeps, _ = p.on_request_finished(asked)
+    assert keeps is loads
+
+
 def test_without_windows_a_prefill_leg_may_go_on() -> None:
     p = side("prefill")
     asked = request("prefill", p, max_tokens=3)

@@ -27,7 +27,7 @@ from vllm_disagg.kv.layout import uniform
 from vllm_disagg.protocol import events
 
 v2 = pytest.importorskip("vllm.v1.worker.gpu.model_runner")
-V2 = SimpleNamespace(use_v2_model_runner=True)
+V2 = SimpleNamespace(use_v2_model_runner=True, speculative_config=None)
 REVOKED = events.BlocksRevoked("gone")
 STEP = StepMetadata(sender_events=[REVOKED, events.PrefillFinished("over")])
 

@@ -198,6 +198,36 @@ def test_take_results_ends_a_step_that_vllm_has_not_ended(
     assert len(driver.facts) == before, "said once"
 
 
+def test_a_step_ends_after_the_layers_of_a_draft() -> None:
+    """vLLM takes results between the model's layers and the draft's."""
+    worker, driver = started("layer")
+    worker._drafts_later = True
+    worker.begin_step(StepMetadata(sender_events=[events.BlocksScheduled("t", 32, [[1, 2]])]))
+    worker.on_layer_computed("a")
+    worker.take_results()
+    assert event_names(driver) == ["BlocksScheduled"]
+    worker.on_layer_computed("b")
+    worker.end_step()
+    assert event_names(driver) == ["BlocksScheduled", "LayersComputed 2"]
+    worker.take_results()
+    assert len(driver.facts) == 2
+
+
+def test_layers_before_a_draft_are_taken_back_if_the_forward_pass_fails() -> None:
+    worker, driver = started("layer")
+    worker._drafts_later = True
+    worker.begin_step(StepMetadata(sender_events=[events.BlocksScheduled("t", 32, [[2]])]))
+    driver.facts.clear()
+    with pytest.raises(MemoryError):
+        try:
+            raise MemoryError
+        finally:
+            worker.take_results()
+    assert driver.facts == [events.LayersRecomputed("t")]
+    worker.end_step()
+    assert len(driver.facts) == 1
+
+
 @pytest.mark.parametrize("saves", [True, False])  # with drafts vLLM asks for the results alone
 def test_layers_of_a_failed_forward_pass_are_taken_back(saves: bool) -> None:
     """vLLM ends the step in a `finally`, and P runs on for some seconds."""

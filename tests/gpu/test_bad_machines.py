@@ -59,6 +59,7 @@ def worker(policy: str = "recompute", **settings: Any) -> WorkerSide:
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
         model_config=None,
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy=policy),
+        speculative_config=None,
     )
     caches: Any = SimpleNamespace(kv_cache_groups=[], num_blocks=16)
     return WorkerSide(Config(insecure=True, **settings), KEY, 0, vllm_config, caches)
@@ -205,7 +206,9 @@ def test_ranks_with_gpus_of_their_own() -> None:
 )
 def test_two_ranks_on_one_gpu(policy: str, expected: Any, caplog: pytest.LogCaptureFixture) -> None:
     transfer = SimpleNamespace(kv_load_failure_policy=policy)
-    engine: Any = SimpleNamespace(_vllm_config=SimpleNamespace(kv_transfer_config=transfer))
+    engine: Any = SimpleNamespace(
+        _vllm_config=SimpleNamespace(kv_transfer_config=transfer, speculative_config=None)
+    )
     metadata: Any = {(0, n): made for n, made in enumerate(handshakes("x", "ab-cd", "ab-cd"))}
     with expected, caplog.at_level(logging.ERROR, "vllm_disagg"):
         DisaggConnector.set_xfer_handshake_metadata_pp_aware(engine, metadata)

@@ -140,7 +140,9 @@ def test_a_worker_with_kv_on_a_gpu_starts_the_thread_and_ends_it(
     monkeypatch.setattr(kv_layout, "kv_heads", lambda model_config: {1})
     key = keys.FleetKey(b"k" * keys.KEY_BYTES)
     vllm_config: Any = SimpleNamespace(
-        parallel_config=SimpleNamespace(tensor_parallel_size=1), model_config=None
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        model_config=None,
+        speculative_config=None,
     )
     caches: Any = SimpleNamespace(kv_cache_groups=[], num_blocks=8)
     worker = WorkerSide(Config(transport="zmq"), key, 0, vllm_config, caches)

@@ -159,8 +159,10 @@ def wait(condition: Callable[[], object]) -> None:
 class LinkUnderTest:
     """A link over a scripted library, and what it has reported."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, *, is_stuck: bool = False) -> None:
         self.library = Scripted()
+        # Before the link: the thread of rank 0 waits for no blob.
+        self.library.is_stuck = is_stuck
         self.reported: list[object] = []
         runtime = ScriptedRuntime()
         self.link = nccl.NcclLink(self.library, runtime, rank, self.reported.append, 3)
@@ -174,11 +176,11 @@ class LinkUnderTest:
 
 
 @pytest.fixture
-def make_link() -> Iterator[Callable[[int], LinkUnderTest]]:
+def make_link() -> Iterator[Callable[..., LinkUnderTest]]:
     made: list[LinkUnderTest] = []
 
-    def make(rank: int) -> LinkUnderTest:
-        made.append(LinkUnderTest(rank))
+    def make(rank: int, *, is_stuck: bool = False) -> LinkUnderTest:
+        made.append(LinkUnderTest(rank, is_stuck=is_stuck))
         return made[-1]
 
     yield make
@@ -191,7 +193,7 @@ def slot() -> torch.Tensor:
     return torch.empty(8, dtype=torch.uint8)
 
 
-MakeLink = Callable[[int], LinkUnderTest]
+MakeLink = Callable[..., LinkUnderTest]
 
 
 def test_a_link_opens_sends_in_order_and_reports_each_end(make_link: MakeLink) -> None:
@@ -264,8 +266,7 @@ def test_an_error_is_reported_once_and_close_aborts(make_link: MakeLink) -> None
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_close_aborts_a_link_that_never_connects(make_link: MakeLink, rank: int) -> None:
-    made = make_link(rank)
-    made.library.is_stuck = True
+    made = make_link(rank, is_stuck=True)
     made.link.on_blob(b"i" * nccl.UNIQUE_ID_BYTES)
     wait(lambda: made.library.calls)
     made.end()

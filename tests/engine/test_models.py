@@ -164,17 +164,6 @@ def test_prompts_of_all_lengths(pair: Pair) -> None:
         assert pair.decode.metric(accepted) >= 0.95 * pair.plain.metric(accepted)
 
 
-def test_seeds_beside_drafts(pair: Pair) -> None:
-    """Drafts take random numbers of a request's own."""
-    if "--speculative-config" not in pair.flags:
-        pytest.skip("without drafts")
-    asked = [
-        body(tokens(20 + 5 * at, f"seeds {at}"), 16, temperature=1.0, seed=at)
-        for at in range(34)
-    ]
-    pair.check(asked)
-
-
 def test_a_prefix_that_d_has(pair: Pair) -> None:
     common = tokens(300, "models common")
     pair.check(

@@ -209,7 +209,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
             supported.refuse_without_transfers(self._vllm_config, difference)
             _log_off(difference)
             return
-        self._scheduler.set_workers(handshakes)
+        transfer: Any = self._vllm_config.kv_transfer_config
+        self._scheduler.set_workers(handshakes, str(transfer.kv_load_failure_policy))
         if self._scheduler.engine and not self._registrations:
             self._registrations = self._register(self._scheduler.engine.incarnation)
 

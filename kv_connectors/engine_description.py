@@ -21,11 +21,13 @@ def describe(
     *,
     rank: int | None,
     permits_reuse: bool,
+    failure_policy: str,
 ) -> EngineInfo:
     """Returns the description of an engine.
 
     `handshakes`: by pipeline stage, then by tensor parallel rank. The ranks of one stage hold the
     same layers. `role`: prefill, decode or both. `layout`: the facts of `compatibility.layout`.
+    `failure_policy`: vLLM's setting for failed loads.
     """
     names = "".join(handshake.worker.name for handshake in handshakes)
     layer_numbers: dict[str, int] = {}  # by name, in the model
@@ -55,6 +57,7 @@ def describe(
         rank=rank,
         two_way=permits_reuse,
         version=vllm.__version__,
+        failure_policy=failure_policy,
     )
 
 

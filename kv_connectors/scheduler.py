@@ -91,14 +91,18 @@ class SchedulerSide:
         """Has requests with a seed computed here, without a transfer: see `admission.py`."""
         self._admission.computes_seeded = True
 
-    def set_workers(self, handshakes: Sequence[Handshake]) -> None:
-        """Describes this engine from the handshakes of all its ranks, in the order of ranks."""
+    def set_workers(self, handshakes: Sequence[Handshake], failure_policy: str = "") -> None:
+        """Describes this engine from the handshakes of all its ranks, in the order of ranks.
+
+        `failure_policy`: vLLM's setting for failed loads.
+        """
         engine = engine_description.describe(
             handshakes,
             self._role,
             self._layout,
             rank=self._rank,
             permits_reuse=self._permits_reuse,
+            failure_policy=failure_policy,
         )
         self._admission.set_engine(engine)
         log.info(

@@ -709,6 +709,13 @@ def test_the_description_has_bidirectional_reuse() -> None:
     assert made.engine and not made.engine.two_way and side("decode").engine.two_way  # type: ignore[union-attr]
 
 
+def test_the_description_has_the_failure_policy() -> None:
+    made = SchedulerSide(KEY, "decode", {}, GROUPS)
+    worker = peers.WorkerInfo("me/0", "", "", holds=HOLDS)
+    made.set_workers([Handshake(worker, ["a", "b"])], "fail")
+    assert made.engine and made.engine.failure_policy == "fail"
+
+
 def test_a_lookup_starts_at_arrival_and_its_limit_at_the_first_turn(
     clock: list[float],
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 import msgspec
@@ -40,6 +41,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     # the same time.
     clock: float = 0.0
     version: str = ""  # of vLLM, for operators
+    failure_policy: str = ""  # vLLM's kv_load_failure_policy, for operators
 
 
 class EngineCard(msgspec.Struct, frozen=True):
@@ -57,11 +59,15 @@ class EngineCard(msgspec.Struct, frozen=True):
 
 def difference(ours: dict[str, str], theirs: dict[str, str]) -> str:
     """Returns the first fact that keeps two engines from exchanging KV; empty if there is none."""
+    return next(differences(ours, theirs), "")
+
+
+def differences(ours: dict[str, str], theirs: dict[str, str]) -> Iterator[str]:
+    """Yields each fact that keeps two engines from exchanging KV."""
     # Sorted, so that both engines and the proxy name the same fact of several.
     for fact in sorted(ours.keys() | theirs.keys()):
         here = ours.get(fact, "unknown")
         there = theirs.get(fact, "unknown")
         # A fact that only one side has is a difference: the other is of another version.
         if ours.get(fact) != theirs.get(fact):
-            return f"{fact} is {here} on one side and {there} on the other"
-    return ""
+            yield f"{fact} is {here} on one side and {there} on the other"

@@ -42,6 +42,8 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     version: str  # of vLLM; empty if its connector does not state it
     connector: Connector
+    # What its vLLM does after a failed load; empty if its connector does not state it.
+    failure_policy: str = ""
     transports: list[str]  # that can carry its KV; empty without this project's connector
     kv_cache_usage: float | None  # 0 to 1; None if it is not known
     breaker: BreakerState
@@ -81,6 +83,7 @@ def report(fleet: Fleet, instance: Instance, clock: Clock) -> InstanceReport:
         model=instance.model,
         version=instance.engine.version if instance.engine else "",
         connector=instance.connector,
+        failure_policy=instance.engine.failure_policy if instance.engine else "",
         transports=_transports(instance),
         kv_cache_usage=instance.kv_cache_usage if instance.is_usage_known else None,
         breaker=breaker_state(instance, clock.loop),

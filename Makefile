@@ -26,7 +26,7 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 BIN    := $(VENV)/bin
 MODEL  := .cache/models/heavy
 # Tests that need neither an engine nor processes of their own; the first ones mostly wait, the others compute.
-WAITING   := $(addprefix tests/,proxy unit launcher bench transports/zmq transports/tcp transports/nixl) $(wildcard tests/transports/test_*.py)
+WAITING   := $(addprefix tests/,proxy doctor unit launcher bench transports/zmq transports/tcp transports/nixl) $(wildcard tests/transports/test_*.py)
 COMPUTING := $(addprefix tests/,protocol kv fleet connector planner workloads transports/collective simulation scheduler_worlds property gpu)
 QUICK     := $(WAITING) $(COMPUTING)
 

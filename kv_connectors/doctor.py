@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from enum import IntEnum
-from importlib import metadata
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from vllm_disagg.config import Config
+from vllm_disagg.doctor.findings import Report, Status
 from vllm_disagg.kv.layout import LayerLayout, RankLayout, opaque
 from vllm_disagg.transports.nixl.agent import NixlError, rdma_devices, unavailable_reason
 
@@ -31,42 +29,9 @@ from . import transports
 from .gpu import machine, start_checks
 
 CONFIG = Config(insecure=True)
-PACKAGES = ("vllm", "vllm-disagg", "torch", "triton", "nixl")
 GIBIBYTE = 1 << 30
 # Of the KV cache that is proved: layers, blocks, heads, tokens of a block, bytes of a token's head.
 PROVED_SHAPE = (4, 32, 8, 16, 512)
-
-
-class Status(IntEnum):
-    """Result of a check; the worst one is the exit status."""
-
-    OK = 0
-    WARN = 1
-    FAIL = 2
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Result of one check, in one line with what to do."""
-
-    status: Status
-    name: str
-    text: str
-
-    def line(self) -> str:
-        """Formats the finding for people."""
-        return f"{self.status.name:4} {self.name}: {self.text}"
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions of this project and what it stands on."""
-    found = {"python": sys.version.split()[0]}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
 
 
 def small_cache(runtime: Any) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -93,30 +58,15 @@ def small_cache(runtime: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     return DeviceMemory(planes, shape, runtime, storages), caches
 
 
-class _Lines(logging.Handler):
-    """Collects log lines."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-class Examination:
+class Examination(Report):
     """All checks of one machine, and their results in order."""
 
     def __init__(self, runtime_of: Callable[[int], Any]) -> None:
         """Checks nothing yet. `runtime_of`: returns the runtime of a GPU."""
+        super().__init__()
         self._runtime_of = runtime_of
         self._links: dict[int, machine.LinkInfo] = {}  # by GPU
-        self.findings: list[Finding] = []
         self.rates: list[dict[str, Any]] = []
-
-    def add(self, status: Status, name: str, text: str) -> None:
-        """Adds the result of a check."""
-        self.findings.append(Finding(status, name, text))
 
     @contextmanager
     def failures_of(self, name: str, status: Status) -> Iterator[None]:
@@ -132,35 +82,20 @@ class Examination:
         """Adds rates beside the limit of their link; 0 if the limit is unknown."""
         self.rates += [{**asdict(rate), "limit_gbps": limit_gbps} for rate in rates]
 
-    @property
-    def status(self) -> Status:
-        """The worst result."""
-        return max((finding.status for finding in self.findings), default=Status.OK)
-
     def lines(self) -> Iterator[str]:
-        """Yields the report for people."""
-        for finding in self.findings:
-            yield finding.line()
+        """Yields the report for people: findings, rates, versions."""
+        *findings, versions = super().lines()
+        yield from findings
         for rate in self.rates:
             limit = rate["limit_gbps"]
             beside = f"of {limit:.1f}" if limit else "limit unknown"
             size = rate["size"] >> 20
             yield f"rate {rate['path']}: {size:3} MiB {rate['gbps']:8.2f} GB/s {beside}"
-        found = ", ".join(f"{name} {version}" for name, version in versions().items())
-        yield f"versions: {found}"
+        yield versions
 
     def document(self) -> dict[str, Any]:
         """Returns the report for programs."""
-        checks = [
-            {"status": finding.status.name, "name": finding.name, "text": finding.text}
-            for finding in self.findings
-        ]
-        return {
-            "status": int(self.status),
-            "checks": checks,
-            "rates": self.rates,
-            "versions": versions(),
-        }
+        return {**super().document(), "rates": self.rates}
 
     def run(self) -> None:
         """Runs all checks."""
@@ -309,18 +244,10 @@ class Examination:
 
     def examine_transports(self) -> None:
         """Adds which transports `auto` takes on a GPU, and why not others."""
-        lines = _Lines()
-        transports.log.addHandler(lines)
-        level = transports.log.level
-        transports.log.setLevel(logging.INFO)
-        try:
-            names = list(transports.chosen(CONFIG, "cuda"))
-        finally:
-            transports.log.setLevel(level)
-            transports.log.removeHandler(lines)
-        why = "".join(f"; {line}" for line in lines.lines)
-        status = Status.OK if names else Status.WARN
-        order = ", then ".join([*names, "zmq through host memory"])
+        found, reasons = transports.try_all(CONFIG, "cuda")
+        why = "".join(f"; without {name}: {reason}" for name, reason in reasons.items())
+        status = Status.OK if found else Status.WARN
+        order = ", then ".join([*found, "zmq through host memory"])
         self.add(status, "transport auto", order + why)
 
 

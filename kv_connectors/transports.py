@@ -46,18 +46,12 @@ def chosen(config: Config, device: str = "cpu") -> dict[str, MakeTransport]:
     if config.transport == "zmq" or config.compress != "off":
         return {}
     is_auto = config.transport == "auto"
-    found: dict[str, MakeTransport] = {}
-    reasons: list[str] = []
-    for name in _candidates(config, device):
-        try:
-            found[name] = _load(name, config, device)
-        # ImportError: a library that the transport needs is not installed.
-        except (ImportError, RuntimeError) as error:
-            reasons.append(f"{name}: {error}")
-            if is_auto:
-                log.info("transport is auto, without %s: %s", name, error)
-            else:
-                log.warning("transport is %s, but KV goes by ZMQ: %s", name, error)
+    found, reasons = try_all(config, device)
+    for name, reason in reasons.items():
+        if is_auto:
+            log.info("transport is auto, without %s: %s", name, reason)
+        else:
+            log.warning("transport is %s, but KV goes by ZMQ: %s", name, reason)
     # In host memory TCP is always left, or the operator's own choice.
     if is_auto and device != "cpu" and not found:
         # NCCL is left to the operator: docs/explanation/transports.md has the reasons.
@@ -65,8 +59,21 @@ def chosen(config: Config, device: str = "cpu") -> dict[str, MakeTransport]:
             "transport is auto, but KV goes from GPU to GPU through host memory, by ZMQ: %s;"
             " nccl: only where transport is nccl"
         )
-        log.warning(bounce, "; ".join(reasons))
+        log.warning(bounce, "; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
     return found
+
+
+def try_all(config: Config, device: str) -> tuple[dict[str, MakeTransport], dict[str, str]]:
+    """Returns the candidates of the setting that can run here, and why the others cannot."""
+    found: dict[str, MakeTransport] = {}
+    reasons: dict[str, str] = {}
+    for name in _candidates(config, device):
+        try:
+            found[name] = _load(name, config, device)
+        # ImportError: a library that the transport needs is not installed.
+        except (ImportError, RuntimeError) as error:
+            reasons[name] = str(error)
+    return found, reasons
 
 
 def without(

@@ -22,7 +22,7 @@ COMMANDS = {
     "simulate": ("planner.commands.simulate", "one placement at one rate, simulated"),
     "bench": ("bench.main", "measure the goodput of running deployments, side by side"),
     "profile": ("bench.profile", "measure how long an instance's steps take, for a plan"),
-    "doctor": ("doctor", "check whether KV moves on this machine's GPUs, and how fast"),
+    "doctor": ("doctor.main", "check this machine, a proxy, or instances, and prove transfers"),
     "key": ("fleet.key_command", "write a new fleet key to a file"),
 }
 

@@ -24,10 +24,11 @@ pytest.importorskip("triton", reason="there is no Triton here")
 from simulated_gpu import SimulatedGpu, SimulatedRuntime
 from test_bad_machines import ScriptedCuda, ScriptedNvml
 
-import vllm_disagg.doctor
+import vllm_disagg.doctor.main
 from kv_connectors import doctor
 from kv_connectors.gpu import machine, rates
 from vllm_disagg import cli
+from vllm_disagg.doctor.findings import Status
 
 SMALL = (1 << 20, 2 << 20)
 
@@ -41,7 +42,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, count: int = 1, **reported: Any) -
     monkeypatch.setitem(sys.modules, machine.NVML_MODULE, ScriptedNvml())  # type: ignore[arg-type]
     monkeypatch.setattr(doctor, "rdma_devices", lambda: [])
     monkeypatch.setattr(doctor, "unavailable_reason", lambda *_: "nixl is not installed")
-    monkeypatch.setattr(doctor.transports, "chosen", lambda *_: {})
+    monkeypatch.setattr(doctor.transports, "try_all", lambda *_: ({}, {}))
     monkeypatch.setattr(rates, "SIZES_BYTES", SMALL)
 
 
@@ -77,7 +78,7 @@ def test_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(line.startswith("rate GPU 0 to GPU 1:") and "of 53.1" in line for line in lines)
     assert len(made.rates) == 5 * len(SMALL)
     assert lines[-1].startswith("versions: python ") and " vllm " in lines[-1]
-    assert made.status == doctor.Status.WARN == 1
+    assert made.status == Status.WARN == 1
     assert "ab-cd" not in text, "of this machine"
 
 
@@ -94,7 +95,7 @@ def test_a_wrong_copy_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     made = examined()
     (line,) = [finding.line() for finding in made.findings if finding.name == "gpu 0 proof"]
     assert line.startswith("FAIL gpu 0 proof: layer layer 1: the gather kernel reads other bytes")
-    assert made.status == doctor.Status.FAIL == 2
+    assert made.status == Status.FAIL == 2
 
 
 @pytest.mark.parametrize(
@@ -154,11 +155,9 @@ def test_without_a_gpu_it_fails_in_one_line(
 
 
 # The command --------------------------------------------------------------------------------------
-def test_the_command_needs_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor"]) == 2
-    assert capsys.readouterr().err == (
-        "vllm-disagg doctor: give --gpu: only GPUs are checked yet\n"
-    )
+def test_the_command_takes_no_other_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--gpu", "--key-file", "x"]) == 2
+    assert "leave the other flags out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("ended", "status"), [(0, 0), (1, 1), (2, 2), (-signal.SIGSEGV, 2)])
@@ -180,12 +179,12 @@ def test_the_command_ends_as_its_checks(
 def test_the_command_needs_vllms_environment(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    find = vllm_disagg.doctor.importlib.util.find_spec
+    find = vllm_disagg.doctor.main.importlib.util.find_spec
     monkeypatch.setattr(
-        vllm_disagg.doctor.importlib.util,
+        vllm_disagg.doctor.main.importlib.util,
         "find_spec",
         lambda name: None if name == "torch" else find(name),
     )
-    assert doctor.__name__ == vllm_disagg.doctor.MODULE
+    assert doctor.__name__ == vllm_disagg.doctor.main.GPU_MODULE
     assert cli.main(["doctor", "--gpu"]) == 2
     assert "torch is not installed in" in capsys.readouterr().err

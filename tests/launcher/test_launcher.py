@@ -212,7 +212,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str = "0.32.0+cpu") -> N
     """Pretends that this version of vLLM is installed."""
     ours = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: version if name == "vllm" else ours(name))
-    monkeypatch.setattr(machine, "_executable", lambda name: name)
+    monkeypatch.setattr(machine, "executable", lambda name: name)
 
 
 def test_models_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,7 +242,7 @@ def test_no_vllm_executable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(ConfigError, match="no executable vllm in"):
-        machine._executable("vllm")
+        machine.executable("vllm")
 
 
 def test_no_gpu_for_a_vllm_that_needs_one(
@@ -255,14 +255,14 @@ def test_no_gpu_for_a_vllm_that_needs_one(
 
 def test_gpus_are_those_we_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-5")
-    assert machine._gpus() == ("3", "GPU-5")
+    assert machine.list_gpus() == ("3", "GPU-5")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     listed = (
         "GPU 0: NVIDIA H200 (UUID: GPU-1)\n  MIG 1g Device 0: (UUID: MIG-1)\n"
         "GPU 1: NVIDIA H200 (UUID: GPU-2)\n"
     )
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=listed))
-    assert machine._gpus() == ("0", "1")
+    assert machine.list_gpus() == ("0", "1")
 
 
 def test_addresses_that_cannot_be_had(

@@ -77,9 +77,9 @@ class Up:
             "import sys; from packaging.version import Version; from vllm_disagg import cli; "
             "from vllm_disagg.launcher import machine, main; "
             f"main.READY_TIMEOUT_SECONDS = {ready_limit}; "
-            "machine._vllm_version = lambda: Version('0.32.0+cpu'); "
-            "machine._check_plugin = lambda: None; "
-            f"machine._executable = lambda name: {str(folder)!r} + '/' + name; "
+            "machine.vllm_version = lambda: Version('0.32.0+cpu'); "
+            "machine.check_plugin = lambda: None; "
+            f"machine.executable = lambda name: {str(folder)!r} + '/' + name; "
             "sys.exit(cli.main(sys.argv[1:]))"
         )
         self.process = subprocess.Popen(

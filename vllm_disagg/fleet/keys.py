@@ -19,6 +19,7 @@ from ..errors import ConfigError
 log = logging.getLogger("vllm_disagg.keys")
 
 KEY_BYTES = 32
+FINGERPRINT_BYTES = 4
 OTHERS_MODE = 0o077  # permissions of group and others
 # Environment variable with the key that protects a proxy's admin API.
 ADMIN_KEY = "VLLM_DISAGG_ADMIN_KEY"
@@ -46,6 +47,11 @@ class FleetKey:
     def accepts_grants(self) -> bool:
         """Whether an engine with this key accepts grants minted with it."""
         return self.is_set or self._insecure
+
+    @property
+    def fingerprint(self) -> str:
+        """Eight digits by which people compare keys; they reveal nothing of the key."""
+        return self.derive("fingerprint")[:FINGERPRINT_BYTES].hex()
 
     def derive(self, use: str) -> bytes:
         """Return the key of 32 bytes for `use`, which has at most 16 ASCII characters."""

@@ -34,15 +34,15 @@ class MachineFacts(msgspec.Struct, frozen=True):
 
 def examine() -> MachineFacts:
     """Examines this machine. Raises ConfigError if vLLM with the plugin cannot run on it."""
-    version = _vllm_version()
-    _check_plugin()
+    version = vllm_version()
+    check_plugin()
     return MachineFacts(
         cores=_cores(),
-        gpus=None if version.local == "cpu" else _gpus(),
-        memory=_free_memory(),
-        vllm=_executable("vllm"),
-        ours=_executable("vllm-disagg"),
-        warnings=_too_new(version),
+        gpus=None if version.local == "cpu" else list_gpus(),
+        memory=free_memory(),
+        vllm=executable("vllm"),
+        ours=executable("vllm-disagg"),
+        warnings=newness_warnings(version),
         kv_space=os.environ.get("VLLM_CPU_KVCACHE_SPACE", ""),
     )
 
@@ -101,7 +101,7 @@ def _bind(host: str, port: int) -> str:
     return ""
 
 
-def _vllm_version() -> Version:
+def vllm_version() -> Version:
     """Returns the version of the installed vLLM. Raises ConfigError if it is missing or too old."""
     try:
         version = Version(metadata.version("vllm"))
@@ -115,7 +115,7 @@ def _vllm_version() -> Version:
     return version
 
 
-def _too_new(version: Version) -> tuple[str, ...]:
+def newness_warnings(version: Version) -> tuple[str, ...]:
     """Returns a warning about a version newer than the tested ones."""
     if version.release[:2] <= NEWEST_VLLM.release:
         return ()
@@ -125,7 +125,7 @@ def _too_new(version: Version) -> tuple[str, ...]:
     )
 
 
-def _check_plugin() -> None:
+def check_plugin() -> None:
     """Raises ConfigError if vLLM would not load the connector's plugin."""
     if not metadata.entry_points(group="vllm.general_plugins", name="vllm_disagg"):
         raise ConfigError(
@@ -140,7 +140,7 @@ def _check_plugin() -> None:
         )
 
 
-def _executable(name: str) -> str:
+def executable(name: str) -> str:
     """Returns the command of this environment, by its short name if a shell finds the same file."""
     beside = Path(sys.executable).parent / name
     found = shutil.which(name)
@@ -181,7 +181,7 @@ def _siblings(cpu: int) -> set[int]:
     return siblings
 
 
-def _gpus() -> tuple[str, ...]:
+def list_gpus() -> tuple[str, ...]:
     """Returns the GPUs by the names of CUDA_VISIBLE_DEVICES, else by their numbers."""
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return tuple(device.strip() for device in visible.split(",") if device.strip())
@@ -195,7 +195,7 @@ def _gpus() -> tuple[str, ...]:
     return tuple(map(str, range(count)))
 
 
-def _free_memory() -> float:
+def free_memory() -> float:
     """Returns the free GiB, limited by the control group."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):

@@ -1,0 +1,36 @@
+"""Reads values from a page in Prometheus's text format."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+
+class MetricsPage:
+    """The samples of one page."""
+
+    def __init__(self, text: bytes) -> None:
+        """Raises ValueError for another format."""
+        self._values: list[tuple[str, dict[str, str], float]] = []
+        for family in text_string_to_metric_families(text.decode()):
+            for sample in family.samples:
+                self._values.append((sample.name, sample.labels, sample.value))
+
+    def has(self, name: str) -> bool:
+        """Returns whether a series of this name exists."""
+        return any(name == series for series, _, _ in self._values)
+
+    def total(self, name: str, **labels: str) -> float:
+        """Returns the sum of all series of a name with these labels; 0 without one."""
+        total = 0.0
+        for series, its_labels, value in self._values:
+            if series == name and its_labels.items() >= labels.items():
+                total += value
+        return total
+
+    def by_label(self, name: str, label: str) -> dict[str, float]:
+        """Returns the sums of a name's series by the value of a label, without zeros."""
+        found: dict[str, float] = {}
+        for series, labels, value in self._values:
+            if series == name and value:
+                found[labels.get(label, "")] = found.get(labels.get(label, ""), 0.0) + value
+        return found

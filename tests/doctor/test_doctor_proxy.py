@@ -24,7 +24,7 @@ KEY_NAMES = (ADMIN_KEY, "VLLM_API_KEY", "OPENAI_API_KEY")
 def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in KEY_NAMES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(server_client, "REQUEST_SECONDS", 1.0)
+    monkeypatch.setattr(server_client, "REQUEST_SECONDS", 20.0)
 
 
 @contextlib.asynccontextmanager

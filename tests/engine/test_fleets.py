@@ -6,6 +6,7 @@ import http.client
 import importlib.util
 import json
 import re
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 from asking import Record, ask, at_once, body, english, expect_exact_or_clean, expect_same, tokens
 from conftest import Machine
-from engines import Engine, Proxy, free_port, get, wait
+from engines import BIN, Engine, Proxy, free_port, get, wait
 
 pytestmark = pytest.mark.skipif(
     not importlib.util.find_spec("nixl"),
@@ -81,6 +82,16 @@ def test_answers_are_exact_and_kv_moves(fleet: Fleet) -> None:
         60,
         every=0.5,
     )
+
+
+def test_the_doctor_proves_the_pair(fleet: Fleet) -> None:
+    command = [str(BIN / "vllm-disagg"), "doctor", "--json"]
+    command += ["--prefill", fleet.prefill.url, "--decode", fleet.decode.url]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (pair,) = json.loads(done.stdout)["pairs"]
+    print(pair)
+    assert pair["kv_bytes"] >= 7 * BLOCK and pair["early_share"] is None
 
 
 def test_what_cannot_be_split_is_balanced(fleet: Fleet) -> None:

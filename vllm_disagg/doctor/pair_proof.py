@@ -35,6 +35,7 @@ ANSWER_TOKENS = 8
 REQUEST_SECONDS = 60.0  # of one request; a cold engine may compile
 PATIENCE_SECONDS = 20.0  # of a leg without progress
 METRICS_SECONDS = 3.0  # until an engine's metrics show a transfer
+METRICS_NUDGES = 6  # steps caused in that time: NIXL's figures come with a later step
 METRICS_POLL_SECONDS = 0.05
 REUSED = "vllm:disagg_reused_bytes_total"
 NIXL_BYTES = "vllm:nixl_bytes_transferred_sum"
@@ -217,6 +218,8 @@ class PairProof:
     ) -> MetricsPage:
         """Returns the first page on which one of the series has grown, or the last one."""
         loop = asyncio.get_running_loop()
+        interval = METRICS_SECONDS / METRICS_NUDGES
+        next_nudge = loop.time() + interval
         deadline = loop.time() + METRICS_SECONDS
         while True:
             page = await self._page(examined)
@@ -224,6 +227,10 @@ class PairProof:
                 return page
             if loop.time() > deadline:
                 return page
+            if loop.time() > next_nudge:
+                next_nudge += interval
+                body = {"model": examined.instance.model, "prompt": "probe", "max_tokens": 1}
+                await examined.client.post(COMPLETIONS, body, REQUEST_SECONDS)
             await asyncio.sleep(METRICS_POLL_SECONDS)
 
     def _check_transfer(self, before: MetricsPage, after: MetricsPage) -> None:

@@ -1,0 +1,57 @@
+"""`vllm-disagg doctor` has no finding on real engines, and its figures are those of the pair."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from typing import Any
+
+import pytest
+from conftest import Main
+from engines import ADMIN, BIN, BLOCK, ROOT, RUNNER
+
+from vllm_disagg.fleet.keys import ADMIN_KEY
+
+pytestmark = pytest.mark.skipif(
+    RUNNER.is_interpreted, reason="the doctor's limits are for engines that are not interpreted"
+)
+BLOCK_BYTES = 4 * 2 * 2 * 32 * 2 * BLOCK  # as in test_exact.py
+MAX_SECONDS = 10.0
+
+
+def doctor(*words: str) -> dict[str, Any]:
+    """Returns the doctor's document; fails if it has a finding."""
+    done = subprocess.run(
+        [str(BIN / "vllm-disagg"), "doctor", *words, "--json"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, ADMIN_KEY: ADMIN},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def test_a_pair_is_proved(main: Main) -> None:
+    began = time.monotonic()
+    found = doctor(
+        *("--prefill", main.prefill.url, "--decode", main.decode.url),
+        *("--key-file", main.machine.key),
+    )
+    seconds = time.monotonic() - began
+    print(json.dumps(found["pairs"]), f"{seconds:.1f} s")
+    (pair,) = found["pairs"]
+    assert pair["prompt_tokens"] == 1000 and pair["transports"] == ["tcp"]
+    assert pair["kv_bytes"] == 8 * BLOCK_BYTES
+    assert pair["reused_bytes"] == 7 * BLOCK_BYTES, "whole blocks that D has"
+    assert 0 <= pair["early_share"] <= 1 and 0 < pair["load_seconds"] < pair["seconds"]
+    assert seconds < MAX_SECONDS
+
+
+def test_a_proxy_and_its_pair(main: Main) -> None:
+    found = doctor("--proxy", main.proxy.url, "--key-file", main.machine.key)
+    names = [check["name"] for check in found["checks"]]
+    assert f"proxy {main.proxy.url}" in names and "timeouts" in names
+    assert len(found["pairs"]) == 1

@@ -19,6 +19,7 @@ from vllm_disagg import cli
 from vllm_disagg.doctor import instance_checks, pair_proof, server_client
 from vllm_disagg.doctor.findings import Status
 from vllm_disagg.doctor.fleet_checks import FleetReport
+from vllm_disagg.doctor.metrics_page import MetricsPage
 from vllm_disagg.fleet.keys import FleetKey
 
 Plant = Callable[[ScriptedFleet], object]
@@ -31,6 +32,7 @@ def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     # Long, so that a slow machine is no fault; `FROZEN` has those that wait for the end of it.
     monkeypatch.setattr(server_client, "REQUEST_SECONDS", 20.0)
     monkeypatch.setattr(instance_checks, "PROBE_SECONDS", 20.0)
+    monkeypatch.setattr(instance_checks, "CONNECT_SECONDS", 0.1)  # no such network here
     monkeypatch.setattr(pair_proof, "METRICS_SECONDS", 0.1)
 
 
@@ -206,6 +208,18 @@ FAULTS: dict[str, tuple[Plant, list[str]]] = {
         of_p(nixl=True),
         ["FAIL pair: they have different connectors; start both"] * 2,
     ),
+    "an address that no engine dials": (
+        of_d(address="169.254.1.1"),
+        ["FAIL decode: no engine dials it: control address"],
+    ),
+    "D on the loopback, and P not": (
+        of_p(address="192.0.2.7"),
+        [
+            "FAIL prefill: its control port tcp://192.0.2.7:",
+            "FAIL prefill: its data port tcp://192.0.2.7:",
+            *["FAIL pair: D refuses P's grants: control address"] * 2,
+        ],
+    ),
     "corrupt loads in the past": (
         lambda fleet: fleet.d.counters.update({'disagg_failed_loads_total{reason="corrupt"}': 3}),
         ["WARN decode: 3 loads of KV have failed since its start: corrupt; look at the network"],
@@ -325,8 +339,19 @@ def test_hostile_answers_are_findings(key_file: str) -> None:
         vars(fleet.d1)["_route"] = garbage
 
     lines = troubles(examined(plant, key_file))
-    assert len(lines) == 1 and "this is a vllm-disagg proxy" in lines[0]
+    assert len(lines) == 1 and "GET /v1/models answered 200: no vLLM" in lines[0]
     assert all(line.isprintable() for line in lines)
+
+
+@pytest.mark.parametrize("text", [b"\xff", b'h_bucket1"} 2 12\n', b"a b c\n"])
+def test_a_page_of_another_format_is_a_value_error(text: bytes) -> None:
+    with pytest.raises(ValueError):
+        MetricsPage(text)
+
+
+def test_numbers_that_are_none_do_not_count() -> None:
+    page = MetricsPage(b'a{r="x"} +Inf\na{r="y"} NaN\na{r="z"} 2\n')
+    assert page.total("a") == 2 and page.by_label("a", "r") == {"z": 2}
 
 
 @pytest.mark.parametrize(

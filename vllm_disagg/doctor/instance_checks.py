@@ -14,6 +14,7 @@ from ..fleet import dialling
 from ..fleet.conventions import NEWEST_VLLM, OLDEST_VLLM
 from ..fleet.grants import REQUEST_KEY, VERSION, Grant, mint, new_transfer
 from ..fleet.keys import FleetKey
+from ..protocol.events import Reason
 from ..protocol.peers import EngineCard, EngineInfo, WorkerInfo
 from ..proxy.membership.discovery import NIXL_PREFILL, card_in, engine_in, params_in
 from ..proxy.routing.fleet import Instance
@@ -27,13 +28,19 @@ PROBE_SECONDS = 10.0
 CLOCK_SECONDS = 60.0  # validity of a probe's grant
 CONNECT_SECONDS = 2.0
 MAX_PORTS_AT_A_TIME = 64
+MAX_PORTS = 256  # tried of one instance, which describes itself
 PROMPT_TOKENS = 1000
 # Each number is a token or more, in every vocabulary. No user's text.
 PROMPT_TEXT = " ".join(str(number * 7919 % 1000) for number in range(PROMPT_TOKENS))
 CONNECTOR_SERIES = "vllm:disagg_received_bytes_total"
 FAILED_LOADS = "vllm:disagg_failed_loads_total"
 # Reasons that neither a restart nor a client explains.
-GRAVE_REASONS = ("kv_mismatch", "prompt_mismatch", "internal_error", "corrupt")
+GRAVE_REASONS = (
+    Reason.KV_MISMATCH,
+    Reason.PROMPT_MISMATCH,
+    Reason.INTERNAL_ERROR,
+    Reason.CORRUPT,
+)
 KEY_NAMES = "VLLM_API_KEY or OPENAI_API_KEY"
 
 
@@ -103,8 +110,9 @@ class InstanceExam:
         except NoAnswer as error:
             self._fail(str(error), remedies.RESTART)
             return
-        if self._instance.engine:
-            await self._check_engine(self._instance.engine)
+        engine = self._instance.engine
+        if engine and not await self._check_engine(engine):
+            return
         await self._tokenize()
 
     def _fail(self, problem: str, remedy: str) -> None:
@@ -118,7 +126,7 @@ class InstanceExam:
         try:
             answer = await self._client.get("/health")
         except NoAnswer as error:
-            self._fail(str(error), remedies.START)
+            self._fail(str(error), remedies.of_silence(str(error)))
             return False
         if answer.status != 200:
             self._fail(f"GET /health answered {answer.status}: no running engine", remedies.RESTART)
@@ -132,10 +140,6 @@ class InstanceExam:
 
     async def _check_api(self) -> bool:
         """Adds whether this is a vLLM whose key is known; learns its model."""
-        own_page = await self._client.get("/disagg/instances")
-        if own_page.status in (200, 401, 403):
-            self._fail("this is a vllm-disagg proxy", "give its instances, or doctor --proxy URL")
-            return False
         answer = await self._client.get("/v1/models")
         if answer.status in (401, 403):
             self._fail(
@@ -146,6 +150,10 @@ class InstanceExam:
         models = _read(answer, _ModelList)
         if models is None or not models.data:
             self._fail(f"GET /v1/models answered {answer.status}: no vLLM", remedies.START)
+            return False
+        own_page = await self._client.get("/disagg/instances")
+        if own_page.status in (200, 401, 403):
+            self._fail("this is a vllm-disagg proxy", "give its instances, or doctor --proxy URL")
             return False
         self._instance.model = models.data[0].id
         self._examined.max_model_tokens = models.data[0].max_model_len or 0
@@ -165,10 +173,10 @@ class InstanceExam:
             return
         failed = self._examined.page.by_label(FAILED_LOADS, "reason")
         for reason in GRAVE_REASONS:
-            if count := failed.get(reason):
+            if count := failed.get(reason.value):
                 self._warn(
-                    f"{count:.0f} loads of KV have failed since its start: {reason}",
-                    remedies.of_load(reason),
+                    f"{count:.0f} loads of KV have failed since its start: {reason.value}",
+                    remedies.of_load(reason.value),
                 )
 
     def _check_version(self, text: str) -> None:
@@ -281,8 +289,14 @@ class InstanceExam:
     def _describe_server(self) -> str:
         return f"{self._instance.model}, vLLM {self._examined.version or 'of unknown version'}"
 
-    async def _check_engine(self, engine: EngineInfo) -> None:
-        """Adds the settings that its description shows, and whether its ports accept."""
+    async def _check_engine(self, engine: EngineInfo) -> bool:
+        """Adds the settings that its description shows, and whether its ports accept.
+
+        Returns whether other engines may dial it.
+        """
+        if not engine.workers:
+            self._fail("it describes no workers", remedies.RESTART)
+            return False
         count = len(self._report.findings)
         if engine.failure_policy not in ("", "recompute"):
             self._fail(
@@ -292,7 +306,7 @@ class InstanceExam:
             )
         if refusal := dialling.refusal(engine.workers, loopback_only=False):
             self._fail(f"no engine dials it: {refusal}", "set host in kv_connector_extra_config")
-            return
+            return False
         closed = await _closed_ports(engine.workers)
         is_here = any(worker.host == machine_id() for worker in engine.workers)
         for port, problem in closed:
@@ -302,7 +316,7 @@ class InstanceExam:
             else:
                 self._warn(f"{port} accepts no connection from this machine: {problem}", remedy)
         if len(self._report.findings) > count:
-            return
+            return True
         workers = f"{len(engine.workers)} worker{'s' if len(engine.workers) > 1 else ''}"
         ports = "control and data ports accept connections"
         if any(is_elsewhere(worker) for worker in engine.workers):
@@ -312,6 +326,7 @@ class InstanceExam:
             f"{self._describe_server()}, DisaggConnector with {workers},"
             f" {', '.join(transports_of(engine))}; {ports}",
         )
+        return True
 
 
 def transports_of(engine: EngineInfo) -> list[str]:
@@ -356,6 +371,7 @@ async def _closed_ports(workers: list[WorkerInfo]) -> list[tuple[str, str]]:
         if not is_elsewhere(worker):
             named[worker.control] = "control port"
             named[worker.data] = "data port"
+    named = dict(list(named.items())[:MAX_PORTS])
     problems = await asyncio.gather(*(find_problem(endpoint) for endpoint in named))
     found: list[tuple[str, str]] = []
     for (endpoint, kind), problem in zip(named.items(), problems, strict=True):
@@ -369,7 +385,7 @@ def _known(params: dict[str, msgspec.Raw]) -> dict[str, object]:
     found: dict[str, object] = {}
     for name, kind in (("remote_host", str), ("remote_port", int)):
         value = msgspec.json.decode(params.get(name, b"null"))
-        if isinstance(value, kind):
+        if type(value) is kind:  # a bool is an int
             found[name] = value
     return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from prometheus_client.parser import text_string_to_metric_families
 
 
@@ -11,8 +13,14 @@ class MetricsPage:
     def __init__(self, text: bytes) -> None:
         """Raises ValueError for another format."""
         self._values: list[tuple[str, dict[str, str], float]] = []
-        for family in text_string_to_metric_families(text.decode()):
+        try:
+            families = list(text_string_to_metric_families(text.decode()))
+        except IndexError:  # the parser's answer to a label without an end
+            raise ValueError("a line is cut") from None
+        for family in families:
             for sample in family.samples:
+                if not math.isfinite(sample.value):  # a quantile without observations
+                    continue
                 self._values.append((sample.name, sample.labels, sample.value))
 
     def has(self, name: str) -> bool:

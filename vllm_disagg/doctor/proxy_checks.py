@@ -58,7 +58,7 @@ class ProxyExam:
         try:
             answer = await self._client.get("/health")
         except NoAnswer as error:
-            self._report.fail(self.name, str(error), remedies.START)
+            self._report.fail(self.name, str(error), remedies.of_silence(str(error)))
             return False
         if answer.router:
             self._report.warn(

@@ -72,6 +72,13 @@ def of_fact(words: str) -> str:
     return ANY_FACT
 
 
+def of_silence(reason: str) -> str:
+    """Returns the remedy for a server that does not answer."""
+    if "TLS" in reason:
+        return "give the name in its certificate, and trust its issuer: SSL_CERT_FILE=PATH"
+    return START
+
+
 def of_instance(words: str) -> str:
     """Returns the remedy for an instance that the proxy does not use."""
     for part, remedy in OF_INSTANCES.items():

@@ -17,7 +17,7 @@ from ..proxy.http.headers import Headers, find
 from ..proxy.http.upstream_response import Unreachable
 
 REQUEST_SECONDS = 5.0
-MAX_ANSWER_BYTES = 16 << 20
+MAX_ANSWER_BYTES = 4 << 20
 # Fields that a router adds to the answers of the server behind it.
 ROUTER_FIELDS = (b"via", b"x-envoy-upstream-service-time", b"x-cache", b"cf-ray", b"x-served-by")
 OWN_SERVERS = (b"", b"uvicorn")  # names in the field `server`: the proxy sends none, vLLM uvicorn

@@ -251,7 +251,7 @@ def test_a_frozen_instance(fault: str, key_file: str, monkeypatch: pytest.Monkey
     async def examine() -> FleetReport:
         async with running() as fleet:
             vars(fleet.d)[fault] = True
-            request = server_client.ServerClient._request
+            request: Any = server_client.ServerClient._request
 
             async def with_limit(client: Any, *words: Any) -> Any:
                 """Gives little time to the request that will not be answered."""

@@ -47,7 +47,7 @@ class _Choice(msgspec.Struct):
     token_ids: list[int] | None = None
 
 
-class _Completion(msgspec.Struct):
+class _GeneratedCompletion(msgspec.Struct):
     choices: list[_Choice]
 
 
@@ -365,7 +365,7 @@ def _generated(who: str, answer: ServerAnswer) -> GeneratedAnswer:
     """Returns what an answer has generated. Raises _Unproved."""
     _check_status(who, answer)
     try:
-        choice = msgspec.json.decode(answer.body, type=_Completion).choices[0]
+        choice = msgspec.json.decode(answer.body, type=_GeneratedCompletion).choices[0]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, IndexError):
         raise _Unproved(f"the answer of {who} is no completion", remedies.RESTART) from None
     return GeneratedAnswer(choice.text, tuple(choice.token_ids or ()))

@@ -842,4 +842,5 @@ MUTANTS: list[tuple[str, ...]] = [
     ("doctor: a router in front of the proxy is not seen", "doctor/server_client.py", "if server.lower() not in OWN_SERVERS:", "if False:", "tests/doctor/test_doctor_proxy.py"),
     ("doctor: cut answers are fine", "doctor/proxy_checks.py", "if cut := page.total(REQUESTS, outcome=\"timeout\"):", "if cut := 0:", "tests/doctor/test_doctor_proxy.py"),
     ("doctor: a drained instance is in use", "doctor/proxy_checks.py", "    if row.leaving:\n", "    if False:\n", "tests/doctor/test_doctor_proxy.py"),
+    ("doctor: UCX without cuda_ipc is fine", "doctor/this_machine.py", "if device == \"cuda\" and has_cuda == is_exclusion:", "if False:", "tests/doctor/test_this_machine.py"),
 ]

@@ -191,6 +191,18 @@ def test_gpus_and_their_links(healthy: ScriptedMachine) -> None:
     assert any(line.startswith("OK   gpu: 2 to use, 1 active NVLinks") for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("names", "is_fault"),
+    [("tcp,cuda_copy", True), ("^cuda_ipc", True), ("tcp,cuda", False), ("^tcp", False)],
+)
+def test_ucx_without_cuda_ipc(healthy: ScriptedMachine, names: str, is_fault: bool) -> None:
+    healthy.setenv("UCX_TLS", names)
+    assert "leaves cuda_ipc out" not in str(examined()), "KV is in host memory"
+    healthy.version = "0.32.0"
+    healthy.gpus = ("0",)
+    assert ("leaves cuda_ipc out" in str(examined())) == is_fault
+
+
 # The command --------------------------------------------------------------------------------------
 def test_the_report_has_no_key(
     healthy: ScriptedMachine, capsys: pytest.CaptureFixture[str]

@@ -50,6 +50,7 @@ def examine(report: Report, key_file: str) -> None:
         report.ok("key", "not checked: --key-file FILE checks one and prints its fingerprint")
     device = _examine_gpus(report, version)
     _examine_devices(report)
+    _examine_ucx(report, device)
     _examine_transports(report, device)
     _examine_limits(report)
 
@@ -164,7 +165,7 @@ def _active_nvlinks() -> int:
 
 
 def _examine_devices(report: Report) -> None:
-    """Adds RDMA devices, their limits, and the user's settings of UCX."""
+    """Adds RDMA devices and their limit."""
     devices = nixl.rdma_devices()
     report.ok("rdma", ", ".join(devices) or "no device")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -174,15 +175,29 @@ def _examine_devices(report: Report) -> None:
             f"{locked >> 10} KiB may be locked, and RDMA locks the KV cache",
             "raise it: ulimit -l unlimited, docker run --ulimit memlock=-1, LimitMEMLOCK=infinity",
         )
+
+
+def _examine_ucx(report: Report, device: str) -> None:
+    """Adds the user's settings of UCX. `device`: of KV caches, cpu or cuda."""
     chosen = os.environ.get("UCX_NET_DEVICES", "")
     # UCX names a port of an RDMA device, or a network interface: mlx5_0:1, eth0.
-    known = {"all", *devices, *_interfaces()}
+    known = {"all", *nixl.rdma_devices(), *_interfaces()}
     missing = [name for name in chosen.split(",") if name and name.partition(":")[0] not in known]
     if missing:
         report.warn(
             "ucx",
             f"UCX_NET_DEVICES names {', '.join(missing)}, which this machine does not have",
             f"name some of {', '.join(sorted(known))}, or unset it",
+        )
+        return
+    names = os.environ.get("UCX_TLS", "all")
+    is_exclusion = names.startswith("^")
+    has_cuda = bool({"all", "cuda", "cuda_ipc"} & set(names.lstrip("^").split(",")))
+    if device == "cuda" and has_cuda == is_exclusion:
+        report.warn(
+            "ucx",
+            f"UCX_TLS={names} leaves cuda_ipc out, by which GPUs of one machine read each other",
+            "add cuda to it, or unset it",
         )
         return
     given = [f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith("UCX_")]

@@ -68,7 +68,7 @@ def test_a_healthy_fleet_has_no_finding(key_file: str) -> None:
     ] * 4
     assert all(pair.prompt_tokens == 1000 and pair.reused_bytes for pair in report.pairs)
     lines = list(report.lines())
-    assert any("equal answers to 1000 tokens" in line and "by tcp" in line for line in lines)
+    assert any("equal answers to 1,000 tokens" in line and "by tcp" in line for line in lines)
 
 
 def all_engines(**fields: object) -> Plant:
@@ -170,8 +170,8 @@ FAULTS: dict[str, tuple[Plant, list[str]]] = {
     "other weights and dtype": (
         at_p(weights="b4", dtype="fp16"),
         [
-            "FAIL pair: dtype is fp16 on one side and bf16 on the other; start both",
-            "FAIL pair: weights is b4 on one side and unknown on the other; serve the same files",
+            "FAIL pair: dtype is fp16 at P and bf16 at D; start both",
+            "FAIL pair: weights is b4 at P and unknown at D; serve the same files",
         ]
         * 2,
     ),

@@ -84,7 +84,7 @@ def test_with_the_fleet_key_each_pair_is_proved(tmp_path: Path) -> None:
     path.chmod(0o600)
     report = examined(words=("--key-file", str(path)))
     assert troubles(report) == []
-    assert len([f for f in report.findings if "equal answers to 1000 tokens" in f.text]) == 4
+    assert len([f for f in report.findings if "equal answers to 1,000 tokens" in f.text]) == 4
 
 
 def p0(**fields: object) -> Callable[[World], object]:

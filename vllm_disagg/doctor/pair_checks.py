@@ -57,7 +57,8 @@ def _fit(
 ) -> bool:
     """Adds each field in which two engines with DisaggConnector differ."""
     fields = list(differences(prefill.layout, decode.layout))
-    for words in fields:
+    for fact, at_prefill, at_decode in fields:
+        words = f"{fact} is {at_prefill} at P and {at_decode} at D"
         report.fail(name, words, remedies.of_fact(words))
     if fields:
         return False

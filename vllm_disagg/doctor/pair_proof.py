@@ -76,17 +76,15 @@ class PairFigures:
 
     def text(self) -> str:
         """Formats the figures for people."""
-        parts = [f"{self.kv_bytes} bytes of KV"]
-        if self.transports:
-            parts.append(f"by {', '.join(self.transports)}")
-        else:
-            parts.append("by UCX (stock vLLM does not state the transport)")
+        by = ", ".join(self.transports) or "UCX (stock vLLM does not state the transport)"
+        parts = [f"{self.kv_bytes:,} bytes of KV by {by} in {self.load_seconds * 1000:.0f} ms"]
         if self.early_share is not None:
             parts.append(f"{self.early_share:.0%} of them during the prefill")
-        parts.append(f"load {self.load_seconds:.2f} s")
-        times = f"{self.seconds:.2f} s with the pair, {self.seconds_alone:.2f} s at D alone"
-        back = f"; P read {self.reused_bytes} bytes back" if self.reused_bytes else ""
-        return f"equal answers to {self.prompt_tokens} tokens; {' '.join(parts)}; {times}{back}"
+        parts.append(f"{self.seconds * 1000:.0f} ms with the pair")
+        parts.append(f"{self.seconds_alone * 1000:.0f} ms at D alone")
+        if self.reused_bytes:
+            parts.append(f"P read {self.reused_bytes:,} bytes back")
+        return f"equal answers to {self.prompt_tokens:,} tokens; {', '.join(parts)}"
 
     def document(self) -> dict[str, Any]:
         """Returns the figures for programs."""
@@ -319,12 +317,12 @@ class PairProof:
             prefill=self._prefill.instance.url,
             decode=self._decode.instance.url,
             prompt_tokens=len(_prompt(self._decode)),
-            seconds=seconds,
-            seconds_alone=seconds_alone,
+            seconds=round(seconds, 3),
+            seconds_alone=round(seconds_alone, 3),
             kv_bytes=int(received),
             transports=[name for name, size in new.items() if size > old.get(name, 0.0)],
             early_share=None if is_nixl else early,
-            load_seconds=increase(load),
+            load_seconds=round(increase(load), 6),
             reused_bytes=reused,
         )
 

@@ -59,15 +59,15 @@ class EngineCard(msgspec.Struct, frozen=True):
 
 def difference(ours: dict[str, str], theirs: dict[str, str]) -> str:
     """Returns the first fact that keeps two engines from exchanging KV; empty if there is none."""
-    return next(differences(ours, theirs), "")
+    for fact, here, there in differences(ours, theirs):
+        return f"{fact} is {here} on one side and {there} on the other"
+    return ""
 
 
-def differences(ours: dict[str, str], theirs: dict[str, str]) -> Iterator[str]:
-    """Yields each fact that keeps two engines from exchanging KV."""
+def differences(ours: dict[str, str], theirs: dict[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Yields each fact that keeps two engines from exchanging KV: name, our value, theirs."""
     # Sorted, so that both engines and the proxy name the same fact of several.
     for fact in sorted(ours.keys() | theirs.keys()):
-        here = ours.get(fact, "unknown")
-        there = theirs.get(fact, "unknown")
         # A fact that only one side has is a difference: the other is of another version.
         if ours.get(fact) != theirs.get(fact):
-            yield f"{fact} is {here} on one side and {there} on the other"
+            yield fact, ours.get(fact, "unknown"), theirs.get(fact, "unknown")

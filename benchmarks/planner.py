@@ -188,7 +188,7 @@ def capacities() -> None:
         ("opt-66b", 4, 78_496),
         ("opt-175b", 8, 59_520),
     ):
-        found = model.load(name).kv_capacity(80 * GIB, tp, 1)
+        found = model.load(name).kv_capacity(80 * GIB, distserve.MEMORY_UTILIZATION, tp, 1)
         note(
             f"kv_{name}_tp{tp}",
             found,

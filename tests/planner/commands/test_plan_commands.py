@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from vllm_disagg import cli
+from vllm_disagg.planner.commands import flags
 
 BASE = ["--coefficients", "distserve-a100", "--model", "opt-13b", "--ttft", "0.2", "--tpot", "0.1"]
 QUICK = [*BASE, "--requests", "60", "--seeds", "2"]
@@ -157,6 +159,18 @@ def test_a_profile_is_planned_with(capsys: pytest.CaptureFixture[str], tmp_path:
         ]
         == 1
     )
+
+
+def test_a_profile_without_a_model_names_the_one_it_measured(tmp_path: Path) -> None:
+    path = tmp_path / "points.json"
+    prefill = [{"tokens": [n], "seconds": 1e-4 * n} for n in (32, 128, 512)]
+    decode = [{"contexts": [n], "seconds": 0.01} for n in (32, 128, 512)]
+    points = {"version": 1, "model": "org/m", "kv_tokens": 20000}
+    path.write_text(json.dumps({**points, "prefill": prefill, "decode": decode}))
+    parser = argparse.ArgumentParser()
+    flags.add_arguments(parser)
+    planned = flags.read(parser.parse_args(["--profile", str(path)]), 2, "--gpus")
+    assert planned.model == "org/m"
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,7 @@ def test_commands_start_what_was_planned() -> None:
     assert (
         same[0]
         == "vllm-disagg up --model facebook/opt-13b --prefill 2 --decode 1 --tensor-parallel-size 2"
+        " -- --gpu-memory-utilization 0.94"
     )
     assert (
         sum("kv_producer" in line for line in same) == 2
@@ -210,7 +211,7 @@ def test_commands_give_all_flags_of_the_simulation() -> None:
         distserve_scenario("opt-13b", 0.2, 2, 10, 1), distserve=False, sequences=64, budget=4096
     )
     up, _, prefill, decode, proxy = output.commands(scenario, placement, "m")
-    scheduler = "--max-num-batched-tokens 4096 --max-num-seqs 64"
+    scheduler = "--max-num-batched-tokens 4096 --max-num-seqs 64 --gpu-memory-utilization 0.94"
     assert up.endswith(f"-- {scheduler}") and scheduler in prefill and scheduler in decode
     assert "--policy prefix_aware --prefill-concurrency 8" in proxy
     other = msgspec.structs.replace(scenario, policy="round_robin", concurrency=4)
@@ -228,6 +229,64 @@ def test_commands_give_all_flags_of_the_simulation() -> None:
     assert (
         "--max-num-batched-tokens 32 --max-num-seqs 32" in output.commands(small, colocated, "m")[0]
     )
+
+
+def _of_gpus(prefill: str, decode: str) -> Scenario:
+    """Returns a scenario of rooflines without flags for the engines."""
+    found = model.load("llama-3.1-8b")
+    sources = [
+        PerformanceSource("roofline", name, found, hardware.gpu(name)) for name in (prefill, decode)
+    ]
+    return msgspec.structs.replace(
+        distserve_scenario("opt-13b", 0.2, 2, 10, 1),
+        prefill=sources[0],
+        decode=sources[1],
+        distserve=False,
+        overlap=True,
+    )
+
+
+def test_commands_have_the_defaults_of_each_gpu_as_they_were_simulated() -> None:
+    placement = Placement(ReplicaGroup(1, 1, 1), ReplicaGroup(1, 1, 1))
+    scenario = _of_gpus("b200", "a100")
+    _, prefill, decode, _ = output.commands(scenario, placement, "m")
+    large = "--max-num-batched-tokens 16384 --max-num-seqs 1024 --gpu-memory-utilization 0.92"
+    small = "--max-num-batched-tokens 2048 --max-num-seqs 256 --gpu-memory-utilization 0.92"
+    assert large in prefill and small in decode, "two kinds of GPU are no `up`"
+    deployment = scenario.deployment(placement)
+    assert deployment.decode
+    assert (deployment.prefill.rules.budget, deployment.prefill.rules.sequences) == (16_384, 1024)
+    assert (deployment.decode.rules.budget, deployment.decode.rules.sequences) == (2048, 256)
+    assert output.describe(scenario)["engines"]["decode"]["max_num_seqs"] == 256
+    equal = output.commands(_of_gpus("b200", "b200"), placement, "m")
+    assert equal[0].startswith("vllm-disagg up") and equal[0].endswith(large)
+
+
+def test_more_sequences_than_tokens_of_a_step_are_not_simulated() -> None:
+    """vLLM refuses to start with them."""
+    small = Placement(ReplicaGroup(1, 1, 1), None, 512)
+    scenario = _of_gpus("h100", "h100")
+    assert scenario.deployment(small).prefill.rules.sequences == 512
+    assert "--max-num-seqs 512" in output.commands(scenario, small, "m")[0]
+
+
+def test_commands_without_chunks_have_steps_for_the_longest_request() -> None:
+    whole = Placement(ReplicaGroup(1, 1, 1), None, 8192, False)
+    scenario = msgspec.structs.replace(
+        _of_gpus("h100", "h100"), workload=workload.load("9000:1000"), seeds=1
+    )
+    assert (
+        "--no-enable-chunked-prefill --max-num-batched-tokens 10000 --max-model-len 10000"
+        in output.commands(scenario, whole, "m")[0]
+    )
+
+
+def test_commands_have_the_kv_limit_in_bytes_of_a_gpu() -> None:
+    placement = Placement(ReplicaGroup(2, 1, 1), ReplicaGroup(2, 1, 1))
+    limited = msgspec.structs.replace(_of_gpus("h100", "h100"), kv_limit=50_000)
+    line = output.commands(limited, placement, "m")[0]
+    assert line.endswith(f"--kv-cache-memory-bytes {50_000 * 131_072 // 2}")
+    assert "utilization" not in line
 
 
 def test_the_planner_has_the_routing_defaults_of_the_proxy() -> None:

@@ -15,7 +15,6 @@ from ..simulation import workload
 from ..simulation.simulator import Objective
 
 DEFAULT_WORKLOAD = "sharegpt-like"
-DEFAULT_BUDGET_TOKENS = 8192  # of a step, if neither a flag nor the profile gives one
 DEFAULT_REQUESTS = sample_size.MIN_REQUESTS
 DEFAULT_LINKS = {"coefficients": "none", "profile": "none", "roofline": "ib-400"}
 
@@ -141,14 +140,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-num-batched-tokens",
         metavar="N",
         type=int,
-        help=f"token budget of a step (default: {DEFAULT_BUDGET_TOKENS}, or that of the profile)",
+        help="token budget of a step (default: that of the profile, else vLLM's for the GPU:"
+        " 16384 from 160 GiB, 8192 from 70 GiB except A100, 2048)",
     )
     add(
         "--max-num-seqs",
         metavar="N",
         type=int,
-        default=256,
-        help="sequences that run at once in an instance (default: %(default)s)",
+        help="sequences that run at once in an instance"
+        " (default: vLLM's for the GPU: 1024 from 70 GiB except A100, 256)",
     )
     add(
         "--kv-limit",
@@ -197,11 +197,11 @@ def read(args: argparse.Namespace, gpus: int, flag: str) -> PlanInputs:
         policy=args.policy,
         concurrency=args.prefill_concurrency,
         kv_limit=args.kv_limit,
-        budget=args.max_num_batched_tokens or prefill.budget or DEFAULT_BUDGET_TOKENS,
-        sequences=args.max_num_seqs,
+        budget=args.max_num_batched_tokens or 0,
+        sequences=args.max_num_seqs or 0,
         distserve=like_distserve,
     )
-    return PlanInputs(scenario, known_models.servable_name(args.model or prefill.name), fits)
+    return PlanInputs(scenario, known_models.servable_name(args.model or prefill.served), fits)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -281,5 +281,6 @@ def _profiled(
         kv_tokens=points.kv_tokens,
         budget=points.max_num_batched_tokens or 0,
         beside=points.beside,
+        served=points.model,
     )
     return source, [(path, fit)]

@@ -10,7 +10,13 @@ from ...fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY, KV
 from ..cost import queueing
 from ..search.advice import Advice
 from ..search.optimizer import PlacementScore
-from ..search.scenario import GPUS_PER_NODE, Placement, ReplicaGroup, Scenario
+from ..search.scenario import (
+    GPUS_PER_NODE,
+    PerformanceSource,
+    Placement,
+    ReplicaGroup,
+    Scenario,
+)
 
 # --- commands ---
 
@@ -23,28 +29,30 @@ def commands(scenario: Scenario, placement: Placement, model: str) -> list[str]:
     """
     if not placement.decode:
         return _colocated(scenario, placement, model)
-    engine = _engine_flags(scenario)
     routing = _routing_flags(scenario)
     lines = []
     p = placement.prefill
     d = placement.decode
+    of_prefill = _engine_flags(scenario, scenario.prefill, p)
+    of_decode = _engine_flags(scenario, scenario.decode, d)
     # DistServe's rules limit no concurrency.
     is_default_proxy = scenario.policy == DEFAULT_POLICY and (
         scenario.distserve or scenario.concurrency == DEFAULT_PREFILL_CONCURRENCY
     )
-    # `up` starts instances of one shape, and a proxy with default routing.
-    if (p.tp, p.pp) == (d.tp, d.pp) and p.pp == 1 and is_default_proxy:
+    # `up` starts instances of one shape with the same flags, and a proxy with default routing.
+    is_one_shape = (p.tp, p.pp) == (d.tp, d.pp) and p.pp == 1
+    if is_one_shape and of_prefill == of_decode and is_default_proxy:
         parallel = ["--tensor-parallel-size", str(p.tp)] if p.tp > 1 else []
         instances = ["--prefill", str(p.n), "--decode", str(d.n)]
-        passed_on = ["--", *engine] if engine else []
+        passed_on = ["--", *of_prefill] if of_prefill else []
         up = ["vllm-disagg", "up", "--model", model, *instances, *parallel, *passed_on]
         lines.append(shlex.join(up))
     lines.append("vllm-disagg key fleet.key")
     proxy = ["vllm-disagg", "proxy", "--key-file", "fleet.key", *routing]
     prefixes = iter(_own_gpus(scenario, placement))
-    for role, flag, group, base in (
-        (KV_ROLES["prefill"], "--prefill", p, 8100),
-        (KV_ROLES["decode"], "--decode", d, 8200),
+    for role, flag, group, engine, base in (
+        (KV_ROLES["prefill"], "--prefill", p, of_prefill, 8100),
+        (KV_ROLES["decode"], "--decode", d, of_decode, 8200),
     ):
         for n in range(group.n):
             transfer = {
@@ -70,6 +78,8 @@ def remarks(scenario: Scenario, placement: Placement) -> list[str]:
             "prefill and decode differ in parallelism, or use pipelines: see README, what is not"
             " supported yet, before you start it"
         )
+    if d and not scenario.overlap and not scenario.distserve:
+        found.append("simulated with --no-overlap; these commands move KV during the prefill")
     instances = p.n + (d.n if d else 0)
     if not _is_of_gpus(scenario) and instances > 1:
         found.append(
@@ -106,12 +116,17 @@ def _own_gpus(scenario: Scenario, placement: Placement) -> list[str]:
 
 def _colocated(scenario: Scenario, placement: Placement, model: str) -> list[str]:
     """Lists the commands of a colocated placement; one instance needs no proxy."""
-    schedule = ["--no-enable-chunked-prefill"]
-    if placement.chunked:
-        schedule = ["--max-num-batched-tokens", str(placement.budget)]
+    source = scenario.decode if placement.on_decode_gpus else scenario.prefill
+    limits = scenario.limits(source, placement.budget)
+    budget = ["--max-num-batched-tokens", str(limits.budget)]
+    schedule = budget
+    if not placement.chunked:
+        schedule = ["--no-enable-chunked-prefill"]
+        if not scenario.distserve:
+            schedule += _whole_prompts(scenario, limits.budget)
     if not scenario.distserve:
-        budget = placement.budget if placement.chunked else scenario.sequences
-        schedule += ["--max-num-seqs", str(min(scenario.sequences, budget))]
+        schedule += ["--max-num-seqs", str(limits.sequences)]
+    schedule += _memory_flags(scenario, source, placement.prefill)
     lines = []
     proxy = ["vllm-disagg", "proxy", "--policy", scenario.policy]
     prefixes = _own_gpus(scenario, placement)
@@ -122,14 +137,35 @@ def _colocated(scenario: Scenario, placement: Placement, model: str) -> list[str
     return lines if placement.prefill.n == 1 else [*lines, shlex.join(proxy)]
 
 
-def _engine_flags(scenario: Scenario) -> list[str]:
-    """Returns the scheduling flags of an instance; DistServe's rules have no such limits."""
+def _whole_prompts(scenario: Scenario, budget: int) -> list[str]:
+    """Returns the token budget of steps with whole prompts, and the longest request.
+
+    Without chunks vLLM starts only if the longest request fits a step.
+    """
+    sample = scenario.samples()[0]
+    longest = max(map(sum, zip(sample.prompts, sample.outputs, strict=True)))
+    limit = str(max(budget, longest))
+    return ["--max-num-batched-tokens", limit, "--max-model-len", limit]
+
+
+def _engine_flags(scenario: Scenario, source: PerformanceSource, group: ReplicaGroup) -> list[str]:
+    """Returns the flags of an instance; DistServe's rules limit neither tokens nor sequences."""
+    memory = _memory_flags(scenario, source, group)
     if scenario.distserve:
-        return []
-    # vLLM refuses to start with more sequences than tokens in a step.
-    sequences = min(scenario.sequences, scenario.budget)
-    budget = ["--max-num-batched-tokens", str(scenario.budget)]
-    return [*budget, "--max-num-seqs", str(sequences)]
+        return memory
+    limits = scenario.limits(source)
+    budget = ["--max-num-batched-tokens", str(limits.budget)]
+    return [*budget, "--max-num-seqs", str(limits.sequences), *memory]
+
+
+def _memory_flags(scenario: Scenario, source: PerformanceSource, group: ReplicaGroup) -> list[str]:
+    """Returns the flag for the memory of an instance; a profile without --kv-limit has none."""
+    if scenario.kv_limit and source.model:
+        rank_bytes = source.model.kv_bytes_of_rank(scenario.kv_limit, group.tp, group.pp)
+        return ["--kv-cache-memory-bytes", str(rank_bytes)]
+    if source.memory_utilization:
+        return ["--gpu-memory-utilization", f"{source.memory_utilization:g}"]
+    return []
 
 
 def _routing_flags(scenario: Scenario) -> list[str]:
@@ -208,9 +244,21 @@ def describe(scenario: Scenario) -> dict[str, Any]:
         "overlap": scenario.overlap,
         "policy": scenario.policy,
         "prefill_concurrency": None if scenario.distserve else scenario.concurrency,
-        "max_num_batched_tokens": None if scenario.distserve else scenario.budget,
-        "max_num_seqs": None if scenario.distserve else scenario.sequences,
+        "engines": {
+            "prefill": _limits(scenario, scenario.prefill),
+            "decode": _limits(scenario, scenario.decode),
+        },
         "kv_limit": scenario.kv_limit or None,
+    }
+
+
+def _limits(scenario: Scenario, source: PerformanceSource) -> dict[str, Any]:
+    """Describes the limits of a P or D instance; DistServe's rules limit no tokens."""
+    limits = scenario.limits(source)
+    return {
+        "max_num_batched_tokens": None if scenario.distserve else limits.budget,
+        "max_num_seqs": None if scenario.distserve else limits.sequences,
+        "gpu_memory_utilization": source.memory_utilization or None,
     }
 
 

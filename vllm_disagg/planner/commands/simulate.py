@@ -48,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
     scenario = _scaled(flags.read(args, placement.gpus, "instances of").scenario, args.scale)
     _check(scenario, placement)
     if not placement.decode:
-        placement = msgspec.structs.replace(placement, budget=scenario.budget)
+        budget = scenario.limits(scenario.prefill).budget
+        placement = msgspec.structs.replace(placement, budget=budget)
     if not 0 < args.rate < float("inf"):
         raise ConfigError(f"--rate: {args.rate} is not a rate: give requests/s, more than 0")
     if not args.requests:

@@ -1,7 +1,7 @@
-"""Known GPUs and links, with the source of every figure.
+"""Known GPUs and links, with the source of every figure, and vLLM's defaults on each GPU.
 
 Sources: NVIDIA data sheets (dense figures, without sparsity) as NVIDIA AIConfigurator and BLIS
-embed them.
+embed them. Memory is what CUDA reports as a GPU's total, up to 6 % from the data sheet's figure.
 """
 
 from __future__ import annotations
@@ -36,19 +36,46 @@ GPUS = {
     gpu.name: gpu
     for gpu in (
         # A100-SXM4-80GB and A100-SXM4-40GB data sheets.
-        GpuType("a100", 312e12, 2.039e12, 80 * GIB, 300e9, 0.60, 0.60),
-        GpuType("a100-40", 312e12, 1.555e12, 40 * GIB, 300e9, 0.60, 0.60),
-        GpuType("h100", 989e12, 3.35e12, 80 * GIB, 450e9),  # H100-SXM5 data sheet
+        GpuType("a100", 312e12, 2.039e12, 79.1 * GIB, 300e9, 0.60, 0.60),
+        GpuType("a100-40", 312e12, 1.555e12, 39.4 * GIB, 300e9, 0.60, 0.60),
+        GpuType("h100", 989e12, 3.35e12, 79.1 * GIB, 450e9),  # H100-SXM5 data sheet
         # As H100, with NVLink limited to 400 GB/s both ways.
-        GpuType("h800", 989e12, 3.35e12, 80 * GIB, 200e9),
-        GpuType("h200", 989e12, 4.8e12, 141e9, 450e9),  # H200-SXM data sheet
-        GpuType("h20", 148e12, 4.0e12, 96e9, 450e9),  # H20: bandwidth-heavy
-        GpuType("b200", 2250e12, 8.0e12, 180e9, 900e9),  # HGX B200 data sheet
-        GpuType("l40s", 362e12, 0.864e12, 48e9, 32e9),  # L40S data sheet; PCIe 4 x16 between GPUs
-        GpuType("a10", 125e12, 0.6e12, 24e9, 32e9),  # A10 data sheet; PCIe 4
-        GpuType("l4", 121e12, 0.3e12, 24e9, 32e9),  # L4 data sheet; PCIe 4
+        GpuType("h800", 989e12, 3.35e12, 79.1 * GIB, 200e9),
+        GpuType("h200", 989e12, 4.8e12, 139.8 * GIB, 450e9),  # H200-SXM data sheet
+        GpuType("h20", 148e12, 4.0e12, 95.0 * GIB, 450e9),  # H20: bandwidth-heavy
+        GpuType("b200", 2250e12, 8.0e12, 178.3 * GIB, 900e9),  # HGX B200 data sheet
+        # L40S data sheet; PCIe 4 x16 between GPUs.
+        GpuType("l40s", 362e12, 0.864e12, 44.4 * GIB, 32e9),
+        GpuType("a10", 125e12, 0.6e12, 22.0 * GIB, 32e9),  # A10 data sheet; PCIe 4
+        GpuType("l4", 121e12, 0.3e12, 22.0 * GIB, 32e9),  # L4 data sheet; PCIe 4
     )
 }
+
+# Share of a GPU's memory that vLLM uses: --gpu-memory-utilization of vLLM 0.28 to 0.32.
+GPU_MEMORY_UTILIZATION = 0.92
+
+
+class EngineDefaults(msgspec.Struct, frozen=True):
+    """Limits of `vllm serve` that depend on the GPU and that no flag sets."""
+
+    budget: int  # tokens of a step: --max-num-batched-tokens
+    sequences: int  # that run at once: --max-num-seqs
+
+
+LARGE_MEMORY_BYTES = 160 * GIB
+MEDIUM_MEMORY_BYTES = 70 * GIB
+
+
+def engine_defaults(gpu: GpuType | None) -> EngineDefaults:
+    """Returns the defaults of an API server of vLLM 0.28 to 0.32; None is an unknown GPU.
+
+    Source: `EngineArgs.get_batch_defaults`. An A100 has the small ones by its name.
+    """
+    if gpu and gpu.memory >= LARGE_MEMORY_BYTES:
+        return EngineDefaults(16_384, 1024)
+    if gpu and gpu.memory >= MEDIUM_MEMORY_BYTES and "a100" not in gpu.name:
+        return EngineDefaults(8192, 1024)
+    return EngineDefaults(2048, 256)
 
 
 class NetworkLink(msgspec.Struct, frozen=True):

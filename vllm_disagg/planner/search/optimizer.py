@@ -104,7 +104,9 @@ def colocated(scenario: Scenario) -> list[Placement]:
         sources.append(scenario.decode)
     found = []
     for on_decode_gpus, source in enumerate(sources):
-        budgets = sorted({source.budget} if source.budget else BASELINE_BUDGETS_TOKENS)
+        budgets = [source.budget]
+        if not source.budget:
+            budgets = sorted({*BASELINE_BUDGETS_TOKENS, source.defaults.budget})
         for tp, pp in source.shapes(scenario.gpus):
             group = ReplicaGroup(tp, pp, scenario.gpus // (tp * pp))
             found += [

@@ -9,7 +9,14 @@ import msgspec
 from ...errors import ConfigError
 from ...fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY, PolicyName
 from ..cost import distserve
-from ..cost.hardware import GIB, LINKS, GpuType, NetworkLink
+from ..cost.hardware import (
+    GPU_MEMORY_UTILIZATION,
+    LINKS,
+    EngineDefaults,
+    GpuType,
+    NetworkLink,
+    engine_defaults,
+)
 from ..cost.latency import (
     LatencyModel,
     LinearLatency,
@@ -41,7 +48,8 @@ class PerformanceSource(msgspec.Struct, frozen=True):
     gpu: GpuType | None = None
     fitted: LinearLatency | None = None
     kv_tokens: int = 0  # of the profiled instance
-    budget: int = 0  # its token budget
+    budget: int = 0  # its token budget; 0 if the file has none
+    served: str = ""  # its model's name
     beside: int = 0  # other instances of its machine that were under load
     scale: float = 1.0  # on all times, from a refit
 
@@ -82,7 +90,23 @@ class PerformanceSource(msgspec.Struct, frozen=True):
         """Returns the tokens of KV that an instance holds."""
         if self.fitted or not self.model:
             return self.kv_tokens
-        return self.model.kv_capacity(self.gpu.memory if self.gpu else 80 * GIB, tp, pp)
+        memory = self.gpu.memory if self.gpu else distserve.GPU_MEMORY_BYTES
+        return self.model.kv_capacity(memory, self.memory_utilization, tp, pp)
+
+    @property
+    def memory_utilization(self) -> float:
+        """Share of a GPU's memory that an instance uses; 0 for a profile, which has its tokens."""
+        if self.fitted:
+            return 0.0
+        if self.kind == "coefficients":
+            return distserve.MEMORY_UTILIZATION
+        return GPU_MEMORY_UTILIZATION
+
+    @property
+    def defaults(self) -> EngineDefaults:
+        """Limits of an instance that is started without flags, or as it was profiled."""
+        found = engine_defaults(self.gpu)
+        return EngineDefaults(self.budget or found.budget, found.sequences)
 
     def words(self) -> str:
         """Describes for people which constants were measured."""
@@ -166,8 +190,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     policy: PolicyName = DEFAULT_POLICY
     concurrency: int = DEFAULT_PREFILL_CONCURRENCY
     kv_limit: int = 0  # tokens of KV of each instance, instead of what its memory holds
-    budget: int = 8192
-    sequences: int = 256
+    budget: int = 0  # tokens of a step; 0: the default of each source
+    sequences: int = 0  # that run at once; 0: the default of each source
     distserve: bool = False  # DistServe's rules and clock
     tolerance: float = 0.01
 
@@ -189,14 +213,13 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         """
         if not placement.decode:
             source = self.decode if placement.on_decode_gpus else self.prefill
-            rules = self._rules(placement.budget, placement.chunked)
+            rules = self._rules(source, placement.budget, placement.chunked)
             side = self._side(source, placement.prefill, rules)
             return Deployment(side, distserve=self.distserve, policy=self.policy)
-        rules = self._rules(0, True)
         model = self.prefill.model
         return Deployment(
-            self._side(self.prefill, placement.prefill, rules),
-            self._side(self.decode, placement.decode, rules),
+            self._side(self.prefill, placement.prefill, self._rules(self.prefill, 0, True)),
+            self._side(self.decode, placement.decode, self._rules(self.decode, 0, True)),
             Handoff(
                 self.link,
                 model.kv_per_token if model else 0.0,
@@ -215,11 +238,21 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         kv = self.kv_limit or source.kv(group.tp, group.pp)
         return ReplicaPool(group.n, _latency(source, group.tp, group.pp), kv, rules)
 
-    def _rules(self, budget: int, chunked: bool) -> SchedulingRules:
+    def limits(self, source: PerformanceSource, budget: int = 0) -> EngineDefaults:
+        """Returns the limits of an instance; `budget` 0 selects the scenario's own.
+
+        vLLM refuses to start with more sequences than tokens in a step.
+        """
+        budget = budget or self.budget or source.defaults.budget
+        sequences = self.sequences or source.defaults.sequences
+        return EngineDefaults(budget, min(sequences, budget))
+
+    def _rules(self, source: PerformanceSource, budget: int, chunked: bool) -> SchedulingRules:
         """Returns the scheduling rules; `budget` 0 selects the scenario's own."""
         if self.distserve:
             return SchedulingRules(budget if budget and chunked else UNLIMITED, UNLIMITED, chunked)
-        return SchedulingRules(budget or self.budget, self.sequences, chunked)
+        limits = self.limits(source, budget)
+        return SchedulingRules(limits.budget, limits.sequences, chunked)
 
     def words(self) -> list[str]:
         """Describes for people the source of the times, and the traffic."""
@@ -260,7 +293,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             base, slope = latency.decode(n, True)
             return latency.pp * (base + slope * n * context)
 
-        sequences = UNLIMITED if self.distserve else self.sequences
+        sequences = UNLIMITED if self.distserve else self.limits(self.decode).sequences
         low = 1
         high = max(1, min(sequences, int(room) // latency.pp))
         if step_seconds(high) > self.objective.tpot:

@@ -30,7 +30,7 @@ from .workload import WorkloadSample
 
 
 class SchedulingRules(msgspec.Struct, frozen=True):
-    """Scheduling rules of a replica; the defaults are those of vLLM."""
+    """Scheduling rules of a replica."""
 
     budget: int = 8192  # tokens of a step: max_num_batched_tokens
     sequences: int = 256  # that run at once: max_num_seqs

@@ -1,0 +1,50 @@
+"""The planner's limits of engines, against those of the vLLM that is installed."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from vllm.config import CacheConfig
+from vllm.engine import arg_utils
+from vllm.usage.usage_lib import UsageContext
+
+from vllm_disagg.planner.cost import hardware
+
+
+class NamedGpu:
+    """Stands for vLLM's platform on one GPU."""
+
+    def __init__(self, gpu: hardware.GpuType) -> None:
+        self._gpu = gpu
+
+    def get_device_total_memory(self) -> int:
+        """Returns the bytes of the GPU's memory."""
+        return int(self._gpu.memory)
+
+    def get_device_name(self) -> str:
+        """Returns the name as CUDA has it."""
+        return f"NVIDIA {self._gpu.name.upper()}"
+
+    def is_tpu(self) -> bool:
+        """Returns false."""
+        return False
+
+    def is_cpu(self) -> bool:
+        """Returns false."""
+        return False
+
+
+@pytest.mark.parametrize("name", hardware.GPUS)
+def test_the_planner_has_vllms_limits_of_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = hardware.gpu(name)
+    monkeypatch.setattr(arg_utils, "current_platform", NamedGpu(gpu))
+    tokens, sequences = arg_utils.EngineArgs.get_batch_defaults(1)
+    found = hardware.engine_defaults(gpu)
+    assert found.budget == tokens[UsageContext.OPENAI_API_SERVER]
+    assert found.sequences == sequences[UsageContext.OPENAI_API_SERVER]
+
+
+def test_the_planner_has_vllms_share_of_memory() -> None:
+    default = inspect.signature(CacheConfig).parameters["gpu_memory_utilization"].default
+    assert getattr(default, "default", default) == hardware.GPU_MEMORY_UTILIZATION

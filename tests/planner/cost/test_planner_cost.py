@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.planner.cost import distserve, hardware, model, profile, queueing
+from vllm_disagg.planner.cost import (
+    distserve,
+    families,
+    hardware,
+    model,
+    profile,
+    queueing,
+    sizes,
+)
 from vllm_disagg.planner.cost.latency import (
     LatencyModel,
     LinearLatency,
@@ -61,7 +69,9 @@ def test_kv_capacity_is_within_2_percent_of_what_vllm_logged_on_h100(
 ) -> None:
     """Logs of vLLM on H100-SXM, 2026-02, at 0.9 of the memory (training runs of BLIS)."""
     fields = {"vocab_size": 32000, "tie_word_embeddings": False, "model_type": "llama", **config}
-    found = model.parse("m", {**fields, "num_key_value_heads": kv_heads, "intermediate_size": ffn})
+    found = families.parse(
+        "m", {**fields, "num_key_value_heads": kv_heads, "intermediate_size": ffn}
+    )
     assert found.kv_capacity(hardware.gpu("h100").memory, 0.9, tp, 1) == pytest.approx(
         tokens, rel=0.02
     )
@@ -134,8 +144,8 @@ def test_an_mla_cache_is_not_split_by_tensor_parallelism() -> None:
 
 def test_a_moe_reads_more_experts_with_more_tokens() -> None:
     mixtral = model.load("mixtral-8x7b")
-    assert model.touched(mixtral, 1) == pytest.approx(2)
-    assert 2 < model.touched(mixtral, 4) < model.touched(mixtral, 64) <= 8
+    assert sizes.touched(mixtral, 1) == pytest.approx(2)
+    assert 2 < sizes.touched(mixtral, 4) < sizes.touched(mixtral, 64) <= 8
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "mixtral-8x7b", "deepseek-v3"])
@@ -278,8 +288,8 @@ def test_a_points_file_is_read(tmp_path) -> None:  # type: ignore[no-untyped-def
 
 def test_a_config_json_that_lacks_a_field_is_refused() -> None:
     with pytest.raises(ConfigError, match="no hidden_size"):
-        model.parse("m", {"num_hidden_layers": 2})
+        families.parse("m", {"model_type": "llama", "num_hidden_layers": 2})
     with pytest.raises(ConfigError, match="num_hidden_layers of m is -2"):
-        model.parse("m", {"num_hidden_layers": -2, "hidden_size": 64})
+        families.parse("m", {"model_type": "llama", "num_hidden_layers": -2, "hidden_size": 64})
     with pytest.raises(ConfigError, match="neither a folder"):
         model.load("no-such-model")

@@ -6,8 +6,9 @@ import pytest
 
 from vllm_disagg.fleet.conventions import POLICY_NAMES, PolicyName
 from vllm_disagg.planner.cost import distserve, queueing
-from vllm_disagg.planner.cost.hardware import LINKS
+from vllm_disagg.planner.cost.hardware import LINKS, NetworkLink
 from vllm_disagg.planner.cost.latency import LinearLatency, unloaded_prefill
+from vllm_disagg.planner.cost.sizes import KvLayers
 from vllm_disagg.planner.simulation import workload
 from vllm_disagg.planner.simulation.replica import SchedulingRules
 from vllm_disagg.planner.simulation.simulator import (
@@ -152,6 +153,15 @@ def test_overlap_hides_the_transfer_behind_the_prefill() -> None:
         1.0,
     )
     assert result.transfer[0] == pytest.approx(0.5 * prefill / 40 + LINKS["eth-100"].latency)
+
+
+def test_windows_and_states_are_moved_once() -> None:
+    """Moves 100 bytes a token of the full layers, of 3 other layers the window, and the state."""
+    window = KvLayers(3, 100.0, 8, 512)
+    link = NetworkLink("test", 1e6, 0.0)
+    handoff = Handoff(link, 100.0, windows=(window,), state_bytes=5000.0)
+    assert handoff.wire_seconds(4096) == pytest.approx((409_600 + 3 * 51_200 + 5000) / 1e6)
+    assert handoff.wire_seconds(100) == pytest.approx((10_000 + 3 * 10_000 + 5000) / 1e6)
 
 
 def test_d_reserves_kv_for_prompts_in_transfer() -> None:

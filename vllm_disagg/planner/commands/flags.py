@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass
+
+import msgspec
 
 from ...errors import ConfigError
 from ...fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY, POLICY_NAMES
 from ...workloads import lengths
 from ..cost import distserve, hardware, known_models, model, profile
+from ..cost.sizes import ModelCosts
 from ..search import sample_size
 from ..search.scenario import PerformanceSource, Scenario, check_model
 from ..simulation import workload
@@ -183,6 +187,10 @@ def read(args: argparse.Namespace, gpus: int, flag: str) -> PlanInputs:
     arrivals = workload.arrivals(args.arrivals, work)
     wanted = args.requests or DEFAULT_REQUESTS
     requests, seeds = workload.extent(work, arrivals, wanted, args.seeds)
+    context = _mean_context(work.sample(min(requests, DEFAULT_REQUESTS), 0, arrivals))
+    is_same = prefill == decode
+    prefill = msgspec.structs.replace(prefill, context=context)
+    decode = prefill if is_same else msgspec.structs.replace(decode, context=context)
     scenario = Scenario(
         prefill=prefill,
         decode=decode,
@@ -202,6 +210,11 @@ def read(args: argparse.Namespace, gpus: int, flag: str) -> PlanInputs:
         distserve=like_distserve,
     )
     return PlanInputs(scenario, known_models.servable_name(args.model or prefill.served), fits)
+
+
+def _mean_context(sample: workload.WorkloadSample) -> int:
+    """Returns the tokens that a request holds at its end, in the mean."""
+    return math.ceil((sum(sample.prompts) + sum(sample.outputs)) / len(sample))
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -268,7 +281,7 @@ def _sources(
 
 
 def _profiled(
-    path: str, loaded: model.ModelCosts | None
+    path: str, loaded: ModelCosts | None
 ) -> tuple[PerformanceSource, list[tuple[str, profile.LatencyFit]]]:
     """Returns the source fitted to a file of points, and the fit with the file's path."""
     points = profile.load(path)

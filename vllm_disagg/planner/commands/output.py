@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from typing import Any
 
 from ...fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY, KV_ROLES
 from ..cost import queueing
+from ..cost.sizes import ModelCosts
 from ..search.advice import Advice
 from ..search.optimizer import PlacementScore
 from ..search.scenario import (
@@ -158,14 +160,21 @@ def _engine_flags(scenario: Scenario, source: PerformanceSource, group: ReplicaG
     return [*budget, "--max-num-seqs", str(limits.sequences), *memory]
 
 
+def _limit_bytes(model: ModelCosts, tokens: int, group: ReplicaGroup, context: int) -> int:
+    """Returns the bytes of a KV limit on one GPU."""
+    sequence = model.rank_bytes(context, group.tp, group.pp)
+    return math.ceil(tokens * sequence / context)
+
+
 def _memory_flags(scenario: Scenario, source: PerformanceSource, group: ReplicaGroup) -> list[str]:
-    """Returns the flag for the memory of an instance; a profile without --kv-limit has none."""
+    """Returns the flags for the memory of an instance; a profile without --kv-limit has none."""
+    dtype = ["--kv-cache-dtype", "fp8"] if source.model and source.model.is_kv_fp8 else []
     if scenario.kv_limit and source.model:
-        rank_bytes = source.model.kv_bytes_of_rank(scenario.kv_limit, group.tp, group.pp)
-        return ["--kv-cache-memory-bytes", str(rank_bytes)]
+        rank_bytes = _limit_bytes(source.model, scenario.kv_limit, group, source.context)
+        return [*dtype, "--kv-cache-memory-bytes", str(rank_bytes)]
     if source.memory_utilization:
-        return ["--gpu-memory-utilization", f"{source.memory_utilization:g}"]
-    return []
+        return [*dtype, "--gpu-memory-utilization", f"{source.memory_utilization:g}"]
+    return dtype
 
 
 def _routing_flags(scenario: Scenario) -> list[str]:
@@ -303,9 +312,10 @@ def closed_form(scenario: Scenario, placement: Placement) -> dict[str, Any]:
     model = scenario.prefill.model
     if placement.decode and model:
         mean_prompt = sum(sample.prompts) / len(sample)
-        found["bandwidth"] = queueing.handoff_bandwidth(model.kv_per_token, mean_prompt, both)
+        per_token = model.kv_bytes(math.ceil(mean_prompt)) / math.ceil(mean_prompt)
+        found["bandwidth"] = queueing.handoff_bandwidth(per_token, mean_prompt, both)
         found["transfer"] = queueing.handoff_seconds(
-            model.kv_per_token, mean_prompt, scenario.link.bandwidth, scenario.link.latency
+            per_token, mean_prompt, scenario.link.bandwidth, scenario.link.latency
         )
     if placement.decode:
         service = placement.prefill.n / prefill  # seconds of one prompt in one instance

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from typing import Any
@@ -140,9 +141,10 @@ def _closed(args: argparse.Namespace) -> int:
 def _bandwidth(args: argparse.Namespace, rate: float) -> float:
     """Returns the bytes/s from prefill to decode, all instances together."""
     sample = workload.load(args.workload).sample(1000, 0, workload.Arrivals("poisson"))
-    return queueing.handoff_bandwidth(
-        model.load(args.model).kv_per_token, sum(sample.prompts) / len(sample), rate
-    )
+    mean_prompt = sum(sample.prompts) / len(sample)
+    tokens = math.ceil(mean_prompt)
+    per_token = model.load(args.model).kv_bytes(tokens) / tokens
+    return queueing.handoff_bandwidth(per_token, mean_prompt, rate)
 
 
 def _progress(kind: str) -> optimizer.ProgressCallback:

@@ -19,7 +19,7 @@ from typing import Protocol
 import msgspec
 
 from .hardware import GpuType
-from .model import ModelCosts, touched
+from .sizes import ModelCosts, touched
 
 # Kernel launches and scheduling of one step: neither arithmetic nor memory. The order of magnitude
 # of vLLM.
@@ -109,13 +109,24 @@ class RooflineLatency:
         ranks = tp * pp
         flops = gpu.flops * gpu.prefill * ranks
         speed = gpu.bandwidth * gpu.decode * ranks
-        self._weights = (model.dense + model.head) * model.weight_bytes / speed
-        self._expert = model.expert * model.weight_bytes / speed
+        weights = model.dense * model.weight_bytes + model.head * model.embedding_bytes
+        self._weights = weights / speed
+        self._expert = model.expert * model.expert_bytes / speed
         self._token = 2 * (model.dense + model.expert * model.active) / flops
+        self._token += model.windowed / flops
         self._sequence = 2 * model.head / flops
-        self._square = model.attention * model.layers / 2 / flops  # causal: half the square
-        kv_read = model.kv_per_token / (gpu.bandwidth * gpu.decode * min(tp, model.kv_heads) * pp)
-        self._slope = max(kv_read, model.latent * model.layers / flops)
+        self._square = model.attention / 2 / flops  # causal: half the square
+        rank_speed = gpu.bandwidth * gpu.decode * pp
+        kv_read = 0.0
+        bounded = model.state_bytes / tp  # full windows and states, for each sequence
+        for group in model.kv:
+            read_bytes = group.layers * group.token_bytes / min(tp, group.heads)
+            if group.window:
+                bounded += read_bytes * group.window
+            else:
+                kv_read += read_bytes / rank_speed
+        self._slope = max(kv_read, model.latent / flops)
+        self._bounded = bounded / rank_speed
         self._fixed = STAGE_HOP_SECONDS * (pp > 1)
         wire = model.hidden * 2 / gpu.peer
         self._token_wire = wire * (pp > 1)
@@ -132,12 +143,12 @@ class RooflineLatency:
 
     def decode(self, n: int, first: bool) -> tuple[float, float]:
         """Returns base and slope of a decode step, in seconds."""
-        base = self._linear(n, n) + self._slope * n + STEP_OVERHEAD_SECONDS * first
-        return base, self._slope
+        attention = (self._slope + self._bounded) * n
+        return self._linear(n, n) + attention + STEP_OVERHEAD_SECONDS * first, self._slope
 
     def mixed(self, tokens: int, squares: float, n: int, contexts: int, first: bool) -> float:
         """Returns the seconds of a step with prompt tokens."""
-        attention = self._square * squares + self._slope * (contexts + n)
+        attention = self._square * squares + self._slope * (contexts + n) + self._bounded * n
         return self._linear(tokens + n, n + 1) + attention + STEP_OVERHEAD_SECONDS * first
 
 

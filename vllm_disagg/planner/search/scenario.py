@@ -25,7 +25,7 @@ from ..cost.latency import (
     unloaded_decode,
     unloaded_prefill,
 )
-from ..cost.model import ModelCosts
+from ..cost.sizes import ModelCosts
 from ..simulation.replica import SchedulingRules
 from ..simulation.simulator import Deployment, Handoff, Objective, ReplicaPool
 from ..simulation.workload import Arrivals, Workload, WorkloadSample
@@ -50,6 +50,7 @@ class PerformanceSource(msgspec.Struct, frozen=True):
     kv_tokens: int = 0  # of the profiled instance
     budget: int = 0  # its token budget; 0 if the file has none
     served: str = ""  # its model's name
+    context: int = 4096  # tokens of a request, in the mean: for windows and states
     beside: int = 0  # other instances of its machine that were under load
     scale: float = 1.0  # on all times, from a refit
 
@@ -91,7 +92,8 @@ class PerformanceSource(msgspec.Struct, frozen=True):
         if self.fitted or not self.model:
             return self.kv_tokens
         memory = self.gpu.memory if self.gpu else distserve.GPU_MEMORY_BYTES
-        return self.model.kv_capacity(memory, self.memory_utilization, tp, pp)
+        share = self.memory_utilization
+        return self.model.kv_capacity(memory, share, tp, pp, self.context)
 
     @property
     def memory_utilization(self) -> float:
@@ -216,19 +218,28 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             rules = self._rules(source, placement.budget, placement.chunked)
             side = self._side(source, placement.prefill, rules)
             return Deployment(side, distserve=self.distserve, policy=self.policy)
-        model = self.prefill.model
         return Deployment(
             self._side(self.prefill, placement.prefill, self._rules(self.prefill, 0, True)),
             self._side(self.decode, placement.decode, self._rules(self.decode, 0, True)),
-            Handoff(
-                self.link,
-                model.kv_per_token if model else 0.0,
-                model.layers if model else 1,
-                self.overlap,
-                UNLIMITED if self.distserve else self.concurrency,
-            ),
+            self._handoff(),
             self.policy,
             self.distserve,
+        )
+
+    def _handoff(self) -> Handoff:
+        """Builds the hand-off of the model's KV; without a model it has no bytes."""
+        concurrency = UNLIMITED if self.distserve else self.concurrency
+        model = self.prefill.model
+        if not model:
+            return Handoff(self.link, overlap=self.overlap, concurrency=concurrency)
+        return Handoff(
+            self.link,
+            sum(group.layers * group.token_bytes for group in model.kv if not group.window),
+            model.layers,
+            self.overlap,
+            concurrency,
+            tuple(group for group in model.kv if group.window),
+            model.state_bytes,
         )
 
     def _side(

@@ -24,6 +24,7 @@ from ...errors import ConfigError
 from ...fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY, PolicyName
 from ..cost.hardware import LINKS, NetworkLink
 from ..cost.latency import LatencyModel
+from ..cost.sizes import KvLayers
 from .replica import Batch, Replica, RequestTable, SchedulingRules
 from .workload import WorkloadSample
 
@@ -47,11 +48,18 @@ class Handoff(msgspec.Struct, frozen=True):
     """Parameters of the KV transfer from P to D."""
 
     link: NetworkLink = LINKS["none"]
-    bytes_per_token: float = 0.0
+    bytes_per_token: float = 0.0  # of layers without a window
     layers: int = 1
     overlap: bool = True
     # Legs at one prefill instance: the proxy's --prefill-concurrency.
     concurrency: int = DEFAULT_PREFILL_CONCURRENCY
+    windows: tuple[KvLayers, ...] = ()
+    state_bytes: float = 0.0  # of a sequence
+
+    def wire_seconds(self, tokens: int) -> float:
+        """Returns the seconds that a prompt's KV occupies the link."""
+        held = sum(group.held_bytes(tokens) for group in self.windows) + self.state_bytes
+        return (self.bytes_per_token * tokens + held) / self.link.bandwidth
 
 
 class Deployment(msgspec.Struct, frozen=True):
@@ -322,7 +330,7 @@ class Simulation:
         if prefill is None or decode is None:
             raise AssertionError("a request that moves has both instances")
         prompt = self._requests.prompts[r]
-        wire = handoff.bytes_per_token * prompt / handoff.link.bandwidth
+        wire = handoff.wire_seconds(prompt)
         begin = now
         if handoff.overlap:
             begin = max(self._requests.prefill_started_at[r], self._reserved_at[r])

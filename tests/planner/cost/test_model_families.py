@@ -1,0 +1,144 @@
+"""Sizes read from config.json files of current families, and the refusal of all others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_configs import MODELS, PublishedModel
+
+from vllm_disagg.errors import ConfigError
+from vllm_disagg.planner.cost import families, hardware, model
+from vllm_disagg.planner.cost.latency import RooflineLatency
+from vllm_disagg.planner.cost.sizes import KvLayers, ModelCosts
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+
+
+@pytest.mark.parametrize("published", MODELS, ids=[published.name for published in MODELS])
+def test_sizes_are_those_of_the_model_card(published: PublishedModel) -> None:
+    found = families.parse(published.name, published.config)
+    assert found.parameters / 1e9 == pytest.approx(published.billions, rel=0.05)
+    kv: dict[int, float] = {}
+    for group in found.kv:
+        kv[group.window] = kv.get(group.window, 0.0) + group.layers * group.token_bytes
+    assert kv == published.kv
+    assert found.active == published.active
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"model_type": "deepseek_v4"}, "model_type deepseek_v4 of m is not read"),
+        ({"model_type": None}, "model_type without a name of m is not read"),
+        ({"block_configs": [{}]}, "block_configs of m, a llama, changes its size"),
+        ({"num_local_experts": 8}, "num_local_experts of m, a llama, changes its size"),
+        ({"kv_lora_rank": 512}, "kv_lora_rank of m, a llama, changes its size"),
+        ({"sliding_window": 1024}, "sliding_window is set, and which layers have it"),
+        ({"layer_types": ["conv"] * 32}, "layer_types has conv, a kind of layer"),
+        ({"layer_types": ["full_attention"]}, "layer_types of m is not a list with 32 layers"),
+        ({"model_type": "mixtral"}, "experts without one of num_experts"),
+        ({"model_type": "mixtral", "num_local_experts": 8}, "and of num_experts_per_tok"),
+        ({"model_type": "qwen3_moe", "moe_layer_freq": 2}, "moe_layer_freq is not 1"),
+        ({"model_type": "minimax_m2", "attn_type_list": [0] * 32}, "attn_type_list has layers"),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "MX"}, "is not a letter of M"),
+        ({"quantization_config": {"quant_method": "exl3"}}, "quant_method exl3 is not one of"),
+        (
+            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}},
+            "quant_algo MIXED_PRECISION is not one of FP8, NVFP4",
+        ),
+        ({"quantization_config": {"quant_method": "gptq"}}, "has None bits"),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "weights of one width"),
+        ({"torch_dtype": "int9"}, "torch_dtype int9 is not one of bfloat16"),
+    ],
+)
+def test_a_config_that_would_be_read_wrongly_is_refused_by_name(
+    changed: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        families.parse("m", {**LLAMA, **changed})
+
+
+def _quantized(**fields: Any) -> ModelCosts:
+    return families.parse("m", {**LLAMA, "quantization_config": fields})
+
+
+def test_weights_have_the_width_of_their_quantization() -> None:
+    nvfp4 = {"weights": {"num_bits": 4, "type": "float", "group_size": 16}}
+    int4 = {"weights": {"num_bits": 4, "type": "int", "group_size": 32}}
+    fp8 = {"weights": {"num_bits": 8, "type": "float"}}
+    tensors = "compressed-tensors"
+    for fields, width in (
+        ({"quant_method": "fp8"}, 1.0),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 0.5625),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, 1.0),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 0.515625),
+        ({"quant_method": tensors, "config_groups": {"group_0": nvfp4}}, 0.5625),
+        ({"quant_method": tensors, "config_groups": {"group_0": int4}}, 0.5625),
+        ({"quant_method": tensors, "config_groups": {"group_0": fp8}}, 1.0),
+    ):
+        found = _quantized(**fields)
+        assert (found.weight_bytes, found.embedding_bytes) == (width, 2.0), fields
+    with pytest.raises(ConfigError, match="weights of one width"):
+        _quantized(quant_method=tensors, config_groups={"group_0": nvfp4, "group_1": fp8})
+
+
+def test_attention_that_is_not_quantized_keeps_its_width() -> None:
+    plain = _quantized(quant_method="fp8")
+    kept = _quantized(quant_method="fp8", ignore=["lm_head", "re:.*self_attn.*"])
+    attention = 32 * 4096 * 128 * (2 * 32 + 2 * 8)
+    assert kept.stored_bytes - plain.stored_bytes == pytest.approx(attention)
+
+
+def test_kv_is_fp8_where_the_checkpoint_has_its_scales(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    plain = model.load(str(tmp_path))
+    assert plain.kv_per_token == 131_072 and not plain.is_kv_fp8
+    quantization = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}
+    modelopt = tmp_path / "hf_quant_config.json"
+    modelopt.write_text(json.dumps({"quantization": quantization}))
+    found = model.load(str(tmp_path))
+    assert found.kv_per_token == 65_536 and found.is_kv_fp8
+    assert found.weight_bytes == 0.5625
+    modelopt.write_text("{}")
+    with pytest.raises(ConfigError, match=r"hf_quant_config.json has no quantization"):
+        model.load(str(tmp_path))
+
+
+def test_a_full_window_holds_no_more_and_is_not_slower() -> None:
+    published = next(one for one in MODELS if one.name == "Gemma-3-27B")
+    gemma = families.parse("g", published.config)
+    windowed = 52 * 8192 * 1024
+    assert gemma.kv_bytes(4096) == 10 * 8192 * 4096 + windowed
+    assert gemma.kv_bytes(512) == 62 * 8192 * 512
+    memory = 80 * hardware.GIB
+    short = gemma.kv_capacity(memory, 0.92, 2, 1, 512)
+    long = gemma.kv_capacity(memory, 0.92, 2, 1, 32_768)
+    assert long == pytest.approx(short * 62 / (10 + 52 / 32), rel=1e-3)
+    _, slope = RooflineLatency(gemma, hardware.gpu("h100"), 1, 1).decode(1, True)
+    assert slope == pytest.approx(10 * 8192 / (3.35e12 * 0.6))
+
+
+def test_a_state_counts_once_for_a_sequence() -> None:
+    published = next(one for one in MODELS if one.name == "Qwen3-Next-80B-A3B")
+    found = families.parse("q", published.config)
+    # 32 heads of 128 x 128 in float32, and 3 columns of 8,192 channels in bf16, in 36 layers.
+    assert found.state_bytes == 36 * (32 * 128 * 128 * 4 + 8192 * 3 * 2)
+    assert found.kv_bytes(1000) - found.kv_bytes(999) == 12 * 2048
+
+
+def test_kv_heads_of_each_kind_of_layer_split_over_ranks_by_themselves() -> None:
+    published = next(one for one in MODELS if one.name == "Gemma-4-31B")
+    found = families.parse("g", published.config)
+    assert KvLayers(10, 8192.0, 4) in found.kv
+    assert found.rank_bytes(100, 8, 1) == 100 * (10 * 8192 / 4 + 50 * 16_384 / 8)

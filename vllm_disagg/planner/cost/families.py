@@ -1,0 +1,228 @@
+"""Families of models: which fields of a config.json give the sizes of each layer.
+
+A model_type that is not here is refused: a reader for all would be wrong without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from .config_reader import ConfigReader
+from .layer_sizes import LayerSizes
+from .sizes import ModelCosts
+
+WINDOWED_TYPES = ("sliding_attention", "chunked_attention")
+LINEAR_TYPE = "linear_attention"
+FULL_TYPE = "full_attention"
+
+
+class Family(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts of a model_type that its config.json does not state."""
+
+    gated: bool = True  # three matrices in an MLP, else two
+    tied: bool = False  # default of tie_word_embeddings
+    # Of sliding_window without layer_types: all layers, or all but each n-th; None: no windows.
+    window_pattern: int | None = None
+    is_moe: bool = False
+    query_gate: bool = False  # the query projection has a gate of the same size
+    shared_by_default: int = 0  # shared experts without a field for them
+    read: Callable[[ConfigReader, Family], LayerSizes] | None = None  # None: as Llama
+
+
+def decoder(read: ConfigReader, family: Family) -> LayerSizes:
+    """Sums the layers of a decoder with softmax or linear attention."""
+    sizes = LayerSizes(read)
+    heads = sizes.heads
+    kv_heads = read.number("num_key_value_heads", heads, 1)
+    head_dim = read.number("head_dim", max(1, sizes.hidden // heads), 1)
+    window = read.first_number("sliding_window", "attention_chunk_size")
+    for kind in _kinds(read, family, sizes.layers, window):
+        if kind == LINEAR_TYPE:
+            sizes.add_linear_attention(1)
+        elif kind == FULL_TYPE:
+            sizes.add_attention(1, heads, kv_heads, head_dim, gated=family.query_gate)
+        else:
+            sizes.add_attention(1, heads, kv_heads, head_dim, window, gated=family.query_gate)
+    _add_ffns(read, family, sizes)
+    return sizes
+
+
+def latent_decoder(read: ConfigReader, family: Family) -> LayerSizes:
+    """Sums the layers of a decoder with multi-head latent attention."""
+    sizes = LayerSizes(read)
+    sizes.add_latent_attention(sizes.layers)
+    _add_ffns(read, family, sizes)
+    return sizes
+
+
+def gemma4(read: ConfigReader, family: Family) -> LayerSizes:
+    """Sums the layers of Gemma 4: full layers have heads of their own, and K = V."""
+    sizes = LayerSizes(read)
+    heads = sizes.heads
+    kinds = read.texts("layer_types", sizes.layers)
+    if not kinds:
+        raise read.error("a gemma4 without layer_types is not read")
+    local = kinds.count("sliding_attention")
+    head_dim = read.need("head_dim")
+    kv_heads = read.need("num_key_value_heads")
+    sizes.add_attention(local, heads, kv_heads, head_dim, read.need("sliding_window"))
+    global_dim = read.number("global_head_dim", head_dim, 1)
+    global_heads = read.number("num_global_key_value_heads", kv_heads, 1)
+    is_shared = read.flag("attention_k_eq_v", False)
+    full = sizes.layers - local
+    sizes.add_attention(full, heads, global_heads, global_dim, shared_kv=is_shared)
+    read.number("moe_intermediate_size", 0)
+    matrices = 3
+    sizes.add_mlp(sizes.layers, read.need("intermediate_size"), matrices)
+    if read.flag("enable_moe_block", False):
+        sizes.add_experts(sizes.layers, read.need("moe_intermediate_size"), matrices)
+    else:
+        read.number("num_experts", 0)
+    return sizes
+
+
+def nemotron_h(read: ConfigReader, family: Family) -> LayerSizes:
+    """Sums the layers of Nemotron-H: M is Mamba 2, * attention, - an MLP, E experts."""
+    sizes = LayerSizes(read)
+    pattern = read.text("hybrid_override_pattern")
+    unknown = set(pattern) - set("M*-E")
+    if len(pattern) != sizes.layers or unknown:
+        raise read.error("hybrid_override_pattern is not a letter of M, *, -, E for each layer")
+    sizes.add_mamba2(pattern.count("M"))
+    heads = sizes.heads
+    kv_heads = read.need("num_key_value_heads")
+    head_dim = read.need("head_dim", "attention_head_dim")
+    sizes.add_attention(pattern.count("*"), heads, kv_heads, head_dim)
+    if "-" in pattern:
+        sizes.add_mlp(pattern.count("-"), read.need("intermediate_size"), 2)
+    moe_layers = pattern.count("E")
+    if moe_layers:
+        latent = read.number("moe_latent_size", 0)
+        sizes.add_experts(moe_layers, read.need("moe_intermediate_size"), 2, latent)
+        shared = read.number("n_shared_experts", 0)
+        shared_width = read.number("moe_shared_expert_intermediate_size", 0)
+        sizes.add_mlp(moe_layers, shared * shared_width, 2, is_shared=True)
+    return sizes
+
+
+def _kinds(read: ConfigReader, family: Family, layers: int, window: int) -> Iterable[str]:
+    """Returns the kind of attention of each layer."""
+    kinds = read.texts("layer_types", layers)
+    interval = read.number("full_attention_interval", 0)
+    if not kinds and interval:
+        kinds = [LINEAR_TYPE if (n + 1) % interval else FULL_TYPE for n in range(layers)]
+    if kinds:
+        for kind in kinds:
+            if kind not in (*WINDOWED_TYPES, LINEAR_TYPE, FULL_TYPE):
+                raise read.error(f"layer_types has {kind}, a kind of layer that is not read")
+        return kinds
+    kinds_by_number = read.value("attn_type_list")  # MiniMax: 1 is softmax, 0 lightning attention
+    if kinds_by_number is not None and kinds_by_number != [1] * layers:
+        raise read.error("attn_type_list has layers other than softmax attention")
+    no_rope = read.value("no_rope_layers")  # Llama 4: 0 is a layer of full attention
+    if window and isinstance(no_rope, list) and len(no_rope) == layers:
+        return [WINDOWED_TYPES[1] if local else FULL_TYPE for local in no_rope]
+    if not window or not read.flag("use_sliding_window", True):
+        return [FULL_TYPE] * layers
+    pattern = read.number("sliding_window_pattern", family.window_pattern or 0)
+    if family.window_pattern is None:
+        raise read.error("sliding_window is set, and which layers have it is not known")
+    if not pattern:
+        return [WINDOWED_TYPES[0]] * layers
+    return [WINDOWED_TYPES[0] if (n + 1) % pattern else FULL_TYPE for n in range(layers)]
+
+
+def _add_ffns(read: ConfigReader, family: Family, sizes: LayerSizes) -> None:
+    """Adds the MLP or the experts of each layer."""
+    matrices = 3 if family.gated else 2
+    layers = sizes.layers
+    width = read.first_number("intermediate_size", "ffn_dim", "n_inner") or 4 * sizes.hidden
+    if not family.is_moe:
+        sizes.add_mlp(layers, width, matrices)
+        return
+    sparse = _expert_layers(read, layers)
+    dense_width = read.number("intermediate_size_mlp", width)
+    if sparse < layers:
+        sizes.add_mlp(layers - sparse, dense_width, matrices)
+    inner = read.number("moe_intermediate_size", width)
+    sizes.add_experts(sparse, inner, matrices)
+    shared = read.number("n_shared_experts", family.shared_by_default) * inner
+    shared = shared or read.number("shared_expert_intermediate_size", 0)
+    sizes.add_mlp(sparse, shared, matrices, is_shared=True)
+
+
+def _expert_layers(read: ConfigReader, layers: int) -> int:
+    """Counts the layers with experts."""
+    if read.number("moe_layer_freq", 1) != 1:
+        raise read.error("moe_layer_freq is not 1, and which layers have experts is not read")
+    first = min(layers, read.number("first_k_dense_replace", 0))
+    step = read.first_number("decoder_sparse_step", "interleave_moe_layer_step") or 1
+    dense = read.value("mlp_only_layers") or []
+    return sum((n + 1) % step == 0 and n not in dense for n in range(first, layers))
+
+
+_PLAIN = Family()
+_MOE = Family(is_moe=True)
+_LATENT_MOE = Family(is_moe=True, read=latent_decoder)
+_LINEAR = Family(query_gate=True)
+_LINEAR_MOE = Family(is_moe=True, query_gate=True)
+
+FAMILIES: dict[str, Family] = {
+    "deepseek_v2": _LATENT_MOE,
+    "deepseek_v3": _LATENT_MOE,
+    "deepseek_v32": _LATENT_MOE,
+    "gemma": Family(tied=True),
+    "gemma2": Family(tied=True, window_pattern=2),
+    "gemma3_text": Family(tied=True, window_pattern=6),
+    "gemma4_text": Family(tied=True, read=gemma4),
+    "glm4_moe": _MOE,
+    "gpt2": Family(gated=False, tied=True),
+    "gpt_neox": Family(gated=False),
+    "gpt_oss": Family(is_moe=True, window_pattern=2),
+    "granite": Family(tied=True),
+    "kimi_k2": _LATENT_MOE,
+    "llama": _PLAIN,
+    "llama4_text": Family(is_moe=True, shared_by_default=1),
+    "minimax_m2": _MOE,
+    "mistral": Family(window_pattern=0),
+    "mixtral": Family(is_moe=True, window_pattern=0),
+    "nemotron_h": Family(gated=False, read=nemotron_h),
+    "olmo2": _PLAIN,
+    "olmoe": _MOE,
+    "opt": Family(gated=False, tied=True),
+    "phi3": Family(window_pattern=0),
+    "qwen2": Family(window_pattern=0),
+    "qwen2_moe": Family(is_moe=True, window_pattern=0),
+    "qwen3": Family(window_pattern=0),
+    "qwen3_5_moe_text": _LINEAR_MOE,
+    "qwen3_5_text": _LINEAR,
+    "qwen3_moe": Family(is_moe=True, window_pattern=0),
+    "qwen3_next": _LINEAR_MOE,
+    "seed_oss": _PLAIN,
+    "smollm3": Family(tied=True, window_pattern=0),
+}
+
+
+def parse(name: str, config: dict[str, Any]) -> ModelCosts:
+    """Computes sizes from the fields of a config.json; a nested text_config takes precedence.
+
+    Raises ConfigError with one line for a model_type or a field that is not read.
+    """
+    nested = config.get("text_config")
+    if isinstance(nested, dict):
+        config = {**config, **nested}
+    read = ConfigReader(name, config)
+    kind = read.text("model_type")
+    family = FAMILIES.get(kind)
+    if not family:
+        raise read.error(
+            f"model_type {kind or 'without a name'} of {name} is not read: its sizes would be"
+            " guesses: give --profile of an instance"
+        )
+    sizes = (family.read or decoder)(read, family)
+    found = sizes.costs(name, family.tied)
+    read.refuse_unread()
+    return found

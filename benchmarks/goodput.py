@@ -368,6 +368,8 @@ class Simulated:
             prefill,
             "--decode-profile",
             decode,
+            "--model",
+            args.model,
             *STACKS[name],
         ]
         self._words += [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vllm_disagg.planner.cost import model
+from vllm_disagg.planner.cost.hardware import LINKS
 from vllm_disagg.planner.search.scenario import PerformanceSource, Scenario
 from vllm_disagg.planner.simulation import workload
 from vllm_disagg.planner.simulation.simulator import Objective
@@ -26,6 +27,7 @@ def distserve_scenario(
         requests=requests,
         seeds=seeds,
         gpus=gpus,
+        link=LINKS["none"],  # as in its simulator
         overlap=False,
         distserve=True,
         kv_limit=kv_limit,

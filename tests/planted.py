@@ -862,4 +862,13 @@ MUTANTS: list[tuple[str, ...]] = [
     ("modules that are not quantized are narrow", "planner/cost/widths.py", "attention=PLAIN_BYTES if \"attn\" in skipped else quantized", "attention=quantized", "tests/planner/cost/test_model_families.py"),
     ("groups of two widths count as the first", "planner/cost/widths.py", "if len(found) != 1:", "if not found:", "tests/planner/cost/test_model_families.py"),
     ("states are not moved", "planner/simulation/simulator.py", " for group in self.windows) + self.state_bytes", " for group in self.windows)", "tests/planner/simulation/test_planner_simulator.py::test_windows_and_states_are_moved_once"),
+    ("the path of a request is free", "planner/simulation/simulator.py", " + self._path(r)\n\n    def _busy_share", "\n\n    def _busy_share", "tests/planner/simulation/test_planner_simulator.py::test_a_path_delays_the_first_token_and_occupies_no_engine"),
+    ("the objective forgets the path", "planner/simulation/simulator.py", "self._ttft(r) > self._objective.ttft", "self._ttft(r) - self._path(r) > self._objective.ttft", "tests/planner/simulation/test_planner_simulator.py::test_a_path_counts_for_the_objective"),
+    ("D starts with the last byte", "planner/simulation/simulator.py", "        end = landed + handoff.notice\n", "        end = landed\n", "tests/planner/simulation/test_planner_simulator.py::test_shares_of_engine_and_link_are_their_work"),
+    ("latency keeps a link busy", "planner/simulation/simulator.py", "        self._link_busy += wire\n", "        self._link_busy += wire + handoff.link.latency\n", "tests/planner/simulation/test_planner_simulator.py::test_shares_of_engine_and_link_are_their_work"),
+    ("profile charges the path to steps", "bench/profile.py", "points[length,] = statistics.median(times) - delay", "points[length,] = statistics.median(times)", "tests/bench/test_bench_profile.py::test_the_path_to_the_engine_is_apart_from_the_steps"),
+    ("profile's path is negative", "bench/steps.py", "    if fixed < 0:\n", "    if False:\n", "tests/bench/test_bench_profile.py::test_a_path_grows_with_the_prompt"),
+    ("plan reads a profile with the path in its steps", "planner/cost/profile.py", "        if version != PROFILE_VERSION:\n", "            if False:\n", "tests/planner/cost/test_planner_cost.py::test_a_points_file_that_is_wrong_is_refused_by_field"),
+    ("a profile's hand-off has no bytes", "planner/commands/flags.py", "    _check_handoff(args, prefill, link)\n", "", "tests/planner/commands/test_plan_commands.py::test_a_profile_is_planned_with"),
+    ("a profile's hand-off is free by default", "planner/commands/flags.py", "\"profile\": \"eth-25\"", "\"profile\": \"none\"", "tests/planner/commands/test_plan_commands.py::test_no_default_is_a_free_handoff"),
 ]

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from vllm_disagg import cli
-from vllm_disagg.bench import neighbours, profile
+from vllm_disagg.bench import neighbours, profile, steps
 from vllm_disagg.bench.steps import DecodeProbe, PrefillProbe, StepSample
 
 INFO = 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="20"} 1.0\n'
@@ -160,10 +160,11 @@ def test_a_profile_finds_the_engines_times(
         points[name]
         for name in ("version", "model", "vllm", "machine", "kv_tokens", "max_num_batched_tokens")
     ]
-    assert facts == [1, "tiny", "0.32.0", "a script", 320, 128]
+    assert facts == [2, "tiny", "0.32.0", "a script", 320, 128]
     for point in points["prefill"]:
         if len(point["tokens"]) == 1:  # more is not certain on a machine that has other work
-            assert point["seconds"] >= STEP + TOKEN * point["tokens"][0]
+            assert point["seconds"] > 0
+    assert points["path"]["seconds"] >= 0 and points["path"]["seconds_per_token"] >= 0
     assert all(point["seconds"] > 0 for point in points["decode"])
     assert [16] in [point["tokens"] for point in points["prefill"]]
     assert max(len(point["contexts"]) for point in points["decode"]) == 4
@@ -284,7 +285,7 @@ def test_rounds_end_in_time_and_say_what_they_had_no_time_for(
     assert "no time for 1 of 3 points" in capsys.readouterr().err
 
 
-def test_the_way_to_the_engine_is_added_to_what_waited_for_its_step() -> None:
+def test_the_path_to_the_engine_is_apart_from_the_steps() -> None:
     samples = profile.ProfileSamples()
     samples.add(PrefillProbe((32,)), StepSample((32,), 0.010))
     samples.add(PrefillProbe((32,), 64), StepSample((32,), 0.008))
@@ -292,7 +293,17 @@ def test_the_way_to_the_engine_is_added_to_what_waited_for_its_step() -> None:
     samples.add(
         PrefillProbe((32, 32), 64), StepSample((32,), 0.008)
     )  # the other one was in an earlier step
+    assert samples.path() == {"seconds": 0.002, "seconds_per_token": 0.0}
     assert samples.prefill() == [
-        {"tokens": [32], "seconds": 0.01},
-        {"tokens": [32, 32], "seconds": 0.014},
+        {"tokens": [32], "seconds": 0.008},
+        {"tokens": [32, 32], "seconds": 0.012},
     ]
+
+
+def test_a_path_grows_with_the_prompt() -> None:
+    lengths = (32, 128, 512)
+    fixed, per_token = steps.path_line([(n, 0.003 + 2e-5 * n) for n in lengths])
+    assert (fixed, per_token) == pytest.approx((0.003, 2e-5))
+    assert steps.path_line([(32, 0.004), (512, 0.002)]) == pytest.approx((0.003, 0.0))
+    assert steps.path_line([(32, -0.001)]) == (0.0, 0.0) == steps.path_line([])
+    assert steps.path_line([(100, 0.0), (200, 0.002)]) == (0.001, 0.0), "neither is negative"

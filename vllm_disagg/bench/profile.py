@@ -58,27 +58,33 @@ class ProfileSamples:
         counts += [len(steps) for steps in self._decode.values()]
         return min(counts, default=0)
 
-    def prefill(self) -> list[dict[str, object]]:
-        """Returns prefill points, with the seconds from arrival to first token.
+    def path(self) -> dict[str, float]:
+        """Returns the seconds of a request outside the engine, fixed and per prompt token.
 
-        Prompts of a batch wait for their step, so their times lack the request's path to the engine
-        and back. The median difference between the two times of single prompts is added.
+        A single prompt was measured twice: from its arrival, and as a step that it had waited for.
+        The difference is the path of its request to the engine and back.
         """
-        alone = {length: statistics.median(times) for length, times in self._alone.items()}
-        queued = {lengths: statistics.median(times) for lengths, times in self._queued.items()}
-        path_times = []
-        for lengths, seconds in queued.items():
-            if len(lengths) == 1 and lengths[0] in alone:
-                path_times.append(alone[lengths[0]] - seconds)
-        path_time = max(0.0, statistics.median(path_times)) if path_times else 0.0
+        differences = []
+        for lengths, times in self._queued.items():
+            if len(lengths) == 1 and lengths[0] in self._alone:
+                whole = statistics.median(self._alone[lengths[0]])
+                differences.append((lengths[0], whole - statistics.median(times)))
+        fixed, per_token = steps.path_line(differences)
+        return {"seconds": round(fixed, 6), "seconds_per_token": round(per_token, 9)}
+
+    def prefill(self) -> list[dict[str, object]]:
+        """Returns prefill points, with the seconds of their steps and without the path."""
+        path = self.path()
         points: dict[tuple[int, ...], float] = {}
-        points |= {(length,): seconds for length, seconds in alone.items()}
-        for lengths, seconds in queued.items():
-            if len(lengths) > 1:
-                points[lengths] = seconds + path_time
+        for length, times in self._alone.items():
+            delay = path["seconds"] + path["seconds_per_token"] * length
+            points[length,] = statistics.median(times) - delay
+        for lengths, times in self._queued.items():
+            points[lengths] = statistics.median(times)
         return [
             {"tokens": list(lengths), "seconds": round(seconds, 6)}
             for lengths, seconds in points.items()
+            if seconds > 0
         ]
 
     def decode(self) -> list[dict[str, object]]:
@@ -188,13 +194,14 @@ def run(args: argparse.Namespace) -> int:
         profile.warm_up()
         samples = _rounds(plan, profile.measure, args.seconds, time.monotonic)
     points: dict[str, Any] = {
-        "version": 1,
+        "version": 2,
         "model": model.id,
         "vllm": version,
         "machine": args.machine or _machine(url),
         "beside": len(beside),
         "kv_tokens": kv_tokens,
         "max_num_batched_tokens": args.max_num_batched_tokens,
+        "path": samples.path(),
         "prefill": samples.prefill(),
         "decode": samples.decode(),
     }
@@ -261,6 +268,9 @@ def _report(points: dict[str, Any], fewest: int, path: str) -> None:
             mean = round(statistics.mean(lengths))
             milliseconds = 1000 * row["seconds"]
             print(f"{kind:8} {len(lengths):4} x {mean:6} tokens {milliseconds:10.2f} ms")
+    fixed = 1e3 * points["path"]["seconds"]
+    per_token = 1e6 * points["path"]["seconds_per_token"]
+    print(f"path of a request: {fixed:.2f} ms + {per_token:.2f} us/token")
     counts = f"{len(points['prefill'])} points of prefill, {len(points['decode'])} of decode"
     print(f"{counts}, KV cache of {points['kv_tokens']} tokens: {path}")
     if fewest < MIN_MEASUREMENTS:

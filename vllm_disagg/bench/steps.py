@@ -115,6 +115,26 @@ def batch_step(prompts: Sequence[int], first: Sequence[float], gap: float) -> St
     return StepSample(tuple(prompts[index] for index in last_step), end - start)
 
 
+def path_line(differences: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Fits seconds + seconds_per_token * tokens to delays; neither is negative.
+
+    Without delays of two lengths all of the median delay is fixed.
+    """
+    if not differences:
+        return 0.0, 0.0
+    middle = statistics.median(seconds for _, seconds in differences)
+    slopes = []
+    for number, (tokens, seconds) in enumerate(differences):
+        for other_tokens, other_seconds in differences[:number]:
+            if tokens != other_tokens:
+                slopes.append((seconds - other_seconds) / (tokens - other_tokens))
+    slope = max(0.0, statistics.median(slopes)) if slopes else 0.0
+    fixed = statistics.median(seconds - slope * tokens for tokens, seconds in differences)
+    if fixed < 0:
+        return max(0.0, middle), 0.0
+    return fixed, slope
+
+
 def _last_step(order: Sequence[int], first: Sequence[float], gap: float) -> Sequence[int]:
     """Returns the members of the last step, a tail of `order`."""
     start = len(order) - 1

@@ -10,12 +10,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
 from vllm_disagg import cli
 from vllm_disagg.planner.commands import flags
+from vllm_disagg.planner.search.scenario import PerformanceSource
 
+PATH = {"seconds": 0.005, "seconds_per_token": 0.0}
 BASE = ["--coefficients", "distserve-a100", "--model", "opt-13b", "--ttft", "0.2", "--tpot", "0.1"]
 QUICK = [*BASE, "--requests", "60", "--seeds", "2"]
 # Long enough for a verdict: answers are short, and prompts of equal length.
@@ -146,31 +149,53 @@ def test_a_profile_is_planned_with(capsys: pytest.CaptureFixture[str], tmp_path:
         for n in (32, 128, 512)
         for k in (1, 4)
     ]
-    points = {"version": 1, "model": "m", "kv_tokens": 20000, "max_num_batched_tokens": 2048}
+    points = {
+        "version": 2,
+        "path": PATH,
+        "model": "m",
+        "kv_tokens": 20000,
+        "max_num_batched_tokens": 2048,
+    }
     path.write_text(json.dumps({**points, "prefill": prefill, "decode": decode}))
     words = ["--profile", str(path), "--workload", "200:50", "--requests", "300", "--seeds", "2"]
+    assert cli.main(["plan", *words]) == 2
+    assert "give --model: the bytes of a hand-off depend on it" in capsys.readouterr().err
+    words += ["--model", "llama-3.1-8b"]
     found = _json(capsys, "plan", *words, "--gpus", "3", "--jobs", "1")
     assert found["best"]["prefill"]["tp"] == 1
     assert found["fits"][str(path)]["worst_error"]["prefill"] < 0.01
     assert found["colocated"]["budget"] == 2048
-    assert (
-        _json(capsys, "simulate", *words, "--prefill", "1x1", "--decode", "1x1", "--rate", "1")[
-            "attainment"
-        ]
-        == 1
-    )
+    one = ["--prefill", "1x1", "--decode", "1x1", "--rate", "1"]
+    apart = _json(capsys, "simulate", *words, *one)
+    assert apart["attainment"] == 1 and apart["path_mean"] == pytest.approx(0.005)
+    last_layer = 200 * 131_072 / 32 / 3.125e9
+    assert apart["transfer_mean"] == pytest.approx(last_layer + 0.0002 + 0.0037)
+    assert 0 < apart["link_busy"] < apart["prefill_busy"] < apart["decode_busy"] < 1
+    assert apart["setting"]["link"] == "eth-25"
+    one = ["--colocated", "1x1", "--rate", "1"]
+    together = _json(capsys, "simulate", *words[:-2], *one)
+    assert together["transfer_mean"] == 0 and together["path_mean"] == pytest.approx(0.005)
 
 
 def test_a_profile_without_a_model_names_the_one_it_measured(tmp_path: Path) -> None:
     path = tmp_path / "points.json"
     prefill = [{"tokens": [n], "seconds": 1e-4 * n} for n in (32, 128, 512)]
     decode = [{"contexts": [n], "seconds": 0.01} for n in (32, 128, 512)]
-    points = {"version": 1, "model": "org/m", "kv_tokens": 20000}
+    points = {"version": 2, "path": PATH, "model": "org/m", "kv_tokens": 20000}
     path.write_text(json.dumps({**points, "prefill": prefill, "decode": decode}))
     parser = argparse.ArgumentParser()
     flags.add_arguments(parser)
-    planned = flags.read(parser.parse_args(["--profile", str(path)]), 2, "--gpus")
+    words = ["--profile", str(path), "--link", "none"]
+    planned = flags.read(parser.parse_args(words), 2, "--gpus")
     assert planned.model == "org/m"
+
+
+def test_no_default_is_a_free_handoff() -> None:
+    assert "none" not in flags.DEFAULT_LINKS.values()
+    alone = PerformanceSource("profile", "points.json")
+    assert flags._default_link("profile", alone) == "eth-25"
+    beside = msgspec.structs.replace(alone, beside=1)
+    assert flags._default_link("profile", beside) == "loopback"
 
 
 @pytest.mark.parametrize(

@@ -220,8 +220,9 @@ def _points(**changed: object) -> dict[str, object]:
         for k in (1, 8)
     ]
     return {
-        "version": 1,
+        "version": 2,
         "model": "m",
+        "path": {"seconds": 0.002, "seconds_per_token": 1e-6},
         "kv_tokens": 9999,
         "prefill": prefill,
         "decode": decode,
@@ -231,8 +232,9 @@ def _points(**changed: object) -> dict[str, object]:
 
 def test_a_fit_finds_the_coefficients_behind_exact_points() -> None:
     points = profile.ProfilePoints(
-        version=1,
+        version=2,
         model="m",
+        path=profile.ProfilePath(0.002, 1e-6),
         kv_tokens=1,
         prefill=[
             profile.PrefillPoint([n] * k, 0.02 + 1e-4 * n * k + 1e-8 * n * n * k)
@@ -263,7 +265,8 @@ def test_a_fit_has_no_negative_coefficient() -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"version": 2}, "version is 2"),
+        ({"version": 1}, "version is 1; this release reads 2: run vllm-disagg profile again"),
+        ({"path": {"seconds": -1, "seconds_per_token": 0}}, "path.seconds"),
         ({"kv_tokens": 0}, "kv_tokens is 0"),
         ({"prefill": []}, "prefill has 0 points"),
         ({"decode": [{"contexts": [], "seconds": 1.0}] * 3}, r"decode\[0\].contexts"),

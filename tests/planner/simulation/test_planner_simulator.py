@@ -7,7 +7,7 @@ import pytest
 from vllm_disagg.fleet.conventions import POLICY_NAMES, PolicyName
 from vllm_disagg.planner.cost import distserve, queueing
 from vllm_disagg.planner.cost.hardware import LINKS, NetworkLink
-from vllm_disagg.planner.cost.latency import LinearLatency, unloaded_prefill
+from vllm_disagg.planner.cost.latency import LinearLatency, PathDelay, unloaded_prefill
 from vllm_disagg.planner.cost.sizes import KvLayers
 from vllm_disagg.planner.simulation import workload
 from vllm_disagg.planner.simulation.replica import SchedulingRules
@@ -153,6 +153,47 @@ def test_overlap_hides_the_transfer_behind_the_prefill() -> None:
         1.0,
     )
     assert result.transfer[0] == pytest.approx(0.5 * prefill / 40 + LINKS["eth-100"].latency)
+
+
+def test_a_path_delays_the_first_token_and_occupies_no_engine() -> None:
+    """The same arrivals with a path of 10 ms + 1 us/token: the same steps, later answers."""
+    count = 200
+    sample = WorkloadSample([512] * count, [20] * count, [0.0, *[1.0] * (count - 1)])
+    pool = ReplicaPool(1, PLAIN, 60_000)
+    rate = 0.9 / unloaded_prefill(PLAIN, 512)
+    for decode in (None, pool):
+        near = simulate(Deployment(pool, decode), sample, rate)
+        far = simulate(Deployment(pool, decode, path=PathDelay(0.01, 1e-6)), sample, rate)
+        added = [b - a for a, b in zip(near.ttft, far.ttft, strict=True)]
+        assert added == pytest.approx([0.01 + 512e-6] * count)
+        assert far.tpot == near.tpot and far.prefill_busy == near.prefill_busy
+        assert [b - a for a, b in zip(near.latency, far.latency, strict=True)] == pytest.approx(
+            added
+        )
+
+
+def test_a_path_counts_for_the_objective() -> None:
+    sample = WorkloadSample([512], [2], [0.0])
+    limit = Objective(1.5 * unloaded_prefill(PLAIN, 512), 1.0)
+    pool = ReplicaPool(1, PLAIN, 60_000)
+    near = simulate(Deployment(pool), sample, 1.0, limit)
+    far = simulate(Deployment(pool, path=PathDelay(limit.ttft)), sample, 1.0, limit)
+    assert not near.stopped and far.stopped
+
+
+def test_shares_of_engine_and_link_are_their_work() -> None:
+    """One request: P computes its prompt, the link moves it, D decodes; the rest is delay."""
+    sample = WorkloadSample([1000], [11], [0.0])
+    link = NetworkLink("test", 1e9, 0.5)
+    handoff = Handoff(link, 100_000, overlap=False, notice=0.25)
+    pool = ReplicaPool(1, PLAIN, 60_000)
+    found = simulate(Deployment(pool, pool, handoff), sample, 1.0)
+    whole = found.latency[0]
+    prefill = unloaded_prefill(PLAIN, 1000)
+    assert found.transfer[0] == pytest.approx(0.1 + 0.5 + 0.25)
+    assert found.prefill_busy == pytest.approx(prefill / whole)
+    assert found.link_busy == pytest.approx(0.1 / whole)
+    assert found.decode_busy == pytest.approx((whole - prefill - found.transfer[0]) / whole)
 
 
 def test_windows_and_states_are_moved_once() -> None:

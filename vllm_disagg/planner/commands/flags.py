@@ -12,6 +12,7 @@ from ...errors import ConfigError
 from ...fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY, POLICY_NAMES
 from ...workloads import lengths
 from ..cost import distserve, hardware, known_models, model, profile
+from ..cost.latency import PathDelay
 from ..cost.sizes import ModelCosts
 from ..search import sample_size
 from ..search.scenario import PerformanceSource, Scenario, check_model
@@ -20,7 +21,8 @@ from ..simulation.simulator import Objective
 
 DEFAULT_WORKLOAD = "sharegpt-like"
 DEFAULT_REQUESTS = sample_size.MIN_REQUESTS
-DEFAULT_LINKS = {"coefficients": "none", "profile": "none", "roofline": "ib-400"}
+# No default is a free hand-off. A profile beside other instances of its machine is of one machine.
+DEFAULT_LINKS = {"coefficients": "nvlink", "profile": "eth-25", "roofline": "ib-400"}
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LINK",
         default="",
         help=f"network between prefill and decode: {', '.join(hardware.LINKS)}, or GB/s"
-        " (default: ib-400 with --gpu, else none)",
+        " (default: ib-400 with --gpu, nvlink with --coefficients, else loopback for a profile"
+        " beside others, eth-25 without)",
     )
     add(
         "--overlap",
@@ -179,6 +182,8 @@ def read(args: argparse.Namespace, gpus: int, flag: str) -> PlanInputs:
     kind, prefill, decode, fits = _sources(args)
     rules = args.rules or ("distserve" if kind == "coefficients" else "vllm")
     like_distserve = rules == "distserve"
+    link = args.link or _default_link(kind, prefill)
+    _check_handoff(args, prefill, link)
     work = workload.load(args.workload)
     overlap = not like_distserve if args.overlap is None else args.overlap
     counting = args.attainment_of or ("each" if like_distserve else "joint")
@@ -200,7 +205,7 @@ def read(args: argparse.Namespace, gpus: int, flag: str) -> PlanInputs:
         requests=requests,
         seeds=seeds,
         gpus=gpus,
-        link=hardware.link(args.link or DEFAULT_LINKS[kind]),
+        link=hardware.link(link),
         overlap=overlap,
         policy=args.policy,
         concurrency=args.prefill_concurrency,
@@ -210,6 +215,21 @@ def read(args: argparse.Namespace, gpus: int, flag: str) -> PlanInputs:
         distserve=like_distserve,
     )
     return PlanInputs(scenario, known_models.servable_name(args.model or prefill.served), fits)
+
+
+def _default_link(kind: str, prefill: PerformanceSource) -> str:
+    """Returns the link of a source of step times."""
+    return "loopback" if prefill.beside else DEFAULT_LINKS[kind]
+
+
+def _check_handoff(args: argparse.Namespace, prefill: PerformanceSource, link: str) -> None:
+    """Raises ConfigError if a hand-off is simulated whose bytes are not known."""
+    if prefill.model or link == "none" or getattr(args, "colocated", None):
+        return
+    raise ConfigError(
+        f"give --model: the bytes of a hand-off depend on it, and {prefill.name} measured"
+        f" {prefill.served}; or --link none for a free one"
+    )
 
 
 def _mean_context(sample: workload.WorkloadSample) -> int:
@@ -295,5 +315,6 @@ def _profiled(
         budget=points.max_num_batched_tokens or 0,
         beside=points.beside,
         served=points.model,
+        path=PathDelay(points.path.seconds, points.path.seconds_per_token),
     )
     return source, [(path, fit)]

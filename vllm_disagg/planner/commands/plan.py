@@ -170,8 +170,9 @@ def _nothing(scenario: Scenario) -> str:
     prompts = scenario.samples()[0].prompts
     objective = scenario.objective
     share = objective.attainment
+    path = scenario.prefill.path
     ttft = min(
-        quantile([unloaded_prefill(latency, prompt) for prompt in prompts], share)
+        quantile([unloaded_prefill(latency, p) + path.of(p) for p in prompts], share)
         for latency in _latencies(scenario.prefill, scenario.gpus)
     )
     tpot = min(

@@ -18,6 +18,17 @@ from ..simulation.simulator import SimulationResult, quantile, simulate
 from . import flags
 from .output import closed_form, describe
 
+TIMES = (
+    "ttft_mean",
+    "ttft_p90",
+    "tpot_mean",
+    "tpot_p90",
+    "latency_mean",
+    "transfer_mean",
+    "path_mean",
+)
+SHARES = ("prefill_busy", "decode_busy", "link_busy")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `simulate`."""
@@ -152,6 +163,10 @@ def _document(
     document |= {
         "latency_mean": mean(served) if served else None,
         "transfer_mean": mean(transfers),
+        "path_mean": mean(seconds for result in results for seconds in result.path),
+        "prefill_busy": mean(result.prefill_busy for result in results),
+        "decode_busy": mean(result.decode_busy for result in results),
+        "link_busy": mean(result.link_busy for result in results),
         "refused": sum(seconds < 0 for seconds in latency),
         "preemptions": sum(result.preemptions for result in results),
         "closed_form": closed_form(scenario, placement),
@@ -170,8 +185,9 @@ def _text(document: dict[str, Any], scenario: Scenario, placement: Placement) ->
         f"{placement} at {document['rate']:g} req/s on {gpus}",
         f"  attainment     {document['attainment']:.1%} within {limits}",
     ]
-    for name in ("ttft_mean", "ttft_p90", "tpot_mean", "tpot_p90", "latency_mean", "transfer_mean"):
+    for name in TIMES:
         value = document[name]
         lines.append(f"  {name:14} never" if value is None else f"  {name:14} {value:.4f} s")
+    lines += [f"  {name:14} {document[name]:.1%}" for name in SHARES]
     lines += [f"  {name:14} {document[name]}" for name in ("refused", "preemptions")]
     return "\n".join(lines)

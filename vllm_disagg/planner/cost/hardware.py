@@ -93,6 +93,8 @@ LINKS = {
     link.name: link
     for link in (
         NetworkLink("none", float("inf"), 0.0),  # DistServe's simulator has no transfer
+        # Between two engines of one machine by TCP: 24 to 96 MiB, docs/benchmarks/transports.md.
+        NetworkLink("loopback", 6e9, 1e-3),
         NetworkLink("nvlink", 300e9, 20e-6),  # A100: 600 GB/s both directions together
         NetworkLink("pcie-4", 25e9, 20e-6),  # x16, 32 GB/s on paper
         NetworkLink("ib-400", 50e9, 50e-6),

@@ -28,6 +28,20 @@ ALL_REDUCE_SECONDS = 10e-6  # seconds of an all-reduce without bytes (AIConfigur
 STAGE_HOP_SECONDS = 20e-6  # seconds to the next pipeline stage without bytes
 
 
+class PathDelay(msgspec.Struct, frozen=True):
+    """Seconds of a request outside the engine: HTTP, tokenizer, API server, there and back.
+
+    It delays the first token and occupies neither an engine nor a link.
+    """
+
+    seconds: float = 0.0
+    seconds_per_token: float = 0.0  # of the prompt
+
+    def of(self, tokens: int) -> float:
+        """Returns the delay of a prompt."""
+        return self.seconds + self.seconds_per_token * tokens
+
+
 class LatencyModel(Protocol):
     """Step times of one instance, for each of its pipeline stages."""
 

@@ -20,8 +20,18 @@ from .latency import LinearLatency
 Coefficients = tuple[float, float, float]
 
 
+# Version 1 had the path of a request in the times of steps.
+PROFILE_VERSION = 2
+
+
+class _ProfileVersion(msgspec.Struct, frozen=True):
+    """Version of a file of measured points."""
+
+    version: int
+
+
 class PrefillPoint(msgspec.Struct, frozen=True):
-    """Prompts computed together, and the seconds from their arrival to the first token."""
+    """Prompts computed together, and the seconds of their steps."""
 
     tokens: list[int]
     seconds: float
@@ -32,6 +42,13 @@ class DecodePoint(msgspec.Struct, frozen=True):
 
     contexts: list[int]
     seconds: float
+
+
+class ProfilePath(msgspec.Struct, frozen=True):
+    """Seconds of a request outside the engine: fixed, and for each token of its prompt."""
+
+    seconds: Annotated[float, msgspec.Meta(ge=0)]
+    seconds_per_token: Annotated[float, msgspec.Meta(ge=0)]
 
 
 class ProfilePoints(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +62,7 @@ class ProfilePoints(msgspec.Struct, frozen=True, kw_only=True):
     beside: Annotated[int, msgspec.Meta(ge=0)] = 0
     kv_tokens: int
     max_num_batched_tokens: int | None = None
+    path: ProfilePath
     prefill: list[PrefillPoint]
     decode: list[DecodePoint]
 
@@ -78,7 +96,14 @@ class LatencyFit(msgspec.Struct, frozen=True):
 def load(path: str) -> ProfilePoints:
     """Loads and checks a file of points. Raises ConfigError with the name of the wrong field."""
     try:
-        points = msgspec.json.decode(Path(path).read_bytes(), type=ProfilePoints)
+        content = Path(path).read_bytes()
+        version = msgspec.json.decode(content, type=_ProfileVersion).version
+        if version != PROFILE_VERSION:
+            raise ConfigError(
+                f"--profile: {path}: version is {version}; this release reads {PROFILE_VERSION}:"
+                " run vllm-disagg profile again"
+            )
+        points = msgspec.json.decode(content, type=ProfilePoints)
     except OSError as error:
         raise ConfigError(f"--profile: {path} cannot be read: {error.strerror}") from None
     except msgspec.DecodeError as error:
@@ -90,8 +115,6 @@ def load(path: str) -> ProfilePoints:
 
 def _problem(points: ProfilePoints) -> str:
     """Returns the first invalid field and its value, or an empty text."""
-    if points.version != 1:
-        return f"version is {points.version}; this release reads 1"
     for field, value in (
         ("kv_tokens", points.kv_tokens),
         ("max_num_batched_tokens", points.max_num_batched_tokens),

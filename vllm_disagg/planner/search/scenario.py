@@ -11,7 +11,6 @@ from ...fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY, Po
 from ..cost import distserve
 from ..cost.hardware import (
     GPU_MEMORY_UTILIZATION,
-    LINKS,
     EngineDefaults,
     GpuType,
     NetworkLink,
@@ -20,6 +19,7 @@ from ..cost.hardware import (
 from ..cost.latency import (
     LatencyModel,
     LinearLatency,
+    PathDelay,
     RooflineLatency,
     ScaledLatency,
     unloaded_decode,
@@ -32,6 +32,8 @@ from ..simulation.workload import Arrivals, Workload, WorkloadSample
 
 UNLIMITED = 1 << 40
 GPUS_PER_NODE = 8  # GPUs that tensor parallelism may span
+# From the last byte at D to D's step: its scheduler's notice, docs/benchmarks/handoff.md (on CPUs).
+NOTICE_SECONDS = 0.0037
 # Of a sample, at either end, simulated and not counted: there the deployment fills and empties.
 EDGE_SHARE = 0.1
 
@@ -50,6 +52,7 @@ class PerformanceSource(msgspec.Struct, frozen=True):
     kv_tokens: int = 0  # of the profiled instance
     budget: int = 0  # its token budget; 0 if the file has none
     served: str = ""  # its model's name
+    path: PathDelay = PathDelay()  # of a request, outside the engine
     context: int = 4096  # tokens of a request, in the mean: for windows and states
     beside: int = 0  # other instances of its machine that were under load
     scale: float = 1.0  # on all times, from a refit
@@ -187,7 +190,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     requests: int = 1000
     seeds: int = 5
     gpus: int = 4
-    link: NetworkLink = LINKS["none"]
+    link: NetworkLink
     overlap: bool = True
     policy: PolicyName = DEFAULT_POLICY
     concurrency: int = DEFAULT_PREFILL_CONCURRENCY
@@ -217,29 +220,33 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             source = self.decode if placement.on_decode_gpus else self.prefill
             rules = self._rules(source, placement.budget, placement.chunked)
             side = self._side(source, placement.prefill, rules)
-            return Deployment(side, distserve=self.distserve, policy=self.policy)
+            return Deployment(side, distserve=self.distserve, policy=self.policy, path=source.path)
         return Deployment(
             self._side(self.prefill, placement.prefill, self._rules(self.prefill, 0, True)),
             self._side(self.decode, placement.decode, self._rules(self.decode, 0, True)),
             self._handoff(),
             self.policy,
             self.distserve,
+            self.prefill.path,
         )
 
     def _handoff(self) -> Handoff:
         """Builds the hand-off of the model's KV; without a model it has no bytes."""
-        concurrency = UNLIMITED if self.distserve else self.concurrency
+        found = Handoff(
+            self.link,
+            overlap=self.overlap,
+            concurrency=UNLIMITED if self.distserve else self.concurrency,
+            notice=0.0 if self.distserve else NOTICE_SECONDS,
+        )
         model = self.prefill.model
         if not model:
-            return Handoff(self.link, overlap=self.overlap, concurrency=concurrency)
-        return Handoff(
-            self.link,
-            sum(group.layers * group.token_bytes for group in model.kv if not group.window),
-            model.layers,
-            self.overlap,
-            concurrency,
-            tuple(group for group in model.kv if group.window),
-            model.state_bytes,
+            return found
+        return msgspec.structs.replace(
+            found,
+            bytes_per_token=sum(g.layers * g.token_bytes for g in model.kv if not g.window),
+            layers=model.layers,
+            windows=tuple(group for group in model.kv if group.window),
+            state_bytes=model.state_bytes,
         )
 
     def _side(
@@ -270,6 +277,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         times = f"times: {self.prefill.words()}"
         if self.decode != self.prefill:
             times += f"; decode: {self.decode.words()}"
+        if path := self.prefill.path.of(0):
+            per_token = 1e6 * self.prefill.path.seconds_per_token
+            times += f"; path of a request {1e3 * path:.3g} ms + {per_token:.3g} us/token"
         traffic = f"traffic: {self.workload.name}, {self.seeds} x {self.requests} requests"
         return [times, f"{traffic}, {self.arrivals.kind} arrivals; link {self.link.name}"]
 
@@ -328,8 +338,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         source = self.decode if placement.on_decode_gpus else self.prefill
         prefill = _latency(source, placement.prefill.tp, placement.prefill.pp)
         if not sample.prefixes:  # a cached prefix makes a prompt faster than alone
-            prompts = (sample.prompts[r] for r in counted)
-            late = sum(unloaded_prefill(prefill, prompt) > objective.ttft for prompt in prompts)
+            late = 0
+            for r in counted:
+                prompt = sample.prompts[r]
+                alone = unloaded_prefill(prefill, prompt) + source.path.of(prompt)
+                late += alone > objective.ttft
             if late > allowed:
                 return "ttft"
         group = placement.decode or placement.prefill

@@ -155,6 +155,7 @@ class Replica:
         self._in_flight: deque[Batch] = deque()
         self._stage_free_at = [0.0] * latency.pp  # seconds, for each stage
         self.preemptions = 0
+        self.busy = 0.0  # seconds in which its first stage computes
         self._wake_at = 0.0  # time of the requested wake-up
         self._join_count = 0
         self._decode_times: dict[int, tuple[float, float, float, float]] = {}
@@ -237,6 +238,7 @@ class Replica:
     def complete_batch(self, now: float, batch: Batch) -> None:
         """Ends a batch that has passed the last stage."""
         self._in_flight.popleft()
+        self.busy += now - batch.start if self.latency.pp == 1 else batch.first
         requests = self.requests
         listener = self.listener
         group = batch.group

@@ -6,6 +6,10 @@ Layers move while P computes, so only the last layer is left after the prefill, 
 slower. P holds its KV until D has received it. D computes the last prompt token and with it the
 first token of the answer.
 
+Three quantities stay apart. An engine is busy for its steps, a link for the bytes of a hand-off.
+Delays occupy neither: the path of a request outside the engine (`Deployment.path`), a link's
+latency, and the notice from the last byte to D's step.
+
 Without overlap (NixlConnector, DistServe) the decode leg starts when the prefill ends. Only then D
 is chosen, reserves KV and receives all of the KV. Each P sends and each D receives one prompt after
 the other.
@@ -23,7 +27,7 @@ import msgspec
 from ...errors import ConfigError
 from ...fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY, PolicyName
 from ..cost.hardware import LINKS, NetworkLink
-from ..cost.latency import LatencyModel
+from ..cost.latency import LatencyModel, PathDelay
 from ..cost.sizes import KvLayers
 from .replica import Batch, Replica, RequestTable, SchedulingRules
 from .workload import WorkloadSample
@@ -55,6 +59,7 @@ class Handoff(msgspec.Struct, frozen=True):
     concurrency: int = DEFAULT_PREFILL_CONCURRENCY
     windows: tuple[KvLayers, ...] = ()
     state_bytes: float = 0.0  # of a sequence
+    notice: float = 0.0  # seconds from the last byte at D to D's step
 
     def wire_seconds(self, tokens: int) -> float:
         """Returns the seconds that a prompt's KV occupies the link."""
@@ -71,6 +76,7 @@ class Deployment(msgspec.Struct, frozen=True):
     policy: PolicyName = DEFAULT_POLICY
     # DistServe's clock: TTFT when the prefill ends, `output` steps after it, TPOT over `output`
     distserve: bool = False
+    path: PathDelay = PathDelay()
 
 
 class Objective(msgspec.Struct, frozen=True):
@@ -97,6 +103,11 @@ class SimulationResult(msgspec.Struct, frozen=True):
     tpot: list[float]
     latency: list[float]  # end to end
     transfer: list[float]  # from the end of the prefill to the arrival of all KV at D
+    path: list[float]  # of the request, outside engine and link
+    # Mean shares of the time from the first arrival to the last end.
+    prefill_busy: float  # of a prefill replica, or of a colocated one
+    decode_busy: float  # of a decode replica; 0 without one
+    link_busy: float  # of a prefill replica's link
     preemptions: int
     stopped: bool  # early, because too many had missed
 
@@ -165,6 +176,7 @@ class Simulation:
         self._reserved_at = [-1.0] * self._count  # reservation of KV at D
         self._transfer = [0.0] * self._count
         self._link_free_at: dict[int, float] = {}
+        self._link_busy = 0.0  # seconds, all senders
         self._kv_arrived = [False] * self._count
         self._miss_counts = [0, 0]
         self._has_missed = bytearray(self._count)
@@ -307,7 +319,7 @@ class Simulation:
         if self._requests.first_token_at[r] >= 0:
             return
         self._requests.first_token_at[r] = now
-        if self._objective and now - self._arrivals[r] > self._objective.ttft:
+        if self._objective and self._ttft(r) > self._objective.ttft:
             self._count_miss(r, 0)
 
     def on_finished(self, replica: Replica, now: float, r: int) -> None:
@@ -340,8 +352,10 @@ class Simulation:
         start = max(begin, free_at.get(sender, 0.0), free_at.get(receiver, 0.0))
         free_at[sender] = start + wire
         free_at[receiver] = start + wire
+        self._link_busy += wire
         last_layer = wire / handoff.layers  # cannot move before the prefill ends
-        end = max(start + wire, self._prefilled_at[r] + last_layer, now) + handoff.link.latency
+        landed = max(start + wire, self._prefilled_at[r] + last_layer, now) + handoff.link.latency
+        end = landed + handoff.notice
         self._transfer[r] = end - self._prefilled_at[r]
         if end > now:
             self._event_order += 1
@@ -375,6 +389,19 @@ class Simulation:
         if self._miss_counts[limit] > self._allowed_misses:
             self._stopped_early = True
 
+    def _path(self, r: int) -> float:
+        """Returns the seconds of a request outside the engine."""
+        return self._deployment.path.of(self._requests.prompts[r])
+
+    def _ttft(self, r: int) -> float:
+        """Returns the seconds from arrival to first token, at the client."""
+        return self._requests.first_token_at[r] - self._arrivals[r] + self._path(r)
+
+    def _busy_share(self, seconds: float, count: int) -> float:
+        """Returns the mean share of the whole time in which one of `count` was busy."""
+        whole = max(self._finished_at) - self._arrivals[0]
+        return seconds / (whole * count) if count and whole > 0 else 0.0
+
     def _tpot(self, r: int) -> float:
         """Returns the seconds per token after the first; 0 for an answer of one token."""
         output = self._requests.outputs[r]
@@ -390,12 +417,17 @@ class Simulation:
         numbers = self._counted
         replicas = (*self._prefills, *self._decodes)
         return SimulationResult(
-            ttft=[first_at[r] - arrivals[r] if first_at[r] >= 0 else -1.0 for r in numbers],
+            ttft=[self._ttft(r) if first_at[r] >= 0 else -1.0 for r in numbers],
             tpot=[self._tpot(r) if finished_at[r] >= 0 else -1.0 for r in numbers],
             latency=[
-                finished_at[r] - arrivals[r] if finished_at[r] >= 0 else -1.0 for r in numbers
+                finished_at[r] - arrivals[r] + self._path(r) if finished_at[r] >= 0 else -1.0
+                for r in numbers
             ],
             transfer=[self._transfer[r] for r in numbers],
+            path=[self._path(r) for r in numbers],
+            prefill_busy=self._busy_share(sum(p.busy for p in self._prefills), len(self._prefills)),
+            decode_busy=self._busy_share(sum(d.busy for d in self._decodes), len(self._decodes)),
+            link_busy=self._busy_share(self._link_busy, len(self._prefills)),
             preemptions=sum(replica.preemptions for replica in replicas),
             stopped=self._stopped_early,
         )

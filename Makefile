@@ -8,6 +8,7 @@
 # make versions  exactness on the oldest and the newest vLLM supported, and between the two
 # make gpu-proof what can be proved of the path for GPUs without a GPU; the last line is JSON (the engines take longest)
 # make mutants   plant faults in the protocol; the tests must notice
+# make planner-accuracy  the planner's step times beside measured runs of vLLM on GPUs; fits their coefficients; the last line is JSON
 # make bench     the hand-off, measured
 # make bench-proxy  what the proxy costs, beside vllm-router
 # make goodput   requests a second within their objectives: 1 prefill + 1 decode beside 2 colocated engines and NixlConnector
@@ -30,7 +31,7 @@ WAITING   := $(addprefix tests/,proxy doctor unit launcher bench transports/zmq 
 COMPUTING := $(addprefix tests/,protocol kv fleet connector planner workloads transports/collective simulation scheduler_worlds property gpu)
 QUICK     := $(WAITING) $(COMPUTING)
 
-.PHONY: setup demo check static quick-waiting quick-computing coverage test wide chaos versions gpu-proof mutants bench bench-proxy bench-transport goodput house clean
+.PHONY: setup demo check static quick-waiting quick-computing coverage test wide chaos versions gpu-proof mutants bench bench-proxy bench-transport goodput planner-accuracy house clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.ours
@@ -123,6 +124,9 @@ bench-proxy: setup $(VENV)/.peers
 bench-transport: setup $(VENV)/.peers
 	@$(BIN)/python scripts/tiny_model.py heavy $(MODEL)
 	$(BIN)/python benchmarks/transport.py $(MODEL) --save docs/benchmarks/transports.json
+
+planner-accuracy: setup
+	$(BIN)/python benchmarks/planner_accuracy.py --save docs/benchmarks/planner_accuracy.json
 
 goodput: setup $(VENV)/.peers
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[plot]'

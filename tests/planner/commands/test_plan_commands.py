@@ -225,7 +225,7 @@ def test_no_default_is_a_free_handoff() -> None:
         (["plan", *QUICK, "--workload", "nope"], "--workload: nope is neither a file nor known"),
         (
             ["plan", *QUICK, "--link", "string"],
-            "--link: string is not known: give one of none, nvlink",
+            "--link: string is not known: give one of none, loopback",
         ),
         (["plan", *QUICK, "--link", "0"], "--link: 0 GB/s is not a speed"),
         (

@@ -11,7 +11,7 @@ from model_configs import MODELS, PublishedModel
 
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.planner.cost import families, hardware, model
-from vllm_disagg.planner.cost.latency import RooflineLatency
+from vllm_disagg.planner.cost.latency import FITTED, RooflineLatency
 from vllm_disagg.planner.cost.sizes import KvLayers, ModelCosts
 
 LLAMA = {
@@ -79,16 +79,17 @@ def test_weights_have_the_width_of_their_quantization() -> None:
     fp8 = {"weights": {"num_bits": 8, "type": "float"}}
     tensors = "compressed-tensors"
     for fields, width in (
-        ({"quant_method": "fp8"}, 1.0),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 0.5625),
-        ({"quant_method": "modelopt", "quant_algo": "FP8"}, 1.0),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 0.515625),
-        ({"quant_method": tensors, "config_groups": {"group_0": nvfp4}}, 0.5625),
-        ({"quant_method": tensors, "config_groups": {"group_0": int4}}, 0.5625),
-        ({"quant_method": tensors, "config_groups": {"group_0": fp8}}, 1.0),
+        ({"quant_method": "fp8"}, (1.0, "fp8")),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, (0.5625, "fp4")),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, (1.0, "fp8")),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, (0.515625, "bf16")),
+        ({"quant_method": tensors, "config_groups": {"group_0": nvfp4}}, (0.5625, "fp4")),
+        ({"quant_method": tensors, "config_groups": {"group_0": int4}}, (0.5625, "bf16")),
+        ({"quant_method": tensors, "config_groups": {"group_0": fp8}}, (1.0, "fp8")),
     ):
         found = _quantized(**fields)
-        assert (found.weight_bytes, found.embedding_bytes) == (width, 2.0), fields
+        assert (found.weight_bytes, found.compute) == width, fields
+        assert found.embedding_bytes == 2.0
     with pytest.raises(ConfigError, match="weights of one width"):
         _quantized(quant_method=tensors, config_groups={"group_0": nvfp4, "group_1": fp8})
 
@@ -126,7 +127,7 @@ def test_a_full_window_holds_no_more_and_is_not_slower() -> None:
     long = gemma.kv_capacity(memory, 0.92, 2, 1, 32_768)
     assert long == pytest.approx(short * 62 / (10 + 52 / 32), rel=1e-3)
     _, slope = RooflineLatency(gemma, hardware.gpu("h100"), 1, 1).decode(1, True)
-    assert slope == pytest.approx(10 * 8192 / (3.35e12 * 0.6))
+    assert slope == pytest.approx(FITTED.kv * 10 * 8192 / 3.35e12)
 
 
 def test_a_state_counts_once_for_a_sequence() -> None:

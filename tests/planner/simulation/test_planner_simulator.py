@@ -18,6 +18,7 @@ from vllm_disagg.planner.simulation.simulator import (
     ReplicaPool,
     quantile,
     simulate,
+    simulate_closed,
 )
 from vllm_disagg.planner.simulation.workload import Arrivals, WorkloadSample
 
@@ -170,6 +171,18 @@ def test_a_path_delays_the_first_token_and_occupies_no_engine() -> None:
         assert [b - a for a, b in zip(near.latency, far.latency, strict=True)] == pytest.approx(
             added
         )
+
+
+def test_a_closed_loop_has_as_many_requests_as_clients() -> None:
+    """One client never waits; with two the second prompt waits for the first one's step."""
+    sample = WorkloadSample([512] * 6, [10] * 6, [0.0] * 6)
+    deployment = Deployment(ReplicaPool(1, PLAIN, 60_000))
+    alone = unloaded_prefill(PLAIN, 512)
+    one = simulate_closed(deployment, sample, 1)
+    assert one.ttft == pytest.approx([alone] * 6) and one.prefill_busy == pytest.approx(1.0)
+    two = simulate_closed(deployment, sample, 2)
+    assert two.ttft[0] == pytest.approx(alone) and two.ttft[1] > 1.5 * alone
+    assert min(two.latency) > 0 and two.prefill_busy == pytest.approx(1.0)
 
 
 def test_a_path_counts_for_the_objective() -> None:

@@ -12,7 +12,7 @@ from ...errors import ConfigError
 from ...fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY, POLICY_NAMES
 from ...workloads import lengths
 from ..cost import distserve, hardware, known_models, model, profile
-from ..cost.latency import PathDelay
+from ..cost.latency import FITTED_PATH, PathDelay
 from ..cost.sizes import ModelCosts
 from ..search import sample_size
 from ..search.scenario import PerformanceSource, Scenario, check_model
@@ -295,9 +295,11 @@ def _sources(
         source = PerformanceSource("coefficients", args.coefficients, loaded)
         return "coefficients", source, source, []
     decode_gpu = args.decode_gpu or args.gpu
-    prefill = PerformanceSource("roofline", args.gpu, loaded, hardware.gpu(args.gpu))
-    decode = PerformanceSource("roofline", decode_gpu, loaded, hardware.gpu(decode_gpu))
-    return "roofline", prefill, decode, []
+    sources = []
+    for name in (args.gpu, decode_gpu):
+        gpu = hardware.gpu(name)
+        sources.append(PerformanceSource("roofline", name, loaded, gpu, path=FITTED_PATH))
+    return "roofline", sources[0], sources[1], []
 
 
 def _profiled(

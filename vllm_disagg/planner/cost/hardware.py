@@ -14,8 +14,7 @@ from ...errors import ConfigError
 class GpuType(msgspec.Struct, frozen=True):
     """One GPU; `flops` are dense BF16 FLOP/s, bandwidths in bytes/s, `memory` in bytes.
 
-    `prefill` is the share of `flops` and `decode` the share of `bandwidth` that a serving engine
-    reaches.
+    `fp8` and `fp4` are the FLOP/s of these types as multiples of `flops`; 1 where it has none.
     """
 
     name: str
@@ -23,31 +22,33 @@ class GpuType(msgspec.Struct, frozen=True):
     bandwidth: float
     memory: float
     peer: float  # to another GPU of the node, each direction
-    prefill: float = 0.55
-    decode: float = 0.60
+    fp8: float = 1.0
+    fp4: float = 1.0
+
+    def rate(self, dtype: str) -> float:
+        """Returns the FLOP/s of a data type: bf16, fp8 or fp4."""
+        return self.flops * {"bf16": 1.0, "fp8": self.fp8, "fp4": self.fp4}[dtype]
 
 
 GIB = float(1 << 30)
 
-# Efficiencies. A100: between DistServe's engine (81 % of FLOP/s, 63 % of bandwidth, OPT-13B TP1)
-# and vLLM of 2023 on the same GPU (59 %, 54 %), from their published fits. The others are the same
-# by assumption, not measured. Use `vllm-disagg profile` where a decision depends on them.
 GPUS = {
     gpu.name: gpu
     for gpu in (
         # A100-SXM4-80GB and A100-SXM4-40GB data sheets.
-        GpuType("a100", 312e12, 2.039e12, 79.1 * GIB, 300e9, 0.60, 0.60),
-        GpuType("a100-40", 312e12, 1.555e12, 39.4 * GIB, 300e9, 0.60, 0.60),
-        GpuType("h100", 989e12, 3.35e12, 79.1 * GIB, 450e9),  # H100-SXM5 data sheet
+        GpuType("a100", 312e12, 2.039e12, 79.1 * GIB, 300e9),
+        GpuType("a100-40", 312e12, 1.555e12, 39.4 * GIB, 300e9),
+        GpuType("h100", 989e12, 3.35e12, 79.1 * GIB, 450e9, 2.0),  # H100-SXM5 data sheet
         # As H100, with NVLink limited to 400 GB/s both ways.
-        GpuType("h800", 989e12, 3.35e12, 79.1 * GIB, 200e9),
-        GpuType("h200", 989e12, 4.8e12, 139.8 * GIB, 450e9),  # H200-SXM data sheet
-        GpuType("h20", 148e12, 4.0e12, 95.0 * GIB, 450e9),  # H20: bandwidth-heavy
-        GpuType("b200", 2250e12, 8.0e12, 178.3 * GIB, 900e9),  # HGX B200 data sheet
+        GpuType("h800", 989e12, 3.35e12, 79.1 * GIB, 200e9, 2.0),
+        GpuType("h200", 989e12, 4.8e12, 139.8 * GIB, 450e9, 2.0),  # H200-SXM data sheet
+        GpuType("h20", 148e12, 4.0e12, 95.0 * GIB, 450e9, 2.0),  # H20: bandwidth-heavy
+        GpuType("b200", 2250e12, 8.0e12, 178.3 * GIB, 900e9, 2.0, 4.0),  # HGX B200 data sheet
+        GpuType("b300", 2250e12, 8.0e12, 267.6 * GIB, 900e9, 2.0, 6.0),  # HGX B300 data sheet
         # L40S data sheet; PCIe 4 x16 between GPUs.
-        GpuType("l40s", 362e12, 0.864e12, 44.4 * GIB, 32e9),
+        GpuType("l40s", 362e12, 0.864e12, 44.4 * GIB, 32e9, 2.0),
         GpuType("a10", 125e12, 0.6e12, 22.0 * GIB, 32e9),  # A10 data sheet; PCIe 4
-        GpuType("l4", 121e12, 0.3e12, 22.0 * GIB, 32e9),  # L4 data sheet; PCIe 4
+        GpuType("l4", 121e12, 0.3e12, 22.0 * GIB, 32e9, 2.0),  # L4 data sheet; PCIe 4
     )
 }
 

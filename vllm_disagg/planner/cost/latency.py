@@ -21,10 +21,6 @@ import msgspec
 from .hardware import GpuType
 from .sizes import ModelCosts, touched
 
-# Kernel launches and scheduling of one step: neither arithmetic nor memory. The order of magnitude
-# of vLLM.
-STEP_OVERHEAD_SECONDS = 1e-3
-ALL_REDUCE_SECONDS = 10e-6  # seconds of an all-reduce without bytes (AIConfigurator's P2P latency)
 STAGE_HOP_SECONDS = 20e-6  # seconds to the next pipeline stage without bytes
 
 
@@ -111,59 +107,123 @@ class LinearLatency(msgspec.Struct, frozen=True):
         return time + self.overhead + self.overhead_token * (tokens + contexts) if first else time
 
 
-class RooflineLatency:
-    """Step times bounded by FLOPs, bytes and the interconnect.
+class StepCoefficients(msgspec.Struct, frozen=True):
+    """Coefficients of the terms of a step.
 
-    The efficiencies of the GPU are assumed, not measured.
+    Those of bytes and FLOPs are multiples of the data sheet's times, so they are 1 or more.
     """
 
-    def __init__(self, model: ModelCosts, gpu: GpuType, tp: int, pp: int) -> None:
+    layer: float  # seconds of each layer: kernel launches, norms, scheduling
+    expert_layer: float  # seconds more of each layer with experts: routing and dispatch
+    sequence: float  # seconds of each sequence: sampling, block tables
+    weights: float
+    kv: float
+    flops: float
+    attention: float  # FLOPs of prompts' attention, at the BF16 rate
+    all_reduce: float  # seconds of an all-reduce without bytes
+    all_reduce_bytes: float
+
+
+# Fitted by `make planner-accuracy` on 2026-11-23 to measured runs of vLLM 0.12 to 0.19:
+# docs/benchmarks/planner_accuracy.md has their source and the errors.
+FITTED = StepCoefficients(
+    layer=7.008e-05,
+    expert_layer=2.322e-05,
+    sequence=2.859e-05,
+    weights=1.066,
+    kv=1.153,
+    flops=1.164,
+    attention=5.341,
+    all_reduce=9.546e-07,
+    all_reduce_bytes=2.137,
+)
+FITTED_PATH = PathDelay(0.0444, 8.39e-06)
+FITTED_GPUS = ("h100", "h200", "b200", "b300")
+# Mean relative errors of the runs of models that were left out of the fit.
+TPOT_ERROR_LEFT_OUT = 0.1453
+TTFT_ERROR_LEFT_OUT = 0.3927
+
+
+class RooflineLatency:
+    """Step times as a sum of terms: bytes, FLOPs, layers, sequences, all-reduces.
+
+    Each term is linear in its coefficient, so measured runs can fit them.
+    """
+
+    def __init__(
+        self,
+        model: ModelCosts,
+        gpu: GpuType,
+        tp: int,
+        pp: int,
+        coefficients: StepCoefficients = FITTED,
+    ) -> None:
         self.pp = pp
         self._model = model
+        self._coefficients: tuple[float, ...] = msgspec.structs.astuple(coefficients)
         ranks = tp * pp
-        flops = gpu.flops * gpu.prefill * ranks
-        speed = gpu.bandwidth * gpu.decode * ranks
+        speed = gpu.bandwidth * ranks
+        rate = gpu.rate(model.compute) * ranks
         weights = model.dense * model.weight_bytes + model.head * model.embedding_bytes
         self._weights = weights / speed
         self._expert = model.expert * model.expert_bytes / speed
-        self._token = 2 * (model.dense + model.expert * model.active) / flops
-        self._token += model.windowed / flops
-        self._sequence = 2 * model.head / flops
-        self._square = model.attention / 2 / flops  # causal: half the square
-        rank_speed = gpu.bandwidth * gpu.decode * pp
-        kv_read = 0.0
-        bounded = model.state_bytes / tp  # full windows and states, for each sequence
+        self._token = (2 * (model.dense + model.expert * model.active) + model.windowed) / rate
+        self._sequence = 2 * model.head / rate
+        self._square = model.attention / 2 / (gpu.flops * ranks)  # causal: half the square
+        self._kv_read = 0.0  # seconds for each token of context
+        self._bounded = model.state_bytes / speed  # full windows and states, for each sequence
         for group in model.kv:
-            read_bytes = group.layers * group.token_bytes / min(tp, group.heads)
+            read = group.layers * group.token_bytes / (gpu.bandwidth * min(tp, group.heads) * pp)
             if group.window:
-                bounded += read_bytes * group.window
+                self._bounded += read * group.window
             else:
-                kv_read += read_bytes / rank_speed
-        self._slope = max(kv_read, model.latent / flops)
-        self._bounded = bounded / rank_speed
-        self._fixed = STAGE_HOP_SECONDS * (pp > 1)
+                self._kv_read += read
+        self._kv_read = max(self._kv_read, model.latent / (gpu.flops * ranks))
+        self._kv_slope = coefficients.kv * self._kv_read  # seconds of a step for each of them
+        self._layers = model.layers / pp
         wire = model.hidden * 2 / gpu.peer
-        self._token_wire = wire * (pp > 1)
-        if tp > 1:  # two all-reduces a layer, rings: each rank sends 2(tp-1)/tp of the activations
-            layers = model.layers / pp
-            self._fixed += 2 * layers * ALL_REDUCE_SECONDS
-            self._token_wire += 2 * layers * wire * 2 * (tp - 1) / tp
+        self._hop = STAGE_HOP_SECONDS if pp > 1 else 0.0
+        self._hop_token = wire if pp > 1 else 0.0
+        # Two all-reduces a layer, rings: each rank sends 2(tp-1)/tp of the activations.
+        self._reduces = 2 * self._layers if tp > 1 else 0.0
+        self._reduce_token = 2 * self._layers * wire * 2 * (tp - 1) / tp
 
-    def _linear(self, tokens: int, sequences: int) -> float:
-        """Returns the seconds that are linear in tokens, for a step of `tokens` of `sequences`."""
-        memory = self._weights + self._expert * touched(self._model, tokens)
-        compute = self._token * tokens + self._sequence * sequences
-        return max(memory, compute) + self._fixed + self._token_wire * tokens
+    def terms(
+        self, tokens: int, squares: float, n: int, contexts: float
+    ) -> tuple[float, float, float, float, float, float, float, float, float]:
+        """Returns what each coefficient multiplies, in the order of its fields.
+
+        The step has `tokens` prompt tokens and a token of each of `n` sequences.
+        """
+        model = self._model
+        every = tokens + n
+        return (
+            self._layers,
+            self._layers if model.experts else 0.0,
+            float(n + (tokens > 0)),
+            self._weights + self._expert * touched(model, every),
+            self._kv_read * (contexts + n) + self._bounded * n,
+            self._token * every + self._sequence * (n + (tokens > 0)),
+            self._square * squares,
+            self._reduces,
+            self._reduce_token * every,
+        )
+
+    def _seconds(self, tokens: int, squares: float, n: int, contexts: int) -> float:
+        """Returns the seconds of a step."""
+        found = 0.0
+        terms = self.terms(tokens, squares, n, contexts)
+        for coefficient, term in zip(self._coefficients, terms, strict=True):
+            found += coefficient * term
+        return found + self._hop + self._hop_token * (tokens + n)
 
     def decode(self, n: int, first: bool) -> tuple[float, float]:
         """Returns base and slope of a decode step, in seconds."""
-        attention = (self._slope + self._bounded) * n
-        return self._linear(n, n) + attention + STEP_OVERHEAD_SECONDS * first, self._slope
+        return self._seconds(0, 0.0, n, 0), self._kv_slope
 
     def mixed(self, tokens: int, squares: float, n: int, contexts: int, first: bool) -> float:
         """Returns the seconds of a step with prompt tokens."""
-        attention = self._square * squares + self._slope * (contexts + n) + self._bounded * n
-        return self._linear(tokens + n, n + 1) + attention + STEP_OVERHEAD_SECONDS * first
+        return self._seconds(tokens, squares, n, contexts)
 
 
 class ScaledLatency(msgspec.Struct, frozen=True):

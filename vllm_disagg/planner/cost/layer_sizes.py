@@ -178,4 +178,5 @@ class LayerSizes:
             expert_bytes=self._widths.experts,
             embedding_bytes=PLAIN_BYTES,
             is_kv_fp8=self._widths.is_kv_fp8,
+            compute=self._widths.compute,
         )

@@ -49,6 +49,7 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
     expert_bytes: float = 2.0  # per parameter of routed experts
     embedding_bytes: float = 2.0  # per parameter of embedding and output head
     is_kv_fp8: bool = False
+    compute: str = "bf16"  # data type of the matrix products: bf16, fp8 or fp4
 
     @property
     def parameters(self) -> float:

@@ -12,8 +12,9 @@ from .config_reader import ConfigReader
 # vLLM's --dtype auto serves float32 as float16.
 PLAIN_BYTES = 2.0
 PLAIN_DTYPES = ("bfloat16", "float16", "half", "float32", "float")
-FP8_BYTES = 1.0
-NVFP4_BYTES = 0.5 + 1 / 16  # one FP8 scale for 16 weights
+# Bytes of a weight, and the data type of its products.
+FP8 = (1.0, "fp8")
+NVFP4 = (0.5 + 1 / 16, "fp4")  # one FP8 scale for 16 weights
 MXFP4_BYTES = 0.5 + 1 / 32  # one E8M0 scale for 32 weights
 SCALE_BYTES = 2.0  # of a group of integers
 
@@ -26,6 +27,7 @@ class WeightWidths(msgspec.Struct, frozen=True):
     shared: float = PLAIN_BYTES  # experts that every token uses
     experts: float = PLAIN_BYTES
     is_kv_fp8: bool = False
+    compute: str = "bf16"  # data type of the matrix products: bf16, fp8 or fp4
 
 
 def widths(read: ConfigReader) -> WeightWidths:
@@ -40,7 +42,7 @@ def widths(read: ConfigReader) -> WeightWidths:
     kv = quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo")
     if method == "mxfp4":
         return WeightWidths(experts=MXFP4_BYTES, is_kv_fp8=bool(kv))
-    quantized = _width(read, method, quantization)
+    quantized, dtype_of = _width(read, method, quantization)
     skipped = " ".join(_skipped(quantization)).lower()
     return WeightWidths(
         attention=PLAIN_BYTES if "attn" in skipped else quantized,
@@ -48,6 +50,7 @@ def widths(read: ConfigReader) -> WeightWidths:
         shared=PLAIN_BYTES if "shared_expert" in skipped else quantized,
         experts=quantized,
         is_kv_fp8=bool(kv),
+        compute=dtype_of,
     )
 
 
@@ -57,13 +60,13 @@ def _skipped(quantization: dict[str, Any]) -> Iterable[str]:
         yield from map(str, quantization.get(field) or ())
 
 
-def _width(read: ConfigReader, method: str, quantization: dict[str, Any]) -> float:
-    """Returns the bytes per quantized parameter."""
+def _width(read: ConfigReader, method: str, quantization: dict[str, Any]) -> tuple[float, str]:
+    """Returns the bytes per quantized parameter, and the data type of its products."""
     if method in ("fp8", "fbgemm_fp8"):
-        return FP8_BYTES
+        return FP8
     if method in ("modelopt", "modelopt_fp4"):
         algorithm = str(quantization.get("quant_algo"))
-        known = {"FP8": FP8_BYTES, "NVFP4": NVFP4_BYTES}
+        known = {"FP8": FP8, "NVFP4": NVFP4}
         if algorithm in known:
             return known[algorithm]
         raise read.error(f"quant_algo {algorithm} is not one of {', '.join(known)}")
@@ -78,8 +81,8 @@ def _width(read: ConfigReader, method: str, quantization: dict[str, Any]) -> flo
     )
 
 
-def _compressed(read: ConfigReader, quantization: dict[str, Any]) -> float:
-    """Returns the bytes per parameter of compressed-tensors, which may have several groups."""
+def _compressed(read: ConfigReader, quantization: dict[str, Any]) -> tuple[float, str]:
+    """Returns the same of compressed-tensors, which may have several groups."""
     groups = quantization.get("config_groups")
     found = set()
     for group in (groups if isinstance(groups, dict) else {}).values():
@@ -88,7 +91,7 @@ def _compressed(read: ConfigReader, quantization: dict[str, Any]) -> float:
             continue
         bits = weights.get("num_bits")
         if weights.get("type") == "float":
-            found.add(NVFP4_BYTES if bits == 4 else FP8_BYTES)
+            found.add(NVFP4 if bits == 4 else FP8)
         else:
             found.add(_integers(read, bits, weights.get("group_size")))
     if len(found) != 1:
@@ -96,9 +99,9 @@ def _compressed(read: ConfigReader, quantization: dict[str, Any]) -> float:
     return found.pop()
 
 
-def _integers(read: ConfigReader, bits: object, group: object) -> float:
-    """Returns the bytes per integer weight, with its share of a scale."""
+def _integers(read: ConfigReader, bits: object, group: object) -> tuple[float, str]:
+    """Returns the bytes per integer weight with its share of a scale; products are in BF16."""
     if not isinstance(bits, int) or not 1 < bits <= 8:
         raise read.error(f"quantization_config has {bits!r} bits, not 2 to 8")
     scale = SCALE_BYTES / group if isinstance(group, int) and group > 0 else 0.0
-    return bits / 8 + scale
+    return bits / 8 + scale, "bf16"

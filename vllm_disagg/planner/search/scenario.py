@@ -17,6 +17,9 @@ from ..cost.hardware import (
     engine_defaults,
 )
 from ..cost.latency import (
+    FITTED_GPUS,
+    TPOT_ERROR_LEFT_OUT,
+    TTFT_ERROR_LEFT_OUT,
     LatencyModel,
     LinearLatency,
     PathDelay,
@@ -125,13 +128,11 @@ class PerformanceSource(msgspec.Struct, frozen=True):
             plural = "" if self.beside == 1 else "s"
             others = f"{self.beside or 'no'} other instance{plural} of its machine under load"
             return f"fitted to the measured points of {self.name}, with {others}"
-        share = ""
-        if gpu := self.gpu:
-            share = f"{gpu.prefill:.0%} of its FLOP/s and {gpu.decode:.0%} of its bandwidth"
-        return (
-            f"roofline of {self.name}, assuming {share}: nothing was measured,"
-            " expect 20 % or more of error"
-        )
+        errors = f"TPOT by {TPOT_ERROR_LEFT_OUT:.0%} and TTFT by {TTFT_ERROR_LEFT_OUT:.0%}"
+        fitted = f"roofline of {self.name}, fitted to runs of vLLM on {', '.join(FITTED_GPUS)}"
+        if self.name.lower() in FITTED_GPUS:
+            return f"{fitted}: off in the mean, for other models, {errors}"
+        return f"{fitted} and on no {self.name}: expect more error than {errors}"
 
 
 class ReplicaGroup(msgspec.Struct, frozen=True, order=True):

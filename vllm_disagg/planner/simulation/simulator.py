@@ -139,6 +139,15 @@ def simulate(
     return Simulation(deployment, sample, rate, objective, seed).run()
 
 
+def simulate_closed(
+    deployment: Deployment, sample: WorkloadSample, clients: int
+) -> SimulationResult:
+    """Simulates a closed loop: each of `clients` sends its next request when its last one ended."""
+    simulation = Simulation(deployment, sample, 1.0, None, 0)
+    simulation.close_loop(clients)
+    return simulation.run()
+
+
 class Simulation:
     """Discrete-event simulation of one deployment; receives the events of its replicas."""
 
@@ -178,6 +187,7 @@ class Simulation:
         self._link_free_at: dict[int, float] = {}
         self._link_busy = 0.0  # seconds, all senders
         self._kv_arrived = [False] * self._count
+        self._next_of_loop = self._count  # next request of a closed loop
         self._miss_counts = [0, 0]
         self._has_missed = bytearray(self._count)
         self._stopped_early = False
@@ -189,6 +199,13 @@ class Simulation:
             Replica(self, requests, pool.latency, pool.kv, pool.rules, number)
             for number in range(first, first + pool.count)
         ]
+
+    def close_loop(self, clients: int) -> None:
+        """Replaces the arrivals: a request of each client at once, each next one at an end."""
+        first = min(clients, self._count)
+        self._next_of_loop = first
+        self._arrivals = [0.0] * self._count
+        self._events = [(0.0, ARRIVAL_RANK, r, r, None, None) for r in range(first)]
 
     def run(self) -> SimulationResult:
         """Processes events until none is left, or until too many requests have missed."""
@@ -326,8 +343,17 @@ class Simulation:
         """Records the end of a request."""
         replica.load -= 1 if self._decodes else self._requests.prompts[r]
         self._finished_at[r] = now
+        if self._next_of_loop < self._count:
+            self._send_next(now + self._path(r))
         if self._objective and self._tpot(r) > self._objective.tpot:
             self._count_miss(r, 1)
+
+    def _send_next(self, now: float) -> None:
+        """Sends the next request of a closed loop."""
+        r = self._next_of_loop
+        self._next_of_loop += 1
+        self._arrivals[r] = now
+        heappush(self._events, (now, ARRIVAL_RANK, r, r, None, None))
 
     # --- hand-off ---
 

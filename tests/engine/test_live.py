@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from asking import body, tokens
 from conftest import Main
-from engines import ADMIN, CHUNK
+from engines import ADMIN, CHUNK, ROOT
 
 from vllm_disagg import cli
 from vllm_disagg.fleet import keys
@@ -80,6 +80,8 @@ def test_a_pair_under_load_is_judged(
     words = [
         "--profile",
         points,
+        "--model",
+        str(ROOT / ".cache/models/dense"),
         "--window",
         str(WINDOW),
         "--ttft",

@@ -288,6 +288,7 @@ def test_rounds_end_in_time_and_say_what_they_had_no_time_for(
 def test_the_path_to_the_engine_is_apart_from_the_steps() -> None:
     samples = profile.ProfileSamples()
     samples.add(PrefillProbe((32,)), StepSample((32,), 0.010))
+    samples.add(PrefillProbe((64,)), StepSample((64,), 0.018))
     samples.add(PrefillProbe((32,), 64), StepSample((32,), 0.008))
     samples.add(PrefillProbe((32, 32), 64), StepSample((32, 32), 0.012))
     samples.add(
@@ -296,6 +297,7 @@ def test_the_path_to_the_engine_is_apart_from_the_steps() -> None:
     assert samples.path() == {"seconds": 0.002, "seconds_per_token": 0.0}
     assert samples.prefill() == [
         {"tokens": [32], "seconds": 0.008},
+        {"tokens": [64], "seconds": 0.016},
         {"tokens": [32, 32], "seconds": 0.012},
     ]
 

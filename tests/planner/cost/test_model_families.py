@@ -50,6 +50,7 @@ def test_sizes_are_those_of_the_model_card(published: PublishedModel) -> None:
         ({"model_type": "mixtral"}, "experts without one of num_experts"),
         ({"model_type": "mixtral", "num_local_experts": 8}, "and of num_experts_per_tok"),
         ({"model_type": "qwen3_moe", "moe_layer_freq": 2}, "moe_layer_freq is not 1"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": 3}, "mlp_only_layers is 3, not a list"),
         ({"model_type": "minimax_m2", "attn_type_list": [0] * 32}, "attn_type_list has layers"),
         ({"model_type": "nemotron_h", "hybrid_override_pattern": "MX"}, "is not a letter of M"),
         ({"quantization_config": {"quant_method": "exl3"}}, "quant_method exl3 is not one of"),
@@ -92,6 +93,10 @@ def test_weights_have_the_width_of_their_quantization() -> None:
         assert found.embedding_bytes == 2.0
     with pytest.raises(ConfigError, match="weights of one width"):
         _quantized(quant_method=tensors, config_groups={"group_0": nvfp4, "group_1": fp8})
+
+
+def test_names_that_are_no_list_skip_nothing() -> None:
+    assert _quantized(quant_method="fp8", ignore=7) == _quantized(quant_method="fp8")
 
 
 def test_attention_that_is_not_quantized_keeps_its_width() -> None:

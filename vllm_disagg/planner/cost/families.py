@@ -161,6 +161,8 @@ def _expert_layers(read: ConfigReader, layers: int) -> int:
     first = min(layers, read.number("first_k_dense_replace", 0))
     step = read.first_number("decoder_sparse_step", "interleave_moe_layer_step") or 1
     dense = read.value("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise read.error(f"mlp_only_layers is {dense!r}, not a list of layers")
     return sum((n + 1) % step == 0 and n not in dense for n in range(first, layers))
 
 

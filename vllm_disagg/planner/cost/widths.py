@@ -57,7 +57,9 @@ def widths(read: ConfigReader) -> WeightWidths:
 def _skipped(quantization: dict[str, Any]) -> Iterable[str]:
     """Yields the names of modules that are not quantized."""
     for field in ("ignore", "modules_to_not_convert", "exclude_modules"):
-        yield from map(str, quantization.get(field) or ())
+        names = quantization.get(field)
+        if isinstance(names, list):
+            yield from map(str, names)
 
 
 def _width(read: ConfigReader, method: str, quantization: dict[str, Any]) -> tuple[float, str]:

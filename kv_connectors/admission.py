@@ -1,18 +1,25 @@
 """Admission: which requests of vLLM take part in a transfer, and by which facts.
 
-A request takes part only with a valid grant in `kv_transfer_params`; all other content there is
-ignored. A request of kind `probe` only requests the engine's description.
+    from our proxy        a grant in `kv_transfer_params`, of a leg or of a probe
+    from another router   a prefill leg without a grant, which gets a handover in its answer, or a
+                          decode leg with that handover
+
+All other content of `kv_transfer_params` is ignored. A request of kind `probe` only requests the
+engine's description.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 from vllm_disagg.errors import BadGrant, Unmappable
+from vllm_disagg.fleet import handovers
 from vllm_disagg.fleet.grant_checks import GrantChecker
-from vllm_disagg.fleet.grants import REQUEST_KEY, Grant, verify
+from vllm_disagg.fleet.grants import REQUEST_KEY, Grant, new_transfer, verify
+from vllm_disagg.fleet.handovers import Handover
 from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.fleet.used_grants import UsedGrants
 from vllm_disagg.kv.reshard import ReshardPlan
@@ -26,34 +33,50 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm_disagg.scheduler")
 
+LegName = Literal["prefill", "decode"]
+
 
 @dataclass(frozen=True)
 class AdmittedRequest:
-    """A request with a readable grant."""
+    """A request with parameters of a transfer, valid or not."""
 
-    grant: Grant
-    facts: LegFacts | None = None  # of its leg; None for a probe, and for a refused grant
+    grant: Grant | None = None  # None: of another router, or not readable
+    facts: LegFacts | None = None  # of its leg; None for a probe, and for a refused request
+    leg: LegName | None = None  # None for a probe, and for a refused request
     is_computed_here: bool = False  # its leg ends at once, and the other engine is informed
-    is_refused: bool = False  # the grant was not valid; the request's answer reports that
+    is_refused: bool = False  # the parameters were not valid; the request is an ordinary one
     has_waiting_receivers: bool = False  # D may wait for the transfer of a refused grant
+
+    @property
+    def is_handed_over(self) -> bool:
+        """Whether it is a leg of the standard handshake, from another router."""
+        return self.leg is not None and self.grant is None
 
 
 class Admission:
     """Reads the grants of one engine's requests."""
 
     def __init__(
-        self, key: FleetKey, *, has_states: bool, leaves_out_last: bool, loopback_only: bool
+        self,
+        key: FleetKey,
+        *,
+        has_states: bool,
+        leaves_out_last: bool,
+        loopback_only: bool,
+        patience: float,
     ) -> None:
         """Creates the admission of an engine whose workers are not known yet.
 
         `has_states`: the model has SSM states. `leaves_out_last`: the last token of a prompt is
-        not transferred. `loopback_only`: the engine dials no other machine.
+        not transferred. `loopback_only`: the engine dials no other machine. `patience`: the seconds
+        without progress after which D's load of a handed-over prompt fails.
         """
         self._key = key
         self.computes_seeded = False  # whether requests with a seed have no transfer
         self._has_states = has_states
         self._leaves_out_last = leaves_out_last
         self._loopback_only = loopback_only
+        self._patience = patience
         self._used = UsedGrants(has_key=key.is_set)
         self._checker: GrantChecker | None = None
 
@@ -67,20 +90,31 @@ class Admission:
         return self._checker.engine if self._checker is not None else None
 
     def admit(self, request: Request, now: float, *, before_lookup: bool) -> AdmittedRequest | None:
-        """Returns the request with its grant, which is used up; None without a grant.
+        """Returns the request with its parameters, which are used up; None without any.
 
         `now`: by the engine's clock. `before_lookup`: vLLM has not looked the prompt up in its
         prefix cache yet.
         """
         params = request.kv_transfer_params
-        if not isinstance(params, dict) or REQUEST_KEY not in params:
+        if not isinstance(params, dict):
             return None
         try:
-            grant = verify(self._key, params[REQUEST_KEY])
+            if REQUEST_KEY in params:
+                grant = verify(self._key, params[REQUEST_KEY])
+                return self._admit_grant(request, grant, now, before_lookup=before_lookup)
+            if handovers.is_prefill_leg(params):
+                return self._admit_handover(request, before_lookup=before_lookup)
+            if handovers.is_decode_leg(params):
+                return self._admit_handed_over(request, params, now)
         except BadGrant as error:
             _log_refusal(request, error)
-            request.kv_transfer_params = None  # refuse and log once, not at each of vLLM's calls
-            return None
+            return AdmittedRequest(is_refused=True)
+        return None
+
+    def _admit_grant(
+        self, request: Request, grant: Grant, now: float, *, before_lookup: bool
+    ) -> AdmittedRequest:
+        """Returns the request of a grant, which may be refused."""
         has_waiting_receivers = False
         try:
             if grant.leg == "probe":
@@ -95,7 +129,78 @@ class Admission:
             return AdmittedRequest(
                 grant, is_refused=True, has_waiting_receivers=has_waiting_receivers
             )
-        return self._admit_leg(request, grant, checker, now, before_lookup=before_lookup)
+        digest = prompt_digest.digest_prompt(request)
+        plan: ReshardPlan | None
+        if grant.leg == "decode":
+            plan = checker.plan_reads(grant.sources)
+        else:
+            plan = _reuse_plan(grant, checker)
+        facts = LegFacts(
+            request=request.request_id,
+            transfer=grant.transfer,
+            prompt_tokens=request.num_prompt_tokens,
+            digest=digest,
+            sources=grant.sources,
+            plan=plan,
+            stall_timeout=grant.patience,
+            reuse=checker.use_reuse(grant, now) if plan is not None else None,
+        )
+        if grant.leg == "prefill":
+            return self._admit_prefill(request, facts, grant, before_lookup=before_lookup)
+        return self._admit_decode(request, facts, grant)
+
+    def _admit_handover(self, request: Request, *, before_lookup: bool) -> AdmittedRequest:
+        """Returns a router's prefill leg, for whose transfer this engine chooses the name."""
+        self._checker_with_workers().check_role("prefill")
+        facts = LegFacts(
+            request=request.request_id,
+            transfer=new_transfer(),
+            prompt_tokens=request.num_prompt_tokens,
+            digest=prompt_digest.digest_prompt(request),
+            sources=[],
+            plan=None,
+            stall_timeout=self._patience,
+            is_handover=True,
+        )
+        return self._admit_prefill(request, facts, None, before_lookup=before_lookup)
+
+    def _admit_handed_over(
+        self, request: Request, params: Mapping[str, object], now: float
+    ) -> AdmittedRequest:
+        """Returns a router's decode leg; uses up its handover."""
+        if handovers.TOKEN_KEY not in params:
+            raise BadGrant("from a prefill engine with another connector")
+        handover = handovers.verify(self._key, params[handovers.TOKEN_KEY])
+        checker = self._checker_with_workers()
+        digest = prompt_digest.digest_prompt(request)
+        checker.use_handover(handover, digest, now)
+        facts = LegFacts(
+            request=request.request_id,
+            transfer=handover.transfer,
+            prompt_tokens=request.num_prompt_tokens,
+            digest=digest,
+            sources=handover.sources,
+            plan=checker.plan_reads(handover.sources),
+            stall_timeout=handover.patience,
+        )
+        return self._admit_decode(request, facts, None)
+
+    def handover_token(self, facts: LegFacts) -> str:
+        """Returns the token by which D may load a prompt that this engine has computed."""
+        engine = self._checker_with_workers().engine
+        handover = Handover(
+            handovers.VERSION,
+            transfer=facts.transfer,
+            prompt=facts.digest,
+            sources=engine.workers,
+            layout=engine.layout,
+            patience=facts.stall_timeout,
+        )
+        return handovers.mint(self._key, handover)
+
+    def end_handover(self, transfer: str, now: float) -> None:
+        """Forgets a used handover after a while: its leg and its load have ended."""
+        self._checker_with_workers().end_handover(transfer, now)
 
     def _check_probe(self, grant: Grant, now: float) -> None:
         """Raises BadGrant for a probe that names an engine, unless it is for this one."""
@@ -109,78 +214,66 @@ class Admission:
             raise BadGrant("for another engine, or for this one before its restart")
         return self._checker
 
-    def _admit_leg(
-        self,
-        request: Request,
-        grant: Grant,
-        checker: GrantChecker,
-        now: float,
-        *,
-        before_lookup: bool,
+    def _checker_with_workers(self) -> GrantChecker:
+        """Returns the checks of this engine; raises BadGrant while it makes no transfers."""
+        if self._checker is None:
+            raise BadGrant("this engine makes no KV transfers")
+        return self._checker
+
+    def _admit_prefill(
+        self, request: Request, facts: LegFacts, grant: Grant | None, *, before_lookup: bool
     ) -> AdmittedRequest:
-        """Returns a leg's request with its facts."""
-        digest = prompt_digest.digest_prompt(request)
+        """Returns a prefill leg's request, which may leave out the last token of the prompt."""
         generates_one = compat.generates_one(request)
         # When P's request ends, vLLM frees blocks that no token after the prompt looks back to. D
         # computes the prompt's last token again, which looks back one token further. That token
         # may be in one block more, so P leaves out the last token of the prompt too.
         leaves_out_last = self._has_states or (before_lookup and self._leaves_out_last)
         is_left_out = (
-            bool(digest)
-            and grant.leg == "prefill"
+            bool(facts.digest)
             and request.num_prompt_tokens > 1
             and leaves_out_last
             and generates_one
         )
         if is_left_out:
             compat.leave_out_last(request)
-        obstacle = ""
-        if not digest:
-            obstacle = "the inputs of its prompt cannot be compared between engines"
-        elif grant.leg == "prefill" and self._leaves_out_last and not generates_one:
+        obstacle = self._obstacle(request, facts)
+        if not obstacle and self._leaves_out_last and not generates_one:
             # vLLM would cache a second token under the hash of the token that was left out.
             obstacle = "with sliding windows or SSM states a prefill leg must have max_tokens 1"
-        elif self.computes_seeded and compat.is_seeded(request):
-            # vLLM takes more random numbers in the step that follows loaded KV. A plain vLLM, too,
-            # gives a prompt of its cache other tokens then.
-            obstacle = "with speculative decoding a seed has an effect only if nothing is loaded"
-        if obstacle:
-            log.warning(
-                "request %s: %s; this engine computes it without a KV transfer",
-                request.request_id,
-                obstacle,
-            )
         # Of a vLLM without the hook before the lookup, P computes a token that D does not read.
         writes_more = not generates_one or (self._leaves_out_last and not is_left_out)
-        facts = _leg_facts(request, grant, checker, now, digest, writes_more=writes_more)
-        return AdmittedRequest(grant, facts, is_computed_here=bool(obstacle))
+        facts = replace(facts, prompt_tokens=request.num_prompt_tokens, writes_more=writes_more)
+        return _admitted(request, facts, grant, "prefill", obstacle)
+
+    def _admit_decode(
+        self, request: Request, facts: LegFacts, grant: Grant | None
+    ) -> AdmittedRequest:
+        """Returns a decode leg's request."""
+        return _admitted(request, facts, grant, "decode", self._obstacle(request, facts))
+
+    def _obstacle(self, request: Request, facts: LegFacts) -> str:
+        """Returns why a leg of either kind has no transfer; empty if it may have one."""
+        if not facts.digest:
+            return "the inputs of its prompt cannot be compared between engines"
+        if self.computes_seeded and compat.is_seeded(request):
+            # vLLM takes more random numbers in the step that follows loaded KV. A plain vLLM, too,
+            # gives a prompt of its cache other tokens then.
+            return "with speculative decoding a seed has an effect only if nothing is loaded"
+        return ""
 
 
-def _leg_facts(
-    request: Request,
-    grant: Grant,
-    checker: GrantChecker,
-    now: float,
-    digest: str,
-    *,
-    writes_more: bool,
-) -> LegFacts:
-    """Returns the facts of a new leg; uses up the transfer id of its reuse."""
-    plan = (
-        checker.plan_reads(grant.sources) if grant.leg == "decode" else _reuse_plan(grant, checker)
-    )
-    reuse = checker.use_reuse(grant, now) if plan is not None else None
-    return LegFacts(
-        request=request.request_id,
-        transfer=grant.transfer,
-        prompt_tokens=request.num_prompt_tokens,
-        digest=digest,
-        sources=grant.sources,
-        plan=plan,
-        stall_timeout=grant.patience,
-        writes_more=writes_more,
-        reuse=reuse,
-    )
+def _admitted(
+    request: Request, facts: LegFacts, grant: Grant | None, leg: LegName, obstacle: str
+) -> AdmittedRequest:
+    """Returns a leg's request. `obstacle`: why it is computed without a transfer, or empty."""
+    if obstacle:
+        log.warning(
+            "request %s: %s; this engine computes it without a KV transfer",
+            request.request_id,
+            obstacle,
+        )
+    return AdmittedRequest(grant, facts, leg, is_computed_here=bool(obstacle))
 
 
 def _reuse_plan(grant: Grant, checker: GrantChecker) -> ReshardPlan | None:
@@ -200,7 +293,7 @@ def _reuse_plan(grant: Grant, checker: GrantChecker) -> ReshardPlan | None:
 
 def _log_refusal(request: Request, error: BadGrant) -> None:
     log.warning(
-        "request %s: grant refused (%s); this engine computes it without a KV transfer",
+        "request %s: parameters refused (%s); this engine computes it without a KV transfer",
         request.request_id,
         error,
     )

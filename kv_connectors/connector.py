@@ -27,7 +27,7 @@ from vllm_disagg.fleet.registration import Registration, register_all
 from . import compat, compatibility, engine_description, prompt_digest, supported
 from .metadata import FailedProof, Handshake, WorkerMetadata
 from .metrics import ConnectorPromMetrics, ConnectorStats
-from .scheduler import SchedulerSide
+from .scheduler import SchedulerSide, TransferLimits
 from .worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -92,8 +92,12 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
             compatibility.layout(vllm_config, settings.compress),
             kv_cache_config.kv_cache_groups,
             rank=rank,
-            bidirectional_reuse=compatibility.permits_bidirectional_reuse(vllm_config),
             host=settings.host,
+            limits=TransferLimits(
+                bidirectional_reuse=compatibility.permits_bidirectional_reuse(vllm_config),
+                handover_patience=settings.lease,
+                handover_blocks=kv_cache_config.num_blocks // 2,
+            ),
         )
         if vllm_config.speculative_config is not None:
             self._scheduler.compute_seeded_requests()
@@ -162,8 +166,10 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.take_lookup_counts()
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
-        """Returns the statistics since last time; None in the scheduler's process."""
-        return self._worker.stats.take() if self._role is KVConnectorRole.WORKER else None
+        """Returns the statistics of this half since last time; None without any."""
+        if self._role is KVConnectorRole.WORKER:
+            return self._worker.stats.take()
+        return self._scheduler.stats.take()
 
     def shutdown(self) -> None:
         """Stops the driver of a worker, and withdraws the scheduler's registrations at proxies."""
@@ -242,6 +248,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         """Passes the workers' results of a step to the scheduler's half."""
         for request_id in connector_output.finished_recving or ():
             self._scheduler.on_load_finished(request_id)
+        self._scheduler.on_released(connector_output.finished_sending or ())
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, WorkerMetadata):
             self._scheduler.on_lookup_counts(metadata.lookup_counts)

@@ -34,6 +34,17 @@ COUNTS = {
     "bad_messages": "invalid messages of peers; they were dropped",
     "damaged_pieces": "pieces with a wrong checksum; they were requested again",
     "verified_loads": "loads whose blocks were compared with those of the sending engine",
+    "requests_without_parameters": (
+        "requests without parameters of a KV transfer, which this engine computed whole"
+    ),
+    "refused_parameters": (
+        "requests whose kv_transfer_params were not valid (foreign, stale, used, changed, or of"
+        " another prompt), which this engine computed whole"
+    ),
+    "withheld_handovers": (
+        "prompts computed for another router whose answer has no parameters for a decode engine:"
+        " their KV cannot be held or compared"
+    ),
 }
 EngineMetrics = dict[int, Any]  # a Prometheus metric by engine index
 TRANSPORTS: tuple[str, ...] = get_args(TransportName)
@@ -42,7 +53,7 @@ REASONS = tuple(reason.value for reason in events.Reason)
 
 @dataclass
 class ConnectorStats(KVConnectorStats):
-    """Statistics of one worker since the last `take`.
+    """Statistics of one worker, or of the scheduler's half, since the last `take`.
 
     `data` holds the `COUNTS` by name; "load_seconds", a list with each successful load;
     "failed_loads", a count by reason; "received_wire_bytes", a count by transport.
@@ -79,6 +90,10 @@ class ConnectorStats(KVConnectorStats):
         else:
             failures = self.data["failed_loads"]
             failures[outcome.reason.value] = failures.get(outcome.reason.value, 0) + 1
+
+    def count(self, name: str) -> None:
+        """Adds one to a count of `COUNTS`."""
+        self.data[name] += 1
 
     def count_sent(self, counters: Counters) -> None:
         """Adds the increase of the driver's counters since the last call."""

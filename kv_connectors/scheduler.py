@@ -1,21 +1,22 @@
 """The scheduler's half of the connector: an adapter between vLLM's scheduler and `EngineLegs`.
 
-Turns vLLM's objects into plain facts. Opens no socket and waits for no answer. A request takes part
-in a transfer only with a valid grant: see `admission.py`. The order of vLLM's calls is at the head
-of `vllm_disagg/protocol/legs.py`, the states of a request in `prefill_leg.py` and `decode_leg.py`.
+Turns vLLM's objects into plain facts. Opens no socket and waits for no answer. Which requests take
+part in a transfer: see `admission.py`. The order of vLLM's calls is at the head of
+`vllm_disagg/protocol/legs.py`, the states of a request in `prefill_leg.py` and `decode_leg.py`.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm_disagg.fleet import dialling
-from vllm_disagg.fleet.grants import ANSWER_KEY
+from vllm_disagg.fleet import dialling, handovers
+from vllm_disagg.fleet.grants import ANSWER_KEY, Grant, new_transfer
 from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.protocol.legs import EngineLegs
 from vllm_disagg.protocol.peers import EngineCard, EngineInfo
@@ -24,6 +25,8 @@ from vllm_disagg.protocol.request_leg import CacheFacts
 from . import compat, engine_description
 from .admission import Admission, AdmittedRequest
 from .metadata import Handshake, StepMetadata
+from .metrics import ConnectorStats
+from .missing_parameters import MissingParameters
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -44,6 +47,16 @@ IDLE_STEP_SLEEP_SECONDS = 0.002
 NORMAL_FINISH_STATUSES = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"}
 
 
+@dataclass(frozen=True)
+class TransferLimits:
+    """What the transfers of one engine may do."""
+
+    bidirectional_reuse: bool = True  # False forbids it; some kinds of KV forbid it as well
+    handover_patience: float = 10.0  # seconds without progress after which D's load fails
+    # Blocks that prompts handed over to other engines may hold together; None: no limit.
+    handover_blocks: int | None = None
+
+
 class SchedulerSide:
     """Turns vLLM's calls into those of the machine, and the machine's events into metadata."""
 
@@ -55,35 +68,41 @@ class SchedulerSide:
         groups: Sequence[KVCacheGroupSpec],
         *,
         rank: int | None = None,
-        bidirectional_reuse: bool = True,
         host: str = "127.0.0.1",
+        limits: TransferLimits | None = None,
     ) -> None:
         """Creates the scheduler's half, without workers yet.
 
         `role`: prefill, decode or both. `layout`: the facts of `compatibility.layout`.
         `rank`: the data parallel rank behind a common API server, None for a single engine.
-        `bidirectional_reuse`: False forbids reuse; some kinds of KV forbid it as well.
         `host`: the address of the workers themselves.
         """
         self._rank = rank
         self._role = role
         self._layout = layout
+        limits = limits or TransferLimits()
         specs = compat.all_specs(groups)
         has_states = any(compat.is_state(spec) for spec in specs)
         has_windows = any(compat.window(spec) for spec in specs)
         cache = CacheFacts(
             block_sizes=[group.kv_cache_spec.block_size for group in groups],
             tokens_left_out=int(has_states or has_windows),
+            max_handover_blocks=limits.handover_blocks,
         )
-        self._permits_reuse = bidirectional_reuse and not cache.tokens_left_out
+        self._permits_reuse = limits.bidirectional_reuse and not cache.tokens_left_out
         loopback_only = not key.is_set or dialling.is_loopback(host)
         self._admission = Admission(
             key,
             has_states=has_states,
             leaves_out_last=bool(cache.tokens_left_out),
             loopback_only=loopback_only,
+            patience=limits.handover_patience,
         )
         self._admitted: dict[str, AdmittedRequest] = {}  # by vLLM's request id
+        # Transfers of handovers whose request was aborted while the workers still load, by request.
+        self._aborted_loads: dict[str, str] = {}
+        self._missing_parameters = MissingParameters()
+        self.stats = ConnectorStats()
         self._legs = EngineLegs(cache)
         self._started_at = time.monotonic()
 
@@ -134,13 +153,15 @@ class SchedulerSide:
         if admitted is None:
             return
         self._admitted[request.request_id] = admitted
-        if admitted.facts is not None and admitted.grant.leg == "decode":
+        if admitted.is_refused:
+            self.stats.count("refused_parameters")
+        if admitted.facts is not None and admitted.leg == "decode":
             self._legs.add_decode(admitted.facts)
         elif admitted.facts is not None:
             self._legs.add_prefill(admitted.facts)
         if admitted.is_computed_here:
             self._legs.refuse(request.request_id)
-        if admitted.has_waiting_receivers:
+        if admitted.has_waiting_receivers and admitted.grant is not None:
             self._legs.refuse_transfer(admitted.grant.transfer)
 
     # vLLM's calls ---------------------------------------------------------------------------------
@@ -169,6 +190,14 @@ class SchedulerSide:
     def on_load_finished(self, request_id: str) -> None:
         """Makes a loading leg an ordinary request, after a success or a failure."""
         self._legs.on_load_finished(request_id)
+        transfer = self._aborted_loads.pop(request_id, None)
+        if transfer is not None:
+            self._admission.end_handover(transfer, self.clock)
+
+    def on_released(self, request_ids: Iterable[str]) -> None:
+        """Notes the requests whose blocks the workers have released."""
+        for request_id in request_ids:
+            self._legs.on_released(request_id)
 
     def on_lookup_counts(self, lookup_counts: dict[str, list[int]]) -> None:
         """Adds the answers of lookups: tokens at D by transfer, one count for each rank."""
@@ -181,6 +210,7 @@ class SchedulerSide:
         """
         for request_id in output.preempted_req_ids or ():
             self._legs.on_preempted(request_id)
+            self._hand_over_again(request_id)
         if self._legs.legs:
             self._note_scheduled(output)
         events = self._legs.take_events()
@@ -192,6 +222,20 @@ class SchedulerSide:
             serving_requests=events.serving_requests,
             loading_requests=events.loading_requests,
         )
+
+    def _hand_over_again(self, request_id: str) -> None:
+        """Gives a preempted prompt of another router a new transfer.
+
+        Its blocks are revoked under the old one's name, and D has not heard of either yet.
+        """
+        admitted = self._admitted.get(request_id)
+        if admitted is None or not admitted.is_handed_over or admitted.leg != "prefill":
+            return
+        if admitted.facts is None or admitted.is_computed_here:
+            return
+        facts = replace(admitted.facts, transfer=new_transfer())
+        self._admitted[request_id] = replace(admitted, facts=facts)
+        self._legs.add_prefill(facts)
 
     def _note_scheduled(self, output: SchedulerOutput) -> None:
         """Passes the blocks that each request got in this step to the machine."""
@@ -215,14 +259,55 @@ class SchedulerSide:
         self._admit(request)  # the request may end before it was scheduled
         admitted = self._admitted.pop(request.request_id, None)
         if admitted is None:
+            self._note_missing_parameters()
             return False, None
         is_normal = request.status.name in NORMAL_FINISH_STATUSES
+        is_loading = self._legs.is_loading(request.request_id)
         keeps_blocks = self._legs.on_finished(request.request_id, is_normal=is_normal)
-        if admitted.grant.leg == "decode":
+        if admitted.is_handed_over and admitted.leg == "decode":
+            self._end_handover(request.request_id, admitted, is_loading=is_loading)
+        if admitted.is_handed_over and admitted.leg == "prefill":
+            return keeps_blocks, self._handover(admitted, is_normal, keeps_blocks=keeps_blocks)
+        if admitted.grant is None or admitted.grant.leg == "decode":
             return False, None
-        return keeps_blocks, {ANSWER_KEY: self._answer(admitted)}
+        return keeps_blocks, {ANSWER_KEY: self._answer(admitted, admitted.grant)}
 
-    def _answer(self, admitted: AdmittedRequest) -> Any:
+    def _note_missing_parameters(self) -> None:
+        self.stats.count("requests_without_parameters")
+        count = self._missing_parameters.note(self.clock)
+        if count:
+            log.warning(
+                "%d requests came without parameters of a KV transfer since the last such line;"
+                " this engine (role %s) computed them whole: if that is not meant, have the router"
+                " send kv_transfer_params (docs/explanation/handshake.md)",
+                count,
+                self._role,
+            )
+
+    def _end_handover(
+        self, request_id: str, admitted: AdmittedRequest, *, is_loading: bool
+    ) -> None:
+        """Lets the handover of a decode leg expire when the workers have ended its load."""
+        assert admitted.facts is not None, "a leg has facts"
+        transfer = admitted.facts.transfer
+        # An aborted load goes on for a moment. A second one under its name would take its reports.
+        if is_loading:
+            self._aborted_loads[request_id] = transfer
+        else:
+            self._admission.end_handover(transfer, self.clock)
+
+    def _handover(
+        self, admitted: AdmittedRequest, is_normal: bool, *, keeps_blocks: bool
+    ) -> dict[str, Any] | None:
+        """Returns the parameters for D, which the router takes from a prefill leg's answer."""
+        assert admitted.facts is not None, "a leg has facts"
+        if keeps_blocks:
+            return handovers.answer(self._admission.handover_token(admitted.facts))
+        if is_normal:
+            self.stats.count("withheld_handovers")
+        return None
+
+    def _answer(self, admitted: AdmittedRequest, grant: Grant) -> Any:
         """Returns this engine's description for the answer of a prefill leg or a probe.
 
         A request without a valid grant for this engine gets no addresses, only an `EngineCard`.
@@ -230,7 +315,7 @@ class SchedulerSide:
         engine = self.engine
         if engine is None:
             return None
-        if admitted.is_refused or not admitted.grant.engine:
+        if admitted.is_refused or not grant.engine:
             card = EngineCard(engine.incarnation, self.clock, engine.rank)
             return msgspec.to_builtins(card)
         return msgspec.to_builtins(msgspec.structs.replace(engine, clock=self.clock))

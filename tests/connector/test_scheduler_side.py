@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWind
 
 from kv_connectors import prompt_digest, scheduler
 from kv_connectors.metadata import Handshake
-from kv_connectors.scheduler import SchedulerSide
+from kv_connectors.scheduler import SchedulerSide, TransferLimits
 from vllm_disagg.fleet import grants, keys, used_grants
 from vllm_disagg.kv import reshard
 from vllm_disagg.kv.layout import uniform
@@ -704,7 +704,9 @@ def test_a_prefill_leg_with_unreadable_sources_runs_without_reuse(sources: Any) 
 
 
 def test_the_description_has_bidirectional_reuse() -> None:
-    made = SchedulerSide(KEY, "decode", {}, GROUPS, bidirectional_reuse=False)
+    made = SchedulerSide(
+        KEY, "decode", {}, GROUPS, limits=TransferLimits(bidirectional_reuse=False)
+    )
     made.set_workers([Handshake(peers.WorkerInfo("me/0", "", "", holds=HOLDS), ["a", "b"])])
     assert made.engine and not made.engine.two_way and side("decode").engine.two_way  # type: ignore[union-attr]
 

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from ..errors import BadGrant, Unmappable
 from ..kv import reshard
 from ..kv.reshard import ReshardPlan
-from ..protocol.peers import EngineInfo, WorkerInfo
+from ..protocol.peers import EngineInfo, WorkerInfo, difference
 from . import dialling
 from .grants import Grant
+from .handovers import Handover
 from .used_grants import UsedGrants, check_time
 
 MAX_CACHED_PLANS = 256  # reshard plans, by the names of the other engine's workers
@@ -42,11 +43,37 @@ class GrantChecker:
         Raises BadGrant unless it is for this engine and its role, valid now, and not used yet.
         """
         self._check_engine(grant)
-        if self.engine.role not in (grant.leg, "both"):
-            raise BadGrant(f"a {grant.leg} leg, but this engine's role is {self.engine.role}")
+        self.check_role(grant.leg)
         self._used.use(
             "load" if grant.leg == "decode" else "send", grant.transfer, grant.until, now
         )
+
+    def check_role(self, leg: str) -> None:
+        """Raises BadGrant for a leg that this engine's role excludes. `leg`: prefill or decode."""
+        if self.engine.role not in (leg, "both"):
+            raise BadGrant(f"a {leg} leg, but this engine's role is {self.engine.role}")
+
+    def use_handover(self, handover: Handover, prompt: str, now: float) -> None:
+        """Uses up a handover, which stays used until `end_handover`. `prompt`: our own digest.
+
+        Raises BadGrant unless it is for this prompt, of an engine with equal KV, and not used yet.
+        """
+        self.check_role("decode")
+        # Before it is used up: a request with another prompt must not take it from its owner.
+        if not prompt:
+            raise BadGrant("the inputs of this prompt cannot be compared between engines")
+        if handover.prompt != prompt:
+            raise BadGrant("for another prompt")
+        # Behind a proxy of ours this was compared when the pair was made.
+        if found := difference(self.engine.layout, handover.layout):
+            raise BadGrant(f"the KV of P is another: {found}")
+        self._check_workers(handover.sources)
+        self._check_readable(handover.sources)
+        self._used.hold("load", handover.transfer, now)
+
+    def end_handover(self, transfer: str, now: float) -> None:
+        """Forgets a handover after a while: no worker of this engine knows its transfer now."""
+        self._used.release("load", transfer, now)
 
     def _check_engine(self, grant: Grant) -> None:
         if grant.engine != self.engine.incarnation:
@@ -54,20 +81,28 @@ class GrantChecker:
 
     def check_sources(self, grant: Grant) -> None:
         """Raises BadGrant for workers that this engine must not read from, before it dials one."""
-        names = {worker.name for worker in grant.sources}
-        if len(names) < len(grant.sources):
+        self._check_workers(grant.sources)
+        # A prefill leg runs without reuse as well: see `plan_reuse`.
+        if grant.leg != "decode":
+            return
+        self._check_readable(grant.sources)
+
+    def _check_workers(self, sources: Sequence[WorkerInfo]) -> None:
+        """Raises BadGrant unless these are different workers of another engine."""
+        names = {worker.name for worker in sources}
+        if len(names) < len(sources):
             raise BadGrant("names one worker twice")
         if names & {worker.name for worker in self.engine.workers}:
             raise BadGrant(
                 "names this engine's own workers: it cannot be both engines of a request"
             )
-        # A prefill leg runs without reuse as well: see `plan_reuse`.
-        if grant.leg != "decode":
-            return
-        if refusal := dialling.refusal(grant.sources, loopback_only=self._loopback_only):
+
+    def _check_readable(self, sources: Sequence[WorkerInfo]) -> None:
+        """Raises BadGrant for workers that this engine must not dial, or cannot read from."""
+        if refusal := dialling.refusal(sources, loopback_only=self._loopback_only):
             raise BadGrant(refusal)
         try:
-            self.plan_reads(grant.sources)
+            self.plan_reads(sources)
         except Unmappable as error:
             raise BadGrant(f"the KV of P cannot be read here: {error}") from None
 

@@ -14,10 +14,6 @@ answered with an EngineCard, which the next probe needs.
 
 from __future__ import annotations
 
-import base64
-import binascii
-import hashlib
-import hmac
 import secrets
 from typing import Annotated, Literal
 
@@ -25,6 +21,7 @@ import msgspec
 
 from ..errors import BadGrant
 from ..protocol.peers import WorkerInfo
+from . import sealing
 from .keys import FleetKey
 
 REQUEST_KEY = "disagg_grant"
@@ -32,10 +29,9 @@ ANSWER_KEY = "disagg_engine"
 VERSION: Literal[2] = 2  # of grants
 # Validity of a leg's grant beyond its patience: for the network, queues, and drifting clocks.
 MARGIN_SECONDS = 60.0
-MAC_BYTES = 16
 # A grant with a longer validity is refused, so that used grants need not be kept for ever.
 MAX_VALIDITY_SECONDS = 25 * 3600.0
-MAX_TOKEN_CHARACTERS = 64 * 1024  # 64 ranks of 80 layers need about 46 KiB
+USE = "grant"  # of the fleet key
 
 Text = Annotated[str, msgspec.Meta(max_length=256)]
 TransferId = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
@@ -59,7 +55,6 @@ class Grant(msgspec.Struct, frozen=True, array_like=True):
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Grant).decode
-_URL_SAFE = bytes.maketrans(b"+/", b"-_")
 
 
 def new_transfer() -> str:
@@ -69,8 +64,7 @@ def new_transfer() -> str:
 
 def mint(key: FleetKey, grant: Grant) -> str:
     """Return the token of a grant: `<payload>.<mac>`, both base64url."""
-    payload = _encode(grant)
-    return f"{_b64(payload)}.{_b64(_mac(key, payload))}"
+    return sealing.seal(key, USE, _encode(grant))
 
 
 def verify(key: FleetKey, token: object) -> Grant:
@@ -78,35 +72,9 @@ def verify(key: FleetKey, token: object) -> Grant:
 
     The caller checks the engine, the end of validity, and that the grant was not used before.
     """
-    if not key.accepts_grants:
-        raise BadGrant("this engine has no fleet key, so it accepts no grant")
-    if not isinstance(token, str) or len(token) > MAX_TOKEN_CHARACTERS:
-        raise BadGrant("not a token, or too long")
-    body, _, mac = token.partition(".")
-    try:
-        payload = _unb64(body)
-        given_mac = _unb64(mac)
-    except (binascii.Error, UnicodeEncodeError, ValueError):
-        raise BadGrant("not base64") from None
-    if not hmac.compare_digest(_mac(key, payload), given_mac):
-        raise BadGrant("minted with another key")
+    payload = sealing.unseal(key, USE, token)
     try:
         return _decode(payload)
     # UnicodeDecodeError: msgspec does not turn a text that is not UTF-8 into a DecodeError.
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadGrant(f"not a grant of version {VERSION}: {error}") from None
-
-
-def _mac(key: FleetKey, payload: bytes) -> bytes:
-    return hashlib.blake2b(payload, key=key.derive("grant"), digest_size=MAC_BYTES).digest()
-
-
-def _b64(data: bytes) -> str:
-    text = binascii.b2a_base64(data, newline=False).translate(_URL_SAFE)
-    return text.rstrip(b"=").decode()
-
-
-def _unb64(text: str) -> bytes:
-    return base64.b64decode(
-        text.encode("ascii") + b"=" * (-len(text) % 4), altchars=b"-_", validate=True
-    )

@@ -14,6 +14,8 @@ from .grants import MAX_VALIDITY_SECONDS
 # Each grant works once, so used grants are remembered until they expire. This many may be valid at
 # a time; they take up to 60 MB.
 MAX_USED_GRANTS = 1 << 18
+# A released transfer id stays used so long. Later P refuses it, since its lease has ended.
+RELEASED_SECONDS = 600.0
 
 Direction = Literal["send", "load"]
 Use = tuple[Direction, str]  # direction, transfer id
@@ -40,16 +42,31 @@ class UsedGrants:
         """
         self._forget_expired(now)
         check_time(until, now)
+        self._add(direction, transfer)
+        # Without a key every client can mint grants, also one that expires before its transfer
+        # ends.
+        expires_at = until if self._has_key else now + MAX_VALIDITY_SECONDS
+        heapq.heappush(self._expiries, (expires_at, (direction, transfer)))
+
+    def hold(self, direction: Direction, transfer: str, now: float) -> None:
+        """Uses up a transfer id that expires only after `release`.
+
+        Raises BadGrant if it was used before.
+        """
+        self._forget_expired(now)
+        self._add(direction, transfer)
+
+    def release(self, direction: Direction, transfer: str, now: float) -> None:
+        """Lets a held transfer id expire `RELEASED_SECONDS` from now."""
+        heapq.heappush(self._expiries, (now + RELEASED_SECONDS, (direction, transfer)))
+
+    def _add(self, direction: Direction, transfer: str) -> None:
         if (direction, transfer) in self._uses:
             raise BadGrant("used before")
         # No used grant is forgotten to make room: it would become valid again.
         if len(self._uses) >= MAX_USED_GRANTS:
             raise BadGrant("too many other grants are valid now")
         self._uses.add((direction, transfer))
-        # Without a key every client can mint grants, also one that expires before its transfer
-        # ends.
-        expires_at = until if self._has_key else now + MAX_VALIDITY_SECONDS
-        heapq.heappush(self._expiries, (expires_at, (direction, transfer)))
 
     def _forget_expired(self, now: float) -> None:
         while self._expiries and self._expiries[0][0] < now:

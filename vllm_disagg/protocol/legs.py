@@ -17,6 +17,7 @@ vLLM's scheduler makes these calls, in this order:
     on_lookup_counts      when ranks have reported how much the other engine has cached
     on_load_finished      when all ranks have ended a load, with or without success
     on_finished           once; decides whether the blocks stay until the workers release them
+    on_released           when the workers have released them
 
 Rules, checked by `validate` and in the seeded worlds:
   1. Each LoadRequested has the blocks of all its tokens.
@@ -26,6 +27,7 @@ Rules, checked by `validate` and in the seeded worlds:
   4. Blocks that vLLM has taken back are revoked in the very next step, before they are reused.
   5. No leg waits without a limit: a lookup has a deadline, and the workers bound each load.
   6. No load begins while a request whose load has ended waits for its turn.
+  7. Handed-over prompts together hold at most `max_handover_blocks`; one alone may hold more.
 
 A request without a leg is an ordinary one: calls for it have no effect.
 """
@@ -51,6 +53,8 @@ class EngineLegs:
         self._lookups: dict[str, PrefillLeg] = {}
         # Requests whose load has ended, until vLLM gives them blocks for the next step.
         self._awaiting_turn: set[str] = set()
+        # Blocks of finished prompts that were handed over, by request.
+        self._handover_blocks: dict[str, int] = {}
         # One object for all legs, so that their events reach the workers in the order of the calls.
         self._step = StepEvents()
 
@@ -60,6 +64,11 @@ class EngineLegs:
         # With it the scheduler's adapter slows down idle steps, which else may take the core of the
         # very prefill that computes this KV.
         return any(leg.waits_for_kv for leg in self.legs.values())
+
+    def is_loading(self, request: str) -> bool:
+        """Returns whether the workers will report the end of a decode leg's load."""
+        leg = self.legs.get(request)
+        return isinstance(leg, DecodeLeg) and leg.waits_for_kv
 
     # New legs -------------------------------------------------------------------------------------
     def add_prefill(self, facts: LegFacts) -> None:
@@ -186,11 +195,28 @@ class EngineLegs:
         if leg is None:
             return False
         self._awaiting_turn.discard(request)
-        keeps_blocks = leg.on_finished(is_normal=is_normal)
+        keeps_blocks = leg.on_finished(is_normal=is_normal and self._has_room(leg))
+        if keeps_blocks and leg.facts.is_handover and isinstance(leg, PrefillLeg):
+            self._handover_blocks[request] = leg.announced_blocks
         # No later call would remove the entry.
         if leg.facts.reuse is not None:
             self._lookups.pop(leg.facts.reuse, None)
         return keeps_blocks
+
+    def _has_room(self, leg: RequestLeg) -> bool:
+        """Returns whether the blocks of a finished prompt may wait for a receiver."""
+        # Rule 7.  Any client of this engine may request a handover that is never claimed.  The
+        # blocks of the others keep the engine able to compute.
+        limit = self.cache.max_handover_blocks
+        if limit is None or not leg.facts.is_handover or not isinstance(leg, PrefillLeg):
+            return True
+        # One alone is permitted: a prompt of more than half the cache is none the worse.
+        held = sum(self._handover_blocks.values())
+        return not held or held + leg.announced_blocks <= limit
+
+    def on_released(self, request: str) -> None:
+        """Notes that vLLM has the blocks of a finished prompt back."""
+        self._handover_blocks.pop(request, None)
 
     def take_events(self) -> StepEvents:
         """Returns the events for the workers since the last step, and collects anew."""

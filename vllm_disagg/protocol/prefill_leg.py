@@ -27,7 +27,7 @@ from .events import (
     LookupRequested,
     PrefillFinished,
 )
-from .request_leg import Blocks, CacheFacts, LegFacts, RequestLeg, StepEvents
+from .request_leg import NULL_BLOCK, Blocks, CacheFacts, LegFacts, RequestLeg, StepEvents
 
 # A prefill leg waits so long for the answers to its lookup.  Short, because the client waits too,
 # and P can compute all that D might have.
@@ -68,6 +68,7 @@ class PrefillLeg(RequestLeg):
         self.state = PrefillState.NEW
         self.reuse = ReadBackState.NEW if facts.reuse else ReadBackState.ENDED
         self.announced_tokens = 0  # computed or scheduled, as announced to the workers
+        self.announced_blocks = 0  # of all KV-cache groups, without null blocks
         self.lookup_counts: list[int] = []  # tokens at D, one count for each rank
         self.lookup_deadline: float | None = None  # set when the request's turn has come
         step.serving_requests[facts.transfer] = facts.request
@@ -163,6 +164,8 @@ class PrefillLeg(RequestLeg):
         self.state = PrefillState.COMPUTING
         # D needs no KV after the prompt, however far the step reaches.
         self.announced_tokens = min(self.facts.prompt_tokens, token_end)
+        for ids in new_blocks:
+            self.announced_blocks += sum(block != NULL_BLOCK for block in ids)
         scheduled = BlocksScheduled(
             transfer=self.facts.transfer,
             tokens=self.announced_tokens,

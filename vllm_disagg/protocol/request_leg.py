@@ -23,6 +23,8 @@ class CacheFacts:
     # allocated the oldest token in that one's window. An SSM state would be advanced twice. So
     # the last token is left out of the load: 1 token, or 0.
     tokens_left_out: int = 0
+    # Blocks of the whole engine that handed-over prompts may hold together; None: no limit.
+    max_handover_blocks: int | None = None
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class LegFacts:
     # On P too vLLM goes on after the tokens that D reads, in the same block.
     writes_more: bool = False
     reuse: str | None = None  # transfer id of bidirectional KV reuse; None if it is not permitted
+    # A prefill leg of the standard handshake: no receiver is known before its answer.
+    is_handover: bool = False
 
 
 @dataclass

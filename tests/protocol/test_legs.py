@@ -144,6 +144,37 @@ def test_receivers_of_a_refused_grant_are_informed() -> None:
     assert sent(p) == [events.BlocksRevoked("t")] and not p.legs
 
 
+def hand_over(legs: EngineLegs, request: str, blocks: int, *, is_handover: bool = True) -> bool:
+    """Computes a prompt of so many blocks; returns whether they are held."""
+    tokens = BLOCK * blocks
+    legs.add_prefill(facts(request, tokens, transfer=request, is_handover=is_handover))
+    legs.on_scheduled(request, tokens, [range(1, 1 + blocks)])
+    return legs.on_finished(request, is_normal=True)
+
+
+def test_handed_over_prompts_hold_only_their_share() -> None:
+    p = EngineLegs(CacheFacts([BLOCK], max_handover_blocks=10))
+    assert hand_over(p, "a", 6) and not hand_over(p, "b", 5)
+    assert p.take_events().for_sender[-1] == events.BlocksRevoked("b")
+    assert hand_over(p, "granted", 20, is_handover=False), "its receiver is known"
+    assert hand_over(p, "c", 4) and not hand_over(p, "d", 1)
+    p.on_released("granted")
+    assert not hand_over(p, "e", 1)
+    p.on_released("c")
+    assert hand_over(p, "f", 4)
+    p.on_released("a")
+    p.on_released("f")
+    assert hand_over(p, "large", 30), "one alone may hold more"
+
+
+def test_null_blocks_count_for_no_share() -> None:
+    p = EngineLegs(CacheFacts([BLOCK, BLOCK], max_handover_blocks=6))
+    for request in ("a", "b"):
+        p.add_prefill(facts(request, 3 * BLOCK, transfer=request, is_handover=True))
+        p.on_scheduled(request, 3 * BLOCK, [[4, 5], [0, 7]])
+        assert p.on_finished(request, is_normal=True)
+
+
 # Decode leg, main transfer ------------------------------------------------------------------------
 def test_a_decode_leg_loads_what_its_own_cache_lacks() -> None:
     d = machine()

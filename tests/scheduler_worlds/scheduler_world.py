@@ -26,15 +26,17 @@ from simulated_driver import LEASE_SECONDS, SimulatedDriver
 from simulated_engine import SimulatedEngine
 from simulated_rank import SimulatedRank
 from simulated_transports import FAST, Piece, SendKind
+from standard_router import Params, RoutedRequest, StandardRouter
 from symbol_cache import WrongRead
 from symbols import OTHER_TOKEN, VOCABULARY, describe_symbol
 from world_config import world_folder
 from world_models import HEADS
 from world_setup import WorldSetup, draw_setup
 
+from kv_connectors import admission as connector_admission
 from kv_connectors import scheduler as connector_scheduler
 from kv_connectors import worker as connector_worker
-from vllm_disagg.fleet.grants import Grant, mint
+from vllm_disagg.fleet.grants import REQUEST_KEY, Grant, mint
 from vllm_disagg.protocol import events
 
 GRANT_SECONDS = 600.0
@@ -92,6 +94,9 @@ class SchedulerWorld:
         self._legs: list[Callable[[], None]] = []  # not sent yet
         self._tokens: list[str] = []  # grants that were used
         self._reuse_transfers: set[str] = set()
+        self._granted_transfers: set[str] = set()
+        self._takers: dict[str, str] = {}  # by transfer: the engine that has loaded it
+        self._router = StandardRouter(self)
         self._mischief = self.setup.mischief
         self.prefills: list[SimulatedEngine] = []
         self.decodes: list[SimulatedEngine] = []
@@ -116,10 +121,16 @@ class SchedulerWorld:
             with (
                 mock.patch.object(connector_scheduler, "time", WorldClock(self)),
                 mock.patch.object(connector_worker, "PROGRESS_BYTES", 1),
+                # From the seed, as all that is drawn.
+                mock.patch.object(connector_admission, "new_transfer", self._new_transfer),
+                mock.patch.object(connector_scheduler, "new_transfer", self._new_transfer),
             ):
                 yield
         finally:
             logging.disable(logging.NOTSET)
+
+    def _new_transfer(self) -> str:
+        return f"{self.random.getrandbits(128):032x}"
 
     def _create_engines(self) -> None:
         setup = self.setup
@@ -219,6 +230,10 @@ class SchedulerWorld:
     def _happens(self, percent: int) -> bool:
         return percent > 0 and self.random.randrange(100) < percent
 
+    def happens_badly(self) -> bool:
+        """Draws whether a client or a router misuses parameters of transfers this time."""
+        return self._happens(5 * self._mischief.bad_grants)
+
     # Network --------------------------------------------------------------------------------------
     def post_message(self, to: str, frame: bytes, *, to_sender: bool) -> None:
         """Sends a message over the control channel."""
@@ -259,20 +274,27 @@ class SchedulerWorld:
         prefill, decode = self._draw_pair()
         if random.random() < 0.15:
             engine = random.choice([prefill, decode])
-            self._legs.append(lambda: engine.add(f"plain{number}", prompt, answer, priority, ""))
+            self._legs.append(lambda: engine.add(f"plain{number}", prompt, answer, priority))
+            return
+        if self.setup.routed_share and random.random() < self.setup.routed_share:
+            routed = RoutedRequest(number, prompt, answer, priority, decode)
+            p_answer = 3 if self.happens_badly() else 1
+            self._legs.append(lambda: self._router.send(prefill, routed, p_answer))
             return
         other = list(prompt)
         if self._happens(10 * self._mischief.other_prompts):
             other[random.randrange(len(other))] = OTHER_TOKEN
         p_token, d_token = self._mint_pair(prefill, decode)
         # A prefill leg of several tokens is permitted for models without windows and states only.
-        p_answer = 3 if self._happens(5 * self._mischief.bad_grants) else 1
+        p_answer = 3 if self.happens_badly() else 1
         legs: list[Callable[[], None]] = [
-            lambda: prefill.add(f"prefill{number}", prompt, p_answer, priority, p_token),
-            lambda: decode.add(f"decode{number}", other, answer, priority, d_token),
+            lambda: prefill.add(
+                f"prefill{number}", prompt, p_answer, priority, {REQUEST_KEY: p_token}
+            ),
+            lambda: decode.add(f"decode{number}", other, answer, priority, {REQUEST_KEY: d_token}),
         ]
         random.shuffle(legs)
-        if self._happens(5 * self._mischief.bad_grants):
+        if self.happens_badly():
             del legs[0]  # the other leg waits in vain
         # The first one at once, the other a little later.
         self._legs += legs[1:]
@@ -291,10 +313,11 @@ class SchedulerWorld:
     def _mint_pair(self, prefill: SimulatedEngine, decode: SimulatedEngine) -> tuple[str, str]:
         """Returns the grants of both legs of a new transfer, as a proxy mints them."""
         random = self.random
-        transfer = f"{random.getrandbits(128):032x}"
+        transfer = self._new_transfer()
+        self._granted_transfers.add(transfer)
         back = None
         if self.setup.has_reuse and prefill.info.two_way and decode.info.two_way:
-            back = f"{random.getrandbits(128):032x}"
+            back = self._new_transfer()
             self._reuse_transfers.add(back)
         p_stall, d_stall = STALL_SECONDS
         p_grant = Grant(
@@ -341,15 +364,23 @@ class SchedulerWorld:
         self._prompts.append(prompt)
         return prompt
 
-    def on_answer(self, name: str, tokens: list[int]) -> None:
-        """Takes an answer: a later prompt may go on with it."""
+    def on_answer(self, name: str, tokens: list[int], params: Params | None) -> None:
+        """Takes an answer: a later prompt may go on with it. `params`: of the KV transfer."""
         self.counts["answers"] += 1
+        self._legs += self._router.take_answer(name, params)
         if not name.startswith("prefill"):
             self._turns.append(tokens)
 
-    def count_load(self, result: events.LoadResult) -> None:
-        """Counts the end of a load by direction and reason."""
-        direction = "reuse" if result.transfer in self._reuse_transfers else "load"
+    def count_load(self, engine: str, result: events.LoadResult) -> None:
+        """Counts the end of a load by direction and reason. `engine`: the one that loads."""
+        direction = "handover"
+        if result.transfer in self._reuse_transfers:
+            direction = "reuse"
+        elif result.transfer in self._granted_transfers:
+            direction = "load"
+        if result.reason is None:
+            taker = self._takers.setdefault(result.transfer, engine)
+            assert taker == engine, f"{taker} and {engine} have both loaded {result.transfer}"
         reason = "ok" if result.reason is None else result.reason.value
         self.loads[f"{direction} {reason}"] += 1
 
@@ -383,7 +414,7 @@ class SchedulerWorld:
         number = name.lstrip("abcdefghijklmnopqrstuvwxyz")
         aborted = [name]
         if self.random.random() < 0.5:
-            aborted = [f"prefill{number}", f"decode{number}"]
+            aborted = [f"prefill{number}", f"decode{number}", f"again{number}"]
         for engine in self.engines:
             for one in aborted:
                 engine.abort(one)
@@ -443,7 +474,7 @@ class SchedulerWorld:
             for _ in range(3):
                 self._play_round()
         for engine in self.engines:
-            engine.add("last", [1, 2, 3], 1, 0, "")
+            engine.add("last", [1, 2, 3], 1, 0)
         self._settle()
         left = [engine.leftovers() for engine in self.engines]
         assert not any(left), f"left at the end: {left}"

@@ -195,7 +195,7 @@ class SimulatedDriver:
         for path in (self._slow, self._fast):
             is_written = result.transfer in path.posted.transfers_being_written()
             assert not is_written, f"{self.name}: reported while blocks are written: {result}"
-        self.world.count_load(result)
+        self.world.count_load(self.name.partition(".")[0], result)
         self._outcomes.report(result)
 
     # Blocks ---------------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ from world_config import EngineSetup, engine_config, model_runner, structured_ou
 from world_models import MAX_MODEL_TOKENS, WorldModel, cache_groups, layer_specs, rank_layers
 
 from kv_connectors.metadata import Handshake
-from vllm_disagg.fleet.grants import REQUEST_KEY
 
 if TYPE_CHECKING:
     from scheduler_world import SchedulerWorld
@@ -117,11 +116,18 @@ class SimulatedEngine:
         """The engine's own clock, by which grants expire."""
         return float(self.connector._scheduler.clock)
 
-    def add(self, name: str, prompt: list[int], answer: int, priority: int, token: str) -> None:
-        """Sends a request of `answer` tokens to the engine. `token`: its grant, or empty."""
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        answer: int,
+        priority: int,
+        params: dict[str, Any] | None = None,
+    ) -> None:
+        """Sends a request of `answer` tokens to the engine. `params`: of its KV transfer."""
         sampling = SamplingParams(max_tokens=answer, temperature=0, ignore_eos=True)
-        if token:
-            sampling.extra_args = {"kv_transfer_params": {REQUEST_KEY: token}}
+        if params:
+            sampling.extra_args = {"kv_transfer_params": params}
         request = Request(
             request_id=RequestName(name),
             prompt_token_ids=list(prompt),
@@ -249,7 +255,7 @@ class SimulatedEngine:
                 generated = self._generated.setdefault(one.request_id, [])
                 generated += one.new_token_ids
                 if one.finish_reason is not None:
-                    self._on_ended(one.request_id)
+                    self._on_ended(one.request_id, one.kv_transfer_params)
         self.scheduler.kv_cache_manager.take_events()
 
     def _check_unused(self, step: EngineStep, name: str, wrong: WrongRead) -> None:
@@ -289,14 +295,14 @@ class SimulatedEngine:
             self.world.note(self.label, "received, failed, sent", done)
         return joined
 
-    def _on_ended(self, name: str) -> None:
+    def _on_ended(self, name: str, params: dict[str, Any] | None) -> None:
         story = self._stories.pop(name)
         generated = self._generated.pop(name)
         end = story.prompt_tokens + len(generated)
         expected = story.tokens[story.prompt_tokens : end]
         assert generated == expected, f"{self.label} {name}: {generated}, expected {expected}"
         self.world.note(self.label, "ended", name)
-        self.world.on_answer(name, story.tokens[:end])
+        self.world.on_answer(name, story.tokens[:end], params)
 
     # End ------------------------------------------------------------------------------------------
     def _free_blocks(self) -> int:
@@ -320,6 +326,8 @@ class SimulatedEngine:
             "legs": side._legs.legs,
             "lookups": side._legs._lookups,
             "admitted requests": side._admitted,
+            "aborted loads": side._aborted_loads,
+            "blocks of handed-over prompts": side._legs._handover_blocks,
         }
         for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
             found[f"tables of group {manager.kv_cache_group_id}"] = dict(manager.req_to_blocks)

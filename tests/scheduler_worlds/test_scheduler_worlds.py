@@ -23,6 +23,7 @@ BATCHES = 10
 
 
 PLAIN = WorldSetup(model=MODELS[0], prefill=EngineSetup(), decode=EngineSetup())
+ROOMY = EngineSetup(pool_factor=8.0)
 
 
 def run_world(
@@ -63,6 +64,42 @@ def test_small_pools_preempt() -> None:
     setup = replace(PLAIN, prefill=small, decode=small, concurrency=12, requests=12)
     preempted = sum(run_world(seed, setup).counts["preemptions"] for seed in range(10))
     assert preempted > 5
+
+
+def test_a_router_of_the_standard_handshake_moves_the_kv_of_each_prompt() -> None:
+    setup = replace(PLAIN, routed_share=1.0, prefill=ROOMY, decode=ROOMY)
+    handovers = loads = 0
+    for seed in range(10):
+        world = run_world(seed, setup)
+        handovers += world.counts["handovers"]
+        loads += world.loads["handover ok"]
+        assert set(world.loads) == {"handover ok"}
+    # D has some prompts cached.
+    assert handovers > 50 and loads > handovers // 2
+
+
+def withheld(world: SchedulerWorld) -> int:
+    """Returns how many prompts P has computed for a router without parameters in the answer."""
+    counts = [engine.connector._scheduler.stats.data for engine in world.prefills]
+    return sum(count["withheld_handovers"] for count in counts)
+
+
+def test_a_preempted_prompt_is_handed_over() -> None:
+    """P computes it again; D has not asked for it yet."""
+    prefill = replace(ROOMY, chunk_tokens=12)
+    setup = replace(
+        PLAIN,
+        routed_share=1.0,
+        prefill=prefill,
+        decode=ROOMY,
+        concurrency=12,
+        requests=12,
+        mischief=MischiefLevels(reset=10),
+    )
+    worlds = [run_world(seed, setup) for seed in range(10)]
+    assert sum(world.counts["preemptions"] for world in worlds) > 5
+    assert sum(map(withheld, worlds)) == 0
+    assert {load for world in worlds for load in world.loads} == {"handover ok"}
 
 
 @pytest.mark.parametrize("has_new_runner", [False, True])

@@ -46,6 +46,7 @@ class WorldSetup:
     concurrency: int = 4  # requests that clients send before they wait for answers
     moves: int = 2000  # before mischief ends
     max_prompt: int = 60
+    routed_share: float = 0.0  # of the requests that a router of the standard handshake sends
 
 
 def draw_setup(random: Random, *, is_calm: bool = False) -> WorldSetup:
@@ -75,6 +76,7 @@ def draw_setup(random: Random, *, is_calm: bool = False) -> WorldSetup:
         concurrency=random.choice([1, 3, 12]),
         requests=random.choice([5, 8, 12]),
         max_prompt=random.choice([20, 40, MAX_MODEL_TOKENS - 30]),
+        routed_share=random.choice([0.0, 0.0, 0.5, 1.0]),
     )
 
 

@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
 from kv_connectors import compat, compatibility, connector, kv_layout
 from kv_connectors.connector import DisaggConnector
 from kv_connectors.metadata import FailedProof, StepMetadata
@@ -103,9 +105,19 @@ def test_an_engine_that_drafts_computes_seeded_requests(
     role = SimpleNamespace(kv_role="kv_consumer")
     engine: Any = SimpleNamespace(_kv_transfer_config=role)
     vllm_config: Any = SimpleNamespace(speculative_config=speculative)
-    caches: Any = SimpleNamespace(kv_cache_groups=GROUPS)
+    caches: Any = SimpleNamespace(kv_cache_groups=GROUPS, num_blocks=10)
     DisaggConnector._create_scheduler(engine, Config(), KEY, vllm_config, caches)
     assert engine._scheduler._admission.computes_seeded is (speculative is not None)
+
+
+def test_counts_of_the_schedulers_half_are_reported_once() -> None:
+    scheduler = SchedulerSide(KEY, "decode", {"dtype": "bf16"}, GROUPS)
+    engine: Any = SimpleNamespace(_scheduler=scheduler, _role=KVConnectorRole.SCHEDULER)
+    assert DisaggConnector.get_kv_connector_stats(engine) is None
+    scheduler.stats.count("refused_parameters")
+    found = DisaggConnector.get_kv_connector_stats(engine)
+    assert found is not None and found.data["refused_parameters"] == 1
+    assert DisaggConnector.get_kv_connector_stats(engine) is None
 
 
 class Register:

@@ -27,12 +27,14 @@ ORDER = [
     "test_prefixes",
     "test_api",
     "test_grants",
+    "test_handovers",
     "test_cancel",
     "test_sensitive",
     "test_preempt",
 ]
 ORDER += ["test_bench", "test_live"]
 LAST = [
+    "test_routers",
     "test_turns",
     "test_deaths",
     "test_tp2",

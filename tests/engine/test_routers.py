@@ -1,0 +1,163 @@
+"""Our engines behind routers of others, unchanged: exact answers, and all KV travels, once.
+
+vllm-router (VLLM_ROUTER names the program, else that of `make .venv-router`) and vLLM's own toy
+proxy (TOY_PROXY names its script, from vLLM's tests). A router that is not there is skipped.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from asking import (
+    Body,
+    Record,
+    ask,
+    at_once,
+    body,
+    english,
+    expect_exact_or_clean,
+    expect_same,
+    tokens,
+)
+from conftest import Main
+from engines import ROOT, Process, free_port, get, wait
+from test_api import stream
+from test_exact import LENGTHS, LONG, Transfers, needed
+from two_legs import ask_both, send_decode, send_prefill
+
+pytestmark = pytest.mark.wide
+
+VLLM_ROUTER = Path(os.environ.get("VLLM_ROUTER", ROOT / ".venv-router/bin/vllm-router"))
+TOY_PROXY = Path(os.environ.get("TOY_PROXY", "/nowhere"))
+RUNS = 4  # of each length, at the same time
+CHATS = 8
+
+
+class Router(Process):
+    """A router of others in front of the two engines."""
+
+    def __init__(self, main: Main, name: str, command: list[str], port: int, health: str) -> None:
+        """Prepares the command. `health`: the path that answers when it is ready."""
+        super().__init__(name, command, main.machine.folder, port, {"OPENAI_API_KEY": "none"})
+        self._health = health
+
+    def is_ready(self) -> bool:
+        """Returns whether the router serves."""
+        try:
+            return get(self.url, self._health, 2.0)[0] == 200
+        except (OSError, http.client.HTTPException):
+            return False
+
+
+def vllm_router(main: Main) -> Router:
+    if not VLLM_ROUTER.exists():
+        pytest.skip(f"no vllm-router at {VLLM_ROUTER}: `make routers` installs it")
+    port = free_port()
+    command = [str(VLLM_ROUTER), "--vllm-pd-disaggregation", "--kv-connector", "nixl"]
+    command += ["--prefill", main.prefill.url, "--decode", main.decode.url]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"]
+    command += ["--prometheus-port", str(free_port())]
+    return Router(main, "vllm-router", command, port, "/v1/models")
+
+
+def toy_proxy(main: Main) -> Router:
+    if not TOY_PROXY.exists():
+        pytest.skip(
+            "no toy proxy of vLLM: TOY_PROXY names tests/v1/kv_connector/nixl_integration/"
+            "toy_proxy_server.py of vLLM's repository"
+        )
+    port = free_port()
+    command = [sys.executable, str(TOY_PROXY), "--port", str(port)]
+    for side, engine in (("prefiller", main.prefill), ("decoder", main.decode)):
+        command += [f"--{side}-hosts", "127.0.0.1", f"--{side}-ports", str(engine.port)]
+    return Router(main, "toy-proxy", command, port, "/healthcheck")
+
+
+@pytest.fixture(params=[vllm_router, toy_proxy], ids=lambda make: make.__name__)
+def router(main: Main, request: pytest.FixtureRequest) -> Iterator[Router]:
+    made: Router = request.param(main)
+    main.machine.start(made)
+    yield made
+    main.machine.stop(made)
+
+
+def check_many(main: Main, send: Callable[[Body], Record], name: str) -> None:
+    """Sends more than a hundred requests; all answers are exact, and all KV travels once."""
+    lengths = [*LENGTHS, *LONG]
+    for length in lengths:
+        asked = [body(tokens(length, f"{name} {length} {at}"), 16) for at in range(RUNS)]
+        plain = at_once(lambda one: ask(main.plain.url, one), asked)
+        with Transfers(main) as transfers:
+            ours = at_once(send, asked)
+            transfers.expected = needed([length] * RUNS)
+        for one, expected in zip(ours, plain, strict=True):
+            expect_same(one, expected, f"{name} {length}")
+    assert len(lengths) * RUNS >= 100
+    main.expect_well(1)
+
+
+def test_a_hundred_answers_by_both_legs(main: Main) -> None:
+    check_many(main, lambda one: ask_both(main.prefill.url, main.decode.url, one), "two legs")
+
+
+def test_a_hundred_answers_behind_a_router(main: Main, router: Router) -> None:
+    check_many(main, lambda one: ask(router.url, one), router.name)
+    path = "/v1/chat/completions"
+    before = main.decode.received
+    for at in range(CHATS):
+        asked = body([{"role": "user", "content": english(900, f"{router.name} {at}")}], 24)
+        expect_same(ask(router.url, asked, path), ask(main.plain.url, asked, path))
+        prompt = tokens(300 + 40 * at, f"{router.name} stream {at}")
+        expect_same(stream(router.url, prompt, 24), stream(main.plain.url, prompt, 24))
+    wait("their KV arrives, too", lambda: main.decode.received > before, 5)
+
+
+def test_a_p_that_freezes_behind_a_router(main: Main, router: Router) -> None:
+    def freeze() -> None:
+        main.prefill.signal(signal.SIGSTOP)
+        time.sleep(5)
+        main.prefill.signal(signal.SIGCONT)
+
+    asked = [body(tokens(1500 + at, f"frozen {router.name} {at}"), 24) for at in range(8)]
+    plain = at_once(lambda one: ask(main.plain.url, one), asked)
+    timer = threading.Timer(0.5, freeze)
+    timer.start()
+    ours = at_once(lambda one: ask(router.url, one), asked)
+    timer.join()
+    for one, expected in zip(ours, plain, strict=True):
+        expect_exact_or_clean(one, expected)
+    main.expect_well(1)
+
+
+def test_p_between_the_legs(main: Main) -> None:
+    """Frozen, killed and restarted: D has parameters of a P that does not answer any more."""
+    asked = {name: body(tokens(900, f"P is {name}")) for name in ("frozen", "killed", "restarted")}
+    plain = {name: ask(main.plain.url, one) for name, one in asked.items()}
+    params = {name: send_prefill(main.prefill.url, one) for name, one in asked.items()}
+    assert all(params.values())
+    before = main.decode.received
+
+    def check(name: str) -> None:
+        began = time.monotonic()
+        expect_same(send_decode(main.decode.url, asked[name], params[name]), plain[name], name)
+        assert time.monotonic() - began < 15, name
+
+    main.prefill.signal(signal.SIGSTOP)
+    check("frozen")
+    main.prefill.signal(signal.SIGCONT)
+    main.prefill.stop(gently=0)
+    check("killed")
+    main.machine.start_again(main.prefill)
+    check("restarted")
+    assert main.decode.received == before
+    main.legs.close()
+    main.legs = main.new_legs()
+    main.expect_well(1)

@@ -13,6 +13,7 @@
 # make bench-proxy  what the proxy costs, beside vllm-router
 # make goodput   requests a second within their objectives: 1 prefill + 1 decode beside 2 colocated engines and NixlConnector
 # make bench-transport  what the transports move, beside a plain copy, raw pyzmq and NixlConnector's reads
+# make routers   real engines behind vllm-router and, with TOY_PROXY=its script, vLLM's toy proxy
 # make house     this tree's words, density and rooms, measured; the last line is JSON
 # make clean     everything that make has made
 
@@ -31,7 +32,7 @@ WAITING   := $(addprefix tests/,proxy doctor unit launcher bench transports/zmq 
 COMPUTING := $(addprefix tests/,protocol kv fleet connector planner workloads transports/collective simulation scheduler_worlds property gpu)
 QUICK     := $(WAITING) $(COMPUTING)
 
-.PHONY: setup demo check static quick-waiting quick-computing coverage test wide chaos versions gpu-proof mutants bench bench-proxy bench-transport goodput planner-accuracy house clean
+.PHONY: setup demo check static quick-waiting quick-computing coverage test wide routers chaos versions gpu-proof mutants bench bench-proxy bench-transport goodput planner-accuracy house clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.ours
@@ -93,6 +94,9 @@ test: check
 
 wide: setup
 	$(BIN)/python -m pytest -W default tests/engine -m wide
+
+routers: setup $(VENV)/.peers
+	$(BIN)/python -m pytest -W default tests/engine/test_routers.py
 
 chaos: setup
 	$(BIN)/python -m pytest -W default tests/engine/test_failover.py -s

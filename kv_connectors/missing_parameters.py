@@ -1,8 +1,8 @@
 """Requests without parameters of a KV transfer, of which an operator is warned.
 
-An engine in a P/D role computes such a request whole. That is right for a few (our proxy sends
-short ones so), and it is what happens to all of them behind a router that knows no handshake. So
-they are counted, and one line a minute names their number.
+An engine in a P/D role computes such a request whole. Our proxy sends some on purpose. A router
+without the handshake sends all of them so. They are counted, and one line a minute names their
+number.
 
 Pure: `now` comes with each call.
 """

@@ -277,9 +277,9 @@ class SchedulerSide:
         count = self._missing_parameters.note(self.clock)
         if count:
             log.warning(
-                "%d requests came without parameters of a KV transfer since the last such line;"
-                " this engine (role %s) computed them whole: if that is not meant, have the router"
-                " send kv_transfer_params (docs/explanation/handshake.md)",
+                "requests without parameters of a KV transfer: %d since the last such line; this"
+                " engine (role %s) computed them whole. If that is not meant, have the router send"
+                " kv_transfer_params (docs/explanation/handshake.md)",
                 count,
                 self._role,
             )

@@ -272,6 +272,17 @@ def test_an_engine_of_another_model_computes(caplog: pytest.LogCaptureFixture) -
     assert "dtype is fp8 on one side and bf16 on the other" in caplog.text
 
 
+def test_a_seed_beside_drafts_is_computed_at_d() -> None:
+    """P's blocks are released."""
+    p, d = side("prefill", "p"), side("decode", "d")
+    d.compute_seeded_requests()
+    asked = request("r", handed_over(p))
+    asked.sampling_params = SimpleNamespace(n=1, seed=1, temperature=1.0)
+    d.on_request_arrived(asked)
+    assert d.tokens_to_load(asked, 0) == 0
+    assert isinstance(d.build_step_metadata(step()).receiver_events[0], events.LoadSkipped)
+
+
 def test_an_engine_does_not_hand_over_to_itself() -> None:
     both = side("both", "b")
     assert not is_loaded(both, handed_over(both))
@@ -314,7 +325,7 @@ def test_requests_without_parameters_are_counted_and_warned_of(
         lines += [record.getMessage() for record in caplog.records]
         caplog.clear()
     assert d.stats.data["requests_without_parameters"] == 5
-    assert [line.split(" ", 1)[0] for line in lines] == ["1", "3"], lines
+    assert [line.partition(": ")[2].split(" ")[0] for line in lines] == ["1", "3"], lines
     assert "role decode" in lines[0] and "kv_transfer_params" in lines[0]
 
 

@@ -95,7 +95,9 @@ class SchedulerWorld:
         self._tokens: list[str] = []  # grants that were used
         self._reuse_transfers: set[str] = set()
         self._granted_transfers: set[str] = set()
-        self._takers: dict[str, str] = {}  # by transfer: the engine that has loaded it
+        # By transfer and engine: ranks that have loaded it. By transfer: the engine with all ranks.
+        self._loaded_ranks: Counter[tuple[str, str]] = Counter()
+        self._takers: dict[str, str] = {}
         self._router = StandardRouter(self)
         self._mischief = self.setup.mischief
         self.prefills: list[SimulatedEngine] = []
@@ -379,10 +381,18 @@ class SchedulerWorld:
         elif result.transfer in self._granted_transfers:
             direction = "load"
         if result.reason is None:
-            taker = self._takers.setdefault(result.transfer, engine)
-            assert taker == engine, f"{taker} and {engine} have both loaded {result.transfer}"
+            self._check_taken_once(engine, result.transfer)
         reason = "ok" if result.reason is None else result.reason.value
         self.loads[f"{direction} {reason}"] += 1
+
+    def _check_taken_once(self, engine: str, transfer: str) -> None:
+        """Raises AssertionError if all ranks of two engines have loaded one transfer."""
+        self._loaded_ranks[transfer, engine] += 1
+        (ranks,) = (len(one.ranks) for one in self.engines if one.label == engine)
+        if self._loaded_ranks[transfer, engine] < ranks:
+            return
+        taker = self._takers.setdefault(transfer, engine)
+        assert taker == engine, f"{taker} and {engine} have both loaded {transfer}"
 
     # Mischief -------------------------------------------------------------------------------------
     def _do_mischief(self) -> None:

@@ -219,7 +219,8 @@ def test_what_a_dead_worker_had_counted_stays_counted() -> None:
             )
         hub.on_death(first)
         hub.on_death(second)
-        assert "up" not in hub._dead_text and "a_total 18.0" in hub._dead_text
+        dead = hub.collections["metrics"].dead_text
+        assert "up" not in dead and "a_total 18.0" in dead
 
     asyncio.run(lives())
 
@@ -256,7 +257,7 @@ from vllm_disagg.proxy.workers import supervisor
 from vllm_disagg.proxy.workers.bus import WorkerBus, parse_place
 
 async def main():
-    crew = WorkerBus(parse_place(sys.argv[2]), Fleet(), lambda: b"#" * (65 << 20), lambda: None)
+    crew = WorkerBus(parse_place(sys.argv[2]), Fleet(), {"metrics": lambda: b"#" * (65 << 20)}, lambda: None)
     await crew.listen(None, None, lambda: None)
 
 asyncio.run(main())
@@ -265,7 +266,7 @@ asyncio.run(main())
 
 async def test_a_large_scrape_kills_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Metrics of a large fleet exceed the line limit of a stream reader."""
-    monkeypatch.setattr(supervisor, "METRICS_TIMEOUT_SECONDS", 15.0)
+    monkeypatch.setattr(supervisor, "TEXTS_TIMEOUT_SECONDS", 15.0)
     table = os.memfd_create("test")
     os.truncate(table, size(1))
     hub, asking = BusHub(1), asyncio.Event()
@@ -292,8 +293,9 @@ async def test_a_large_scrape_kills_no_worker(monkeypatch: pytest.MonkeyPatch) -
     await asyncio.wait(
         (asyncio.create_task(asking.wait()), life), timeout=30, return_when="FIRST_COMPLETED"
     )
-    await until(lambda: hub._last_texts)
-    assert len(hub._last_texts[worker]) == 65 << 20 and not life.done()
+    texts = hub.collections["metrics"].last_texts
+    await until(lambda: texts)
+    assert len(texts[worker]) == 65 << 20 and not life.done()
     assert worker.writer
     worker.writer.close()
     assert await asyncio.wait_for(life, 30) == 0

@@ -314,8 +314,9 @@ async def test_the_pictures_of_the_documents(tmp_path: Path) -> None:
     async with world(2, 2, prepare=named(), objectives=objectives) as w:
         await serve_some(w, 6)
         stopped = w.decodes[1]
-        late = asyncio.create_task(serve_some(w, 6))
-        await until(lambda: stopped.calls)
+        served = len(stopped.calls)
+        late = asyncio.create_task(serve_some(w, 12))
+        await until(lambda: len(stopped.calls) > served)
         await stopped.stop()
         await late
         await stopped.start()

@@ -154,6 +154,7 @@ async def test_two_workers_are_one_proxy(tmp_path: Path) -> None:
         for _ in range(12):
             assert (await w.post()).status == 200
         assert await w.metric("vllm_disagg_requests_total") == 12
+        await until(lambda: _is_one_status(w))
         body = b'{"url": "%b", "role": "decode"}' % e.url.encode()
         as_json = {"authorization": "Bearer root", "content_type": "application/json"}
         assert (await w.ask("POST", "/disagg/instances", body, **as_json)).status == 200
@@ -176,6 +177,25 @@ async def test_two_workers_are_one_proxy(tmp_path: Path) -> None:
         w.close()
         await d.stop()
         await e.stop()
+
+
+async def _is_one_status(w: World) -> bool:
+    """Returns whether every worker answers with one status: that of all requests."""
+    statuses = []
+    for _ in range(12):  # a new connection reaches any worker
+        reply = await w.get("/disagg/status", authorization="Bearer root")
+        found = reply.json()
+        del found["time"]
+        for minutes in (found, found["goodput"], found["goodput_now"]):
+            del minutes["seconds"]
+        statuses.append(found)
+    first = statuses[0]
+    return (
+        all(found == first for found in statuses)
+        and first["workers_answered"] == 2
+        and len(first["requests"]) == 12
+        and first["goodput"]["good"] == 12
+    )
 
 
 @pytest.mark.parametrize("slip", ["taken", "setting"])

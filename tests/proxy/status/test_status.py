@@ -10,10 +10,18 @@ from typing import Any
 import pytest
 
 from proxy_world import Call, Client, World, until, world
+from vllm_disagg.proxy.http.limits import Limits
+from vllm_disagg.proxy.http.request import HttpRequest
+from vllm_disagg.proxy.http.server import Connection, Server
 from vllm_disagg.proxy.membership import discovery
+from vllm_disagg.proxy.routing.fleet import Fleet
 from vllm_disagg.proxy.status import feed
 from vllm_disagg.proxy.status.page import PAGE_FILE
-from vllm_disagg.proxy.telemetry.metrics import LatencyObjectives
+from vllm_disagg.proxy.telemetry.access_log import AccessLog
+from vllm_disagg.proxy.telemetry.meter import HistogramBuckets, TrafficCounters
+from vllm_disagg.proxy.telemetry.metrics import LatencyObjectives, Metrics
+from vllm_disagg.proxy.telemetry.record import RequestRecorder
+from vllm_disagg.proxy.telemetry.tracing import Tracing
 
 MAX_PAGE_BYTES = 100_000
 SECRETS = {"authorization": "Bearer root"}
@@ -73,6 +81,16 @@ async def test_the_last_fifty_requests_are_kept() -> None:
     assert len(rows) == 50
     times = [row["ended_at"] for row in rows]
     assert times == sorted(times, reverse=True)
+
+
+def test_a_worker_keeps_fifty_requests() -> None:
+    recorder = RequestRecorder(Metrics(Fleet()), Tracing(""), AccessLog(""))
+    request = HttpRequest(method="POST", path="/v1/completions")
+    client = Connection(Server(lambda *_: asyncio.sleep(0), Limits()))
+    for _ in range(60):
+        meter = TrafficCounters(HistogramBuckets((1.0,)))
+        recorder.close(request, client, meter, "ok", 200)
+    assert len(recorder.recent) == 50
 
 
 async def test_no_prompt_no_key_and_no_answer_is_shown() -> None:

@@ -95,12 +95,11 @@ def test_a_worker_keeps_fifty_requests() -> None:
 
 async def test_no_prompt_no_key_and_no_answer_is_shown() -> None:
     secret = "tell-nobody"
-    settings = {"admin_key": "root", "api_keys": ["client-key"]}
 
     async def leak(call: Call) -> None:
         await call.json({"error": {"message": f"cannot serve {secret}"}}, 500)
 
-    async with world(ready=False, **settings) as w:
+    async with world(ready=False, admin_key="root", api_keys=["client-key"]) as w:
         await w.until_probed()
         w.d.script = leak
         for body in ({"prompt": secret}, {"prompt": "x", "user": secret, "model": secret}):

@@ -7,6 +7,7 @@
 # make chaos     2 prefill and 2 decode instances under load, each killed, frozen, drained and replaced in turn (5 to 20 minutes)
 # make versions  exactness on the oldest and the newest vLLM supported, and between the two
 # make gpu-proof what can be proved of the path for GPUs without a GPU; the last line is JSON (the engines take longest)
+# make page-proof  the status page in Debian's chromium, with axe-core; writes the pictures of the documents
 # make mutants   plant faults in the protocol; the tests must notice
 # make planner-accuracy  the planner's step times beside measured runs of vLLM on GPUs; fits their coefficients; the last line is JSON
 # make bench     the hand-off, measured
@@ -32,7 +33,7 @@ WAITING   := $(addprefix tests/,proxy doctor unit launcher bench transports/zmq 
 COMPUTING := $(addprefix tests/,protocol kv fleet connector planner workloads transports/collective simulation scheduler_worlds property gpu)
 QUICK     := $(WAITING) $(COMPUTING)
 
-.PHONY: setup demo check static quick-waiting quick-computing coverage test wide routers chaos versions gpu-proof mutants bench bench-proxy bench-transport goodput planner-accuracy house clean
+.PHONY: setup demo check static quick-waiting quick-computing coverage test wide routers chaos versions gpu-proof page-proof mutants bench bench-proxy bench-transport goodput planner-accuracy house clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.ours
@@ -114,6 +115,12 @@ versions:
 # With Triton's interpreter and compiler, which vLLM's dependencies bring.
 gpu-proof: setup
 	$(BIN)/python tests/gpu/proof.py
+
+# Needs `apt-get install chromium` and npm.
+page-proof: setup
+	@test -f .cache/axe/node_modules/axe-core/axe.min.js || npm install --silent --prefix .cache/axe axe-core@4.14.1
+	STATUS_BROWSER=required STATUS_SECONDS=6 STATUS_SCREENSHOTS=docs/how-to \
+		$(BIN)/python -m pytest tests/proxy/status/test_browser.py
 
 mutants: setup
 	$(BIN)/python tests/mutants.py

@@ -4,6 +4,7 @@ the case that its D dies.
 
     python benchmarks/proxy_cost.py --router PATH [--rounds N] [--save NAME]
     python benchmarks/proxy_cost.py --streams 10000
+    python benchmarks/proxy_cost.py --viewer [--rounds N]
 
 Each round measures, one proxy after the other: CPU of a P/D request with a body of 200 B, 16 KB and
 400 KB (8 clients, each with one request at a time); CPU of a streamed token (64 streams of 300
@@ -15,6 +16,9 @@ the rounds: memory at rest, with 1 and with 1,000 open streams. Figures are medi
 the last line is one JSON object with the ratios ours/router.
 
 `--streams N`: N streams at once through one process of ours; each must be whole.
+
+`--viewer`: CPU of a P/D request of 200 B through ours while one viewer has the status page's feed
+open, beside no viewer, in turn; and the CPU of a viewer of a proxy without requests.
 """
 
 from __future__ import annotations
@@ -31,8 +35,8 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,6 +51,8 @@ STREAMS = 64
 TOKENS = 300
 STEP = 10
 LATENCIES = 300
+VIEWED_REQUESTS = 1500
+IDLE_SECONDS = 4
 
 
 @dataclass
@@ -322,6 +328,73 @@ def crowd(streams: int) -> None:
     print(json.dumps(result))
 
 
+@asynccontextmanager
+async def viewer(port: int) -> AsyncIterator[list[bytes]]:
+    """Reads the status page's feed, as a browser does. Yields the chunks so far."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /disagg/status/stream HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    chunks = [await reader.read(1 << 20)]
+    if not chunks[0].startswith(b"HTTP/1.1 200"):
+        raise SystemExit(f"no feed: {chunks[0][:300]!r}")
+
+    async def read() -> None:
+        while data := await reader.read(1 << 20):
+            chunks.append(data)
+
+    reading = asyncio.create_task(read())
+    try:
+        yield chunks
+    finally:
+        reading.cancel()
+        writer.close()
+
+
+async def viewed(proxy: Proxy, with_viewer: bool) -> None:
+    """Measures the CPU of a request, with or without a viewer."""
+    name = "viewer" if with_viewer else "alone"
+    data = request(body(200))
+    async with viewer(proxy.port) if with_viewer else nullcontext():
+        await requests(proxy.port, data, VIEWED_REQUESTS // 10)
+        before = proxy.cpu()
+        await requests(proxy.port, data, VIEWED_REQUESTS)
+        proxy.add(name, (proxy.cpu() - before) / VIEWED_REQUESTS * 1e6)
+
+
+async def idle(proxy: Proxy, with_viewer: bool) -> None:
+    """Measures the CPU of a second without requests, in milliseconds."""
+    name = "idle_viewer" if with_viewer else "idle"
+    async with viewer(proxy.port) if with_viewer else nullcontext():
+        before = proxy.cpu()
+        await asyncio.sleep(IDLE_SECONDS)
+        proxy.add(name, (proxy.cpu() - before) / IDLE_SECONDS * 1e3)
+
+
+def compare_viewer(rounds: int) -> None:
+    """Measures what one viewer of the status page costs."""
+    with proxies(["ours"], "") as (_, (ours,)):
+        uvloop.run(viewed(ours, False))  # warms up
+        ours.figures.clear()
+        for number in range(rounds):
+            for with_viewer in (False, True) if number % 2 else (True, False):
+                uvloop.run(viewed(ours, with_viewer))
+        for with_viewer in (False, True):
+            uvloop.run(idle(ours, with_viewer))
+        alone = ours.median("alone")
+        result = {
+            "rounds": rounds,
+            "cpu_us_alone": round(alone, 1),
+            "cpu_us_viewer": round(ours.median("viewer"), 1),
+            "ratio": round(ours.median("viewer") / alone, 3),
+            "idle_ms_a_second": round(ours.median("idle"), 1),
+            "idle_viewer_ms_a_second": round(ours.median("idle_viewer"), 1),
+            "each": {
+                name: [round(value, 1) for value in ours.figures[name]]
+                for name in ("alone", "viewer")
+            },
+        }
+    print(json.dumps(result))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -332,11 +405,16 @@ def main() -> None:
     parser.add_argument(
         "--streams", type=int, default=0, help="only: so many streams at once through ours"
     )
+    parser.add_argument(
+        "--viewer", action="store_true", help="only: the cost of a viewer of the status page"
+    )
     args = parser.parse_args()
     os.sched_setaffinity(0, CORES[:-1] or CORES)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave nothing running
     if args.streams:
         crowd(args.streams)
+    elif args.viewer:
+        compare_viewer(args.rounds)
     elif not Path(args.router).is_file():
         sys.exit(f"proxy_cost: no vllm-router at {args.router}; `make bench` installs one")
     else:

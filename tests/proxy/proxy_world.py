@@ -155,6 +155,7 @@ class ScriptedEngine:
         self.steps: int | None = 0  # that its metrics tell of; None: they tell nothing
         self.waiting = 0  # requests, as its last step saw
         self.kv_use = 0.0
+        self.metric_lines: list[str] = []  # more lines of its metrics page
         self.models = ["m"]
         self.nixl = False
         self.close_after = (
@@ -297,6 +298,7 @@ class ScriptedEngine:
             [
                 "# TYPE x",
                 *(lines if self.steps is not None or self.kv_use else []),
+                *self.metric_lines,
                 "vllm:other 7\n",
             ]
         )

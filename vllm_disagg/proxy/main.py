@@ -10,6 +10,7 @@ import resource
 import signal
 import ssl
 import sys
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 
@@ -32,16 +33,20 @@ from .requests.api import Api
 from .requests.failover import FALLBACK_REASONS, RUNGS
 from .requests.relay import Relay
 from .routing.concurrency_limit import ConcurrencyLimit
-from .routing.fleet import Fleet, Role
+from .routing.fleet import Fleet, Instance, Role
+from .routing.instance_report import Clock
 from .routing.policies import Policy
 from .routing.prefill_queue import PrefillQueue
 from .settings import ProxySettings, from_arguments
+from .status.feed import StatusFeed
+from .status.share import StatusBoard
 from .telemetry import logs
 from .telemetry.access_log import AccessLog
+from .telemetry.kv_traffic import KvTraffic
 from .telemetry.metrics import Metrics
 from .telemetry.record import RequestRecorder
 from .workers import supervisor
-from .workers.bus import WorkerBus
+from .workers.bus import Topic, WorkerBus
 
 log = logging.getLogger(__name__)
 
@@ -93,12 +98,10 @@ async def serve(
     )
     metrics = Metrics(fleet, settings.objectives, FALLBACK_REASONS, RUNGS)
     registry = _registry(settings, networks)
-    bus = (
-        WorkerBus(settings.place, fleet, metrics.render, prefill_queue.wake)
-        if settings.place
-        else None
-    )
-    metrics.all_workers = bus.texts if bus else None
+    relay = Relay(fleet, policy, pools, prefill_queue, metrics, settings)
+    recorder = RequestRecorder(metrics, relay.tracing, files.access_log)
+    feed = _status_feed(settings, fleet, metrics, recorder, discovery)
+    bus = _worker_bus(settings, fleet, metrics, feed, prefill_queue.wake)
     admin = Admin(
         members,
         registry,
@@ -107,11 +110,9 @@ async def serve(
         settings.admin_key,
         settings.api_keys,
     )
-    relay = Relay(fleet, policy, pools, prefill_queue, metrics, settings)
     limit = ConcurrencyLimit(settings.max_requests, settings.queue_size, settings.queue_timeout)
     metrics.waiting = {"work": lambda: len(limit), "prefill": lambda: len(prefill_queue)}
-    recorder = RequestRecorder(metrics, relay.tracing, files.access_log)
-    api = Api(relay, admin, limit, recorder, settings)
+    api = Api(relay, admin, limit, recorder, feed, settings)
     server = Server(api.handle, settings.limits, api.body_limit, api.refused)
     port = await server.start(
         settings.host, settings.port, files.listener_tls, shared=settings.place is not None
@@ -121,7 +122,7 @@ async def serve(
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(source)
-                for source in _sources(settings, members, registry, networks)
+                for source in (*_sources(settings, members, registry, networks), feed.run())
             ]
             running.append(members.start(tasks))
             stop = stop or asyncio.Event()
@@ -132,19 +133,66 @@ async def serve(
             if ready:
                 ready(port)
             await stop.wait()
-            await _drain(server, settings.shutdown_timeout)
+            await _drain(server, feed, settings.shutdown_timeout)
             _end(running, members)
     finally:
         members.close()
         await asyncio.to_thread(recorder.shut)  # may wait for a collector of spans
 
 
-async def _drain(server: Server, grace: float) -> None:
+async def _drain(server: Server, feed: StatusFeed, grace: float) -> None:
     """Ends the running requests, within `grace` seconds."""
+    feed.close()
+    await asyncio.sleep(0)  # viewers leave: they are no running requests
     running = server.running_requests
     log.info("proxy: stopping: no new requests; %d are running and have %g s", running, grace)
     cut = await server.stop(grace)
     log.info("proxy: stopped: %d of %d requests ended, %d were cut", running - cut, running, cut)
+
+
+def _status_feed(
+    settings: ProxySettings,
+    fleet: Fleet,
+    metrics: Metrics,
+    recorder: RequestRecorder,
+    discovery: Discovery,
+) -> StatusFeed:
+    """Returns the feed of the status page, which sees what discovery reads of the engines."""
+    traffic = KvTraffic()
+
+    def on_metrics_read(instance: Instance, page: bytes, now: float) -> None:
+        traffic.on_metrics_read(instance.url, instance.rank, page, now)
+
+    def clock() -> Clock:
+        return Clock(asyncio.get_running_loop().time(), time.time())
+
+    discovery.on_metrics_read = on_metrics_read
+    place = settings.place
+    board = StatusBoard(
+        fleet, metrics, traffic, recorder.recent, clock, place.index if place else 0
+    )
+    workers = place.count if place else 1
+    return StatusFeed(board, settings.objectives, clock, workers, bool(settings.admin_key))
+
+
+def _worker_bus(
+    settings: ProxySettings,
+    fleet: Fleet,
+    metrics: Metrics,
+    feed: StatusFeed,
+    wake: Callable[[], None],
+) -> WorkerBus | None:
+    """Returns the connection with the other proxy workers; None for a single worker."""
+    if not settings.place:
+        return None
+    texts: dict[Topic, Callable[[], bytes]] = {
+        "metrics": metrics.render,
+        "status": feed.share_text,
+    }
+    bus = WorkerBus(settings.place, fleet, texts, wake)
+    metrics.all_workers = partial(bus.texts, "metrics")
+    feed.all_shares = partial(bus.texts, "status")
+    return bus
 
 
 def _registry(settings: ProxySettings, networks: AllowedNetworks) -> Registry | None:

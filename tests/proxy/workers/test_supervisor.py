@@ -154,6 +154,7 @@ async def test_two_workers_are_one_proxy(tmp_path: Path) -> None:
         for _ in range(12):
             assert (await w.post()).status == 200
         assert await w.metric("vllm_disagg_requests_total") == 12
+        await until(lambda: _is_one_status(w))
         body = b'{"url": "%b", "role": "decode"}' % e.url.encode()
         as_json = {"authorization": "Bearer root", "content_type": "application/json"}
         assert (await w.ask("POST", "/disagg/instances", body, **as_json)).status == 200
@@ -176,6 +177,28 @@ async def test_two_workers_are_one_proxy(tmp_path: Path) -> None:
         w.close()
         await d.stop()
         await e.stop()
+
+
+async def _is_one_status(w: World) -> bool:
+    """Returns whether every worker answers with one status: that of all requests."""
+    statuses = []
+    for _ in range(12):  # a new connection reaches any worker
+        reply = await w.get("/disagg/status", authorization="Bearer root")
+        found = reply.json()
+        del found["time"]
+        for minutes in (found, found["goodput"], found["goodput_now"]):
+            del minutes["seconds"]
+        for row in found["instances"]:  # times of two clocks, whose difference is never exact
+            del row["state_since"]
+            del row["last_failure"]
+        statuses.append(found)
+    first = statuses[0]
+    return (
+        all(found == first for found in statuses)
+        and first["workers_answered"] == 2
+        and len(first["requests"]) == 12
+        and first["goodput"]["good"] == 12
+    )
 
 
 @pytest.mark.parametrize("slip", ["taken", "setting"])
@@ -219,7 +242,8 @@ def test_what_a_dead_worker_had_counted_stays_counted() -> None:
             )
         hub.on_death(first)
         hub.on_death(second)
-        assert "up" not in hub._dead_text and "a_total 18.0" in hub._dead_text
+        dead = hub.collections["metrics"].dead_text
+        assert "up" not in dead and "a_total 18.0" in dead
 
     asyncio.run(lives())
 
@@ -256,7 +280,7 @@ from vllm_disagg.proxy.workers import supervisor
 from vllm_disagg.proxy.workers.bus import WorkerBus, parse_place
 
 async def main():
-    crew = WorkerBus(parse_place(sys.argv[2]), Fleet(), lambda: b"#" * (65 << 20), lambda: None)
+    crew = WorkerBus(parse_place(sys.argv[2]), Fleet(), {"metrics": lambda: b"#" * (65 << 20)}, lambda: None)
     await crew.listen(None, None, lambda: None)
 
 asyncio.run(main())
@@ -265,7 +289,7 @@ asyncio.run(main())
 
 async def test_a_large_scrape_kills_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Metrics of a large fleet exceed the line limit of a stream reader."""
-    monkeypatch.setattr(supervisor, "METRICS_TIMEOUT_SECONDS", 15.0)
+    monkeypatch.setattr(supervisor, "TEXTS_TIMEOUT_SECONDS", 15.0)
     table = os.memfd_create("test")
     os.truncate(table, size(1))
     hub, asking = BusHub(1), asyncio.Event()
@@ -292,8 +316,9 @@ async def test_a_large_scrape_kills_no_worker(monkeypatch: pytest.MonkeyPatch) -
     await asyncio.wait(
         (asyncio.create_task(asking.wait()), life), timeout=30, return_when="FIRST_COMPLETED"
     )
-    await until(lambda: hub._last_texts)
-    assert len(hub._last_texts[worker]) == 65 << 20 and not life.done()
+    texts = hub.collections["metrics"].last_texts
+    await until(lambda: texts)
+    assert len(texts[worker]) == 65 << 20 and not life.done()
     assert worker.writer
     worker.writer.close()
     assert await asyncio.wait_for(life, 30) == 0

@@ -71,7 +71,13 @@ ROUTES: dict[str, tuple[tuple[str, ...], How]] = {
     "/metrics": (("GET", "HEAD"), "own"),
     "/load": (("GET", "HEAD"), "own"),
     "/disagg/instances": (("GET",), "own"),
+    "/disagg/status": (("GET",), "own"),
+    "/disagg/status/stream": (("GET",), "own"),
+    "/disagg": (("GET", "HEAD"), "own"),  # the status page, also as /disagg/
 }
+
+# Guarded by the admin API itself (`requests/admin.py`).
+FLEET_VIEWS = frozenset(("/disagg/instances", "/disagg/status", "/disagg/status/stream"))
 
 # Paths whose answers are generated; only these have latencies and count as goodput.
 GENERATING = frozenset((*SCHEMAS, "/v1/chat/completions/batch", "/cohere/v2/chat"))
@@ -124,8 +130,12 @@ REFUSED = {
     ),
 }
 
-# Paths without a key, as in vLLM.
-UNGUARDED = frozenset(("/health", "/ping", "/readiness", "/metrics", "/version", "/load"))
+STATUS_PAGE = "/disagg"  # holds no data; it asks its user for the key of the data
+
+# Paths without a key; but for the page they are as in vLLM.
+UNGUARDED = frozenset(
+    ("/health", "/ping", "/readiness", "/metrics", "/version", "/load", STATUS_PAGE)
+)
 
 RESPONSES = "/v1/responses/"
 ADAPTERS = "/adapters/"
@@ -171,4 +181,4 @@ def guarded(path: str) -> bool:
 
     vLLM guards only some prefixes. The proxy guards every path that takes an engine's time.
     """
-    return path not in UNGUARDED and path != "/disagg/instances"  # admin.py guards that
+    return path not in UNGUARDED and path not in FLEET_VIEWS

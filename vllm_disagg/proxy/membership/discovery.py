@@ -169,6 +169,9 @@ class Discovery:
         if api_key:
             self._headers.append((b"authorization", b"Bearer " + api_key.encode()))
         self._on_change = on_change
+        # Called with each metrics page that was read, and the time; raises ValueError for one that
+        # cannot be parsed.
+        self.on_metrics_read: Callable[[Instance, bytes, float], None] = lambda *_: None
         self._liveness_timeout = liveness_timeout
         self._prefill_timeout = prefill_timeout
         # Seconds between two polls of an engine that owes an answer.
@@ -429,6 +432,7 @@ class Discovery:
             ]
             instance.kv_cache_usage = max(usages, default=0.0)
             instance.is_usage_known = bool(usages)
+            self.on_metrics_read(instance, page, now())
         except (Unreachable, TimeoutError, _UnexpectedAnswer, ValueError):
             instance.kv_cache_usage = (
                 0.0  # unknown; the health check decides whether the instance lives

@@ -1,6 +1,7 @@
 """The admin API: shows and changes the fleet over HTTP, for those who may.
 
     GET    /disagg/instances        the state of each instance (answered by `api.py`)
+    GET    /disagg/status           the whole status; with /stream once a second (likewise)
     POST   /disagg/instances        add an instance, or end its drain
                                     {"url": ..., "role": "prefill" | "decode"}
     POST   /disagg/instances/drain  send it no new requests; it stays listed
@@ -10,10 +11,10 @@
     POST   /disagg/register         an engine registers itself (`vllm_disagg.fleet.registration`)
 
 Changes always need the admin key: a reverse proxy on this machine makes every client look local.
-Instances are shown to holders of the admin key or of a client's key. Without any key, only this
-machine sees them: the peer's address and the Host field must be loopback, the request HTTP/1.1 and
-not forwarded. Registrations carry their own proof. URLs are http or https to a host and port,
-nothing more, within `AllowedNetworks`.
+Instances are shown to holders of the admin key or of a client's key, the last requests only to
+those of the admin key. Without any key, only this machine sees them: the peer's address and the
+Host field must be loopback, the request HTTP/1.1 and not forwarded. Registrations carry their own
+proof. URLs are http or https to a host and port, nothing more, within `AllowedNetworks`.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from ..http.addresses import AllowedNetworks, check_url
 from ..http.headers import Headers
 from ..http.request import HttpRequest
 from ..http.response import JSON, error_body
+from ..http.routes import FLEET_VIEWS
 from ..http.server import Connection
 from ..membership.members import Members, MembershipChange
 from ..membership.registry import Registered, Registry
@@ -117,7 +119,7 @@ class Admin:
                 return 401, [JSON], b'{"error":"Unauthorized"}'
             if request.header(b"content-type").partition(b";")[0].strip().lower() != JSON[1]:
                 return _error(415, "content-type must be application/json")
-        elif endpoint == ("GET", INSTANCES_PATH):
+        elif request.method == "GET" and request.path in FLEET_VIEWS:
             keys = self._admin_keys + self._api_keys
             if keys and not _has_key(request, keys):
                 return 401, [JSON], b'{"error":"Unauthorized"}'
@@ -125,6 +127,15 @@ class Admin:
             if not keys and not _is_local(request, client.peer):
                 return _error(403, LOCAL_ONLY)
         return None
+
+    def sees_requests(self, request: HttpRequest) -> bool:
+        """Whether a request that may see the fleet may see other clients' requests too.
+
+        Those are for holders of the admin key. Without any key the only reader is this machine.
+        """
+        if self._admin_keys:
+            return _has_key(request, self._admin_keys)
+        return not self._api_keys
 
     def _change(self, request: HttpRequest, client: Connection) -> None:
         try:

@@ -35,6 +35,8 @@ from ..routing.policies import RoutingQuery
 from ..routing.prefill_queue import QueueFull, QueueTimeout
 from ..routing.readiness import READINESS_MODES, judge_readiness
 from ..settings import ProxySettings
+from ..status.feed import StatusFeed
+from ..status.page import StatusPage
 from ..telemetry.meter import TrafficCounters, now
 from ..telemetry.record import RequestRecorder
 from . import bodies
@@ -68,8 +70,11 @@ class Api:
         admin: Admin,
         concurrency_limit: ConcurrencyLimit,
         recorder: RequestRecorder,
+        feed: StatusFeed,
         settings: ProxySettings,
     ) -> None:
+        self._feed = feed
+        self._page = StatusPage()
         self._relay = relay
         self._admin = admin
         self._concurrency_limit = concurrency_limit
@@ -88,6 +93,9 @@ class Api:
             "/metrics": self._metrics,
             "/load": self._load,
             "/disagg/instances": self._instances,
+            "/disagg/status": self._status,
+            "/disagg/status/stream": self._status_stream,
+            routes.STATUS_PAGE: self._status_page,
         }
         self._engine_routes: dict[How, MeteredHandler] = {
             "generate": self._generate,
@@ -359,6 +367,16 @@ class Api:
         clock = Clock(asyncio.get_running_loop().time(), time.time())
         rows = [report(fleet, i, clock) for i in (*fleet.instances, *fleet.leaving)]
         client.answer(200, [JSON], msgspec.json.encode(rows))
+        return 200
+
+    async def _status(self, request: HttpRequest, client: Connection) -> int:
+        return await self._feed.answer(client, self._admin.sees_requests(request))
+
+    async def _status_stream(self, request: HttpRequest, client: Connection) -> int:
+        return await self._feed.stream(client, self._admin.sees_requests(request))
+
+    async def _status_page(self, request: HttpRequest, client: Connection) -> int:
+        client.answer(200, self._page.headers, self._page.body)
         return 200
 
 

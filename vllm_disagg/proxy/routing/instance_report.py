@@ -76,7 +76,7 @@ def report(fleet: Fleet, instance: Instance, clock: Clock) -> InstanceReport:
         url=instance.url,
         role=instance.role,
         usable=usable and (instance.role == "decode" or instance.can_transfer),
-        why_not=_why_not(fleet, instance, usable),
+        why_not=why_not(fleet, instance, usable),
         incarnation=instance.engine.incarnation if instance.engine else "",
         in_flight=instance.active_requests,
         leaving=instance in fleet.leaving,
@@ -84,7 +84,7 @@ def report(fleet: Fleet, instance: Instance, clock: Clock) -> InstanceReport:
         version=instance.engine.version if instance.engine else "",
         connector=instance.connector,
         failure_policy=instance.engine.failure_policy if instance.engine else "",
-        transports=_transports(instance),
+        transports=transports(instance),
         kv_cache_usage=instance.kv_cache_usage if instance.is_usage_known else None,
         breaker=breaker_state(instance, clock.loop),
         state_since=clock.iso(instance.state_since),
@@ -141,7 +141,11 @@ def breaker_state(instance: Instance, now: float) -> BreakerState:
     return "open" if now < instance.open_until else "half-open"
 
 
-def _why_not(fleet: Fleet, instance: Instance, usable: bool) -> str:
+def why_not(fleet: Fleet, instance: Instance, usable: bool) -> str:
+    """Returns why an instance is not used, or not in full; "" if it is.
+
+    `usable`: it is up, and its circuit breaker is not open.
+    """
     if instance.unavailable_reason:
         return instance.unavailable_reason
     if instance.up and not usable:
@@ -149,7 +153,7 @@ def _why_not(fleet: Fleet, instance: Instance, usable: bool) -> str:
     return fleet.pairing_problem(instance)
 
 
-def _transports(instance: Instance) -> list[str]:
+def transports(instance: Instance) -> list[str]:
     """Returns the transports that each worker of an instance has; ZMQ is always among them."""
     if not instance.engine:
         return []

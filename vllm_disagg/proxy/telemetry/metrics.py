@@ -6,7 +6,7 @@ Every label has few values: roles, routes, reasons and the fleet's URLs.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, generate_latest
@@ -23,6 +23,7 @@ from ..http.routes import GENERATING
 from ..routing.fleet import Fleet
 from ..routing.instance_report import working_pairs
 from .meter import TOKEN_KINDS, HistogramBuckets, TrafficCounters, now
+from .sliding_window import fold, subdivide
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_SECONDS = (
@@ -59,13 +60,21 @@ _HISTOGRAMS = {
     "first_decode_step": ("Phase 4: from a stream's first byte to its next event.", _TOKEN_SECONDS),
 }
 
+# Buckets within each bucket of Prometheus's: in these the status page interpolates its quantiles.
+_SUBDIVISIONS = 8
+# The histograms that the status page shows, in its order.
+PHASES = ("ttft", "queue", "prefill_leg", "handoff", "first_decode_step", "tpot", "e2e")
+PHASE_BOUNDS = {name: subdivide(_HISTOGRAMS[name][1], _SUBDIVISIONS) for name in PHASES}
+OBJECTIVES = ("ttft", "tpot")
+_JUDGED_OUTCOMES = frozenset(("ok", "upstream_error", "timeout"))  # no mistakes of clients
+_WEIGHT_DECAY = 0.5  # of a pair's recent bytes, at each call of `decay_pair_weights`
 
 # Counters with one label, by name: the label, all of its values, the help text.
 _LABELLED_COUNTS = {
     "tokens": ("kind", TOKEN_KINDS, "Tokens, as the answers' usage stated them."),
     "events": ("direction", ("sent",), "Events of streams."),
     "bytes": ("direction", ("received", "sent"), "Bytes of bodies, from and to clients."),
-    "missed": ("objective", ("ttft", "tpot"), "Requests that missed an objective."),
+    "missed": ("objective", OBJECTIVES, "Requests that missed an objective."),
 }
 
 
@@ -83,6 +92,7 @@ class _PairSums(msgspec.Struct):
     prefill: float = 0.0
     handoff: float = 0.0
     ttft: float = 0.0
+    recent_bytes: float = 0.0  # of requests; older ones count less
 
 
 class Metrics:
@@ -120,14 +130,18 @@ class Metrics:
             ["rung"],
             registry=self._registry,
         )
-        for reason in fallback_reasons:
+        # The same counts as `_fallbacks`, to be read without its lock.
+        self.fallback_reasons = tuple(fallback_reasons)
+        self.fallbacks = dict.fromkeys(self.fallback_reasons, 0)
+        for reason in self.fallback_reasons:
             self._fallbacks.labels(reason)
         for rung in rungs:
             self._failovers.labels(rung)
         # Children of `_requests` by their labels: a lookup here is faster than `labels()`.
         self._request_counters: dict[tuple[str, str, str], Counter] = {}
         self.histograms = {
-            name: HistogramBuckets(bounds) for name, (_, bounds) in _HISTOGRAMS.items()
+            name: HistogramBuckets(subdivide(bounds, _SUBDIVISIONS))
+            for name, (_, bounds) in _HISTOGRAMS.items()
         }
         self.queue = self.histograms["queue"]
         self.prefill_leg = self.histograms["prefill_leg"]
@@ -142,6 +156,7 @@ class Metrics:
             for value in values
         }
         self._goodput = 0
+        self._judged = 0  # requests of generation that count for or against goodput
         self._pairs: dict[tuple[str, str], _PairSums] = {}  # by the URLs of a pair
         self._registry.register(
             _LiveGauges([self._instances, self._phases, self._counts, self._pairings])
@@ -172,7 +187,11 @@ class Metrics:
         if not meter:
             return {}
         usage = meter.usage()
+        if outcome in _JUDGED_OUTCOMES and path in GENERATING:
+            self._judged += 1
         self._observe(meter, outcome == "ok" and path in GENERATING, usage)
+        if meter.prefill:
+            self._observe_pair(meter, received)
         for kind, tokens in usage.items():
             self._amounts["tokens", kind] += tokens
         self._amounts["bytes", "received"] += received + meter.received
@@ -183,6 +202,7 @@ class Metrics:
     def fell_back(self, reason: str) -> None:
         """Counts a request that did not run as first planned."""
         self._fallbacks.labels(reason).inc()
+        self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
 
     def failed_over(self, rung: str) -> None:
         """Counts an attempt after a failure."""
@@ -205,8 +225,6 @@ class Metrics:
         counts = generated and not meter.is_session
         if counts:
             self.histograms["e2e"].observe(now() - meter.began)
-        if meter.prefill:
-            self._observe_pair(meter)
         if not meter.first:  # a whole answer has no other latencies, and meets their objectives
             self._goodput += counts
             return
@@ -220,13 +238,14 @@ class Metrics:
         if meter.second:
             self.histograms["first_decode_step"].observe(meter.second - meter.first)
 
-    def _observe_pair(self, meter: TrafficCounters) -> None:
+    def _observe_pair(self, meter: TrafficCounters, received: int) -> None:
         pair = (meter.prefill, meter.decode)
         sums = self._pairs.get(pair)
         if not sums:
             sums = _PairSums()
             self._pairs[pair] = sums
         sums.requests += 1
+        sums.recent_bytes += received
         sums.prefill += meter.prefill_seconds
         if meter.first:
             sums.handoff += meter.handoff or 0.0
@@ -241,6 +260,26 @@ class Metrics:
                 self._amounts["missed", name] += 1
         if not missed:
             self._goodput += 1
+
+    # -- read by the status page -------------------------------------------------------------------
+
+    def window_counts(self) -> dict[str, Sequence[int]]:
+        """Returns the counters whose increase in the last minutes the status page shows."""
+        return {
+            **{name: self.histograms[name].counts for name in PHASES},
+            "goodput": (self._goodput, self._judged),
+            "missed": [self._amounts["missed", name] for name in OBJECTIVES],
+            "fallbacks": [self.fallbacks[reason] for reason in self.fallback_reasons],
+        }
+
+    def pair_weights(self) -> dict[tuple[str, str], float]:
+        """Returns the bytes of recent requests by the URLs of their pair."""
+        return {pair: sums.recent_bytes for pair, sums in self._pairs.items() if sums.recent_bytes}
+
+    def decay_pair_weights(self) -> None:
+        """Lets all requests so far count less for `pair_weights`."""
+        for sums in self._pairs.values():
+            sums.recent_bytes = int(sums.recent_bytes * _WEIGHT_DECAY)
 
     # -- read at each scrape -----------------------------------------------------------------------
 
@@ -279,12 +318,12 @@ class Metrics:
         yield waiting
 
     def _phases(self) -> Iterator[Metric]:
-        for name, (text, _) in _HISTOGRAMS.items():
+        for name, (text, bounds) in _HISTOGRAMS.items():
             histogram = self.histograms[name]
-            bounds = (*histogram.bounds, math.inf)
+            counts = fold(histogram.bounds, histogram.counts, bounds)
             buckets = []
             total = 0  # Prometheus's buckets are cumulative
-            for bound, count in zip(bounds, histogram.counts, strict=True):
+            for bound, count in zip((*bounds, math.inf), counts, strict=True):
                 total += count
                 buckets.append((str(float(bound)).replace("inf", "+Inf"), total))
             yield HistogramMetricFamily(

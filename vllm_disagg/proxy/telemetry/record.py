@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+
+import msgspec
 
 from ..http.request import HttpRequest
-from ..http.routes import template
+from ..http.routes import GENERATING, template
 from ..http.server import Connection
 from .access_log import AccessLog
 from .logs import FailedRequestLog
@@ -14,6 +17,33 @@ from .metrics import Metrics
 from .tracing import Tracing
 
 MAX_LOGGED_CHARACTERS = 1024  # of a refused request's path
+MAX_RECENT_REQUESTS = 50
+
+
+class RecentRequest(msgspec.Struct, frozen=True, gc=False):
+    """A request of generation that has ended, for the status page; times are in seconds.
+
+    It has nothing of the request's body, of its answer or of its keys.
+    """
+
+    ended_at: float  # since 1970
+    request_id: str
+    path: str  # a route, as in labels
+    mode: str
+    outcome: str
+    status: int
+    rung: str  # of failover, empty for a first attempt
+    prefill: str
+    decode: str
+    seconds: float
+    queue_seconds: float
+    prefill_seconds: float
+    handoff_seconds: float | None
+    ttft_seconds: float | None
+    tpot_seconds: float | None
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    cached_tokens: int | None
 
 
 class RequestRecorder:
@@ -24,6 +54,7 @@ class RequestRecorder:
         self._tracing = tracing
         self._log = log
         self._failed = FailedRequestLog()
+        self.recent: deque[RecentRequest] = deque(maxlen=MAX_RECENT_REQUESTS)
 
     def close(
         self,
@@ -45,6 +76,8 @@ class RequestRecorder:
         usage = self._metrics.ended(
             template(request.path), request.mode, outcome, meter, len(request.body)
         )
+        if request.path in GENERATING:
+            self.recent.append(_recent(request, meter, outcome, status, usage))
         if not (request.spans or self._log.is_on):
             return
         facts: dict[str, object] = {
@@ -102,3 +135,32 @@ class RequestRecorder:
         self._failed.end_period()
         self._log.close()
         self._tracing.close()
+
+
+def _recent(
+    request: HttpRequest,
+    meter: TrafficCounters,
+    outcome: str,
+    status: int,
+    usage: dict[str, int],
+) -> RecentRequest:
+    return RecentRequest(
+        ended_at=time.time(),
+        request_id=request.request_id,
+        path=request.path,
+        mode=request.mode,
+        outcome=outcome,
+        status=status,
+        rung=request.rung,
+        prefill=meter.prefill,
+        decode=meter.decode,
+        seconds=now() - meter.began,
+        queue_seconds=meter.queue_seconds,
+        prefill_seconds=meter.prefill_seconds,
+        handoff_seconds=meter.handoff,
+        ttft_seconds=meter.ttft,
+        tpot_seconds=meter.tpot(usage),
+        prompt_tokens=usage.get("prompt"),
+        completion_tokens=usage.get("completion"),
+        cached_tokens=usage.get("cached"),
+    )

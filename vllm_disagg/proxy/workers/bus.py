@@ -8,10 +8,12 @@ Messages between a worker and the hub:
 
     ready             worker -> hub           the worker serves; the hub sends what it missed
     change, note      worker -> hub -> others a change of the fleet; a registration
-    ask               worker -> hub           the worker needs the metrics of all
-    render            hub -> workers          send your metrics
-    rendered          worker -> hub           this worker's metrics
-    texts             hub -> worker           the metrics of all
+    ask               worker -> hub           the worker needs the texts of all on a topic
+    render            hub -> workers          send your text
+    rendered          worker -> hub           this worker's text
+    texts             hub -> worker           the texts of all
+
+A text is a worker's metrics, or its share of the status page.
 
 A message is JSON behind its length in 8 bytes. Lines would not do: the metrics of a large fleet are
 longer than the line limit of a stream reader.
@@ -22,8 +24,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Literal, get_args
 
 import msgspec
 
@@ -36,8 +38,11 @@ from .shared_load import SharedLoad
 log = logging.getLogger(__name__)
 
 SYNC_SECONDS = 0.02  # between two exchanges of loads
-METRICS_TIMEOUT_SECONDS = 2.0  # for the other workers' metrics
+TEXTS_TIMEOUT_SECONDS = 2.0  # for the other workers' texts
 MAX_MESSAGE_BYTES = 1 << 30  # above the metrics of any proxy
+
+Topic = Literal["metrics", "status"]
+TOPICS: tuple[Topic, ...] = get_args(Topic)
 
 
 class BusMessage(msgspec.Struct, omit_defaults=True):
@@ -45,7 +50,8 @@ class BusMessage(msgspec.Struct, omit_defaults=True):
 
     kind: Literal["ready", "change", "note", "ask", "render", "rendered", "texts"]
     change: MembershipChange | None = None
-    text: str = ""  # a registration's, or metrics
+    topic: Topic = "metrics"  # of texts
+    text: str = ""  # a registration's, or one of a topic
     numbers: dict[str, int] = {}  # of registrations, by incarnation
     texts: list[str] = []
 
@@ -97,10 +103,10 @@ class WorkerBus:
         self,
         place: WorkerPlace,
         fleet: Fleet,
-        render: Callable[[], bytes],
+        render: Mapping[Topic, Callable[[], bytes]],
         wake: Callable[[], None],
     ) -> None:
-        """`render` returns this worker's metrics; `wake` is called when load elsewhere falls."""
+        """`render` returns this worker's text; `wake` is called when load elsewhere falls."""
         self._fleet = fleet
         self._render = render
         self._wake = wake
@@ -108,7 +114,9 @@ class WorkerBus:
         self._socket = socket.socket(fileno=place.hub)
         self._writer: asyncio.StreamWriter | None = None
         self._unsent: list[BusMessage] = []
-        self._pending_texts: list[asyncio.Future[list[str]]] = []
+        self._pending_texts: dict[Topic, list[asyncio.Future[list[str]]]] = {
+            topic: [] for topic in TOPICS
+        }
 
     async def sync(self) -> None:
         """Keeps loads shared until cancelled."""
@@ -137,10 +145,10 @@ class WorkerBus:
                 self._apply_registration(message.text, members, registry)
             registry.mark_used(message.numbers)
         elif message.kind == "render":
-            self._send(BusMessage("rendered", text=self._render().decode()))
+            self._send(BusMessage("rendered", topic=message.topic, text=self._text(message.topic)))
         elif message.kind == "texts":
-            pending = self._pending_texts
-            self._pending_texts = []
+            pending = self._pending_texts[message.topic]
+            self._pending_texts[message.topic] = []
             for future in pending:
                 if not future.done():
                     future.set_result(message.texts)
@@ -152,19 +160,22 @@ class WorkerBus:
         else:
             self._send(BusMessage("note", text=event.note.decode(), numbers=event.numbers))
 
-    async def texts(self) -> list[str]:
-        """Returns the metrics of all workers that answer in time.
+    async def texts(self, topic: Topic) -> list[str]:
+        """Returns the texts of all workers that answer in time.
 
-        Returns only this worker's metrics if the hub does not answer.
+        Returns only this worker's text if the hub does not answer.
         """
         future: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
-        self._pending_texts.append(future)
-        self._send(BusMessage("ask"))
+        self._pending_texts[topic].append(future)
+        self._send(BusMessage("ask", topic=topic))
         try:
-            async with asyncio.timeout(2 * METRICS_TIMEOUT_SECONDS):
+            async with asyncio.timeout(2 * TEXTS_TIMEOUT_SECONDS):
                 return await future
         except TimeoutError:
-            return [self._render().decode()]
+            return [self._text(topic)]
+
+    def _text(self, topic: Topic) -> str:
+        return self._render[topic]().decode()
 
     def _apply_registration(self, text: str, members: Members, registry: Registry) -> None:
         now = asyncio.get_running_loop().time()

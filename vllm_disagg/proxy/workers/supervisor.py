@@ -28,7 +28,16 @@ import msgspec
 from ..membership.members import MembershipChange
 from ..telemetry.metrics import merge
 from . import shared_load
-from .bus import METRICS_TIMEOUT_SECONDS, BusMessage, WorkerPlace, encode, frame, receive
+from .bus import (
+    TEXTS_TIMEOUT_SECONDS,
+    TOPICS,
+    BusMessage,
+    Topic,
+    WorkerPlace,
+    encode,
+    frame,
+    receive,
+)
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +62,73 @@ class WorkerProcess:
             self.writer.write(frame(message))
 
 
+class TextCollection:
+    """Collects the texts of all workers on one topic, for those that asked."""
+
+    def __init__(self, topic: Topic, workers: list[WorkerProcess]) -> None:
+        self.topic = topic
+        self.last_texts: dict[WorkerProcess, str] = {}  # last text of each live process
+        self._workers = workers
+        self._answered: set[WorkerProcess] = set()
+        self._asking: list[WorkerProcess] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def dead_text(self) -> str:
+        """Returns the text of processes that have died, empty without any."""
+        return ""
+
+    def on_death(self, worker: WorkerProcess) -> None:
+        """Drops the text of a process."""
+        self.last_texts.pop(worker, None)
+
+    def ask(self, worker: WorkerProcess) -> None:
+        """Requests the texts of all workers; a request already running is shared."""
+        self._asking.append(worker)
+        if len(self._asking) == 1:
+            self._answered = set()
+            self._timer = asyncio.get_running_loop().call_later(TEXTS_TIMEOUT_SECONDS, self._send)
+            for other in self._workers:
+                if other.ready.is_set():
+                    other.send(BusMessage("render", topic=self.topic))
+
+    def on_rendered(self, worker: WorkerProcess, text: str) -> None:
+        """Takes a worker's text; the last one ends the request."""
+        if not self._asking:
+            return
+        self.last_texts[worker] = text
+        self._answered.add(worker)
+        if len(self._answered) >= sum(w.ready.is_set() for w in self._workers):
+            self._send()
+
+    def _send(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+        asking = self._asking
+        self._asking = []
+        texts = [self.last_texts[worker] for worker in self._answered if worker in self.last_texts]
+        if self.dead_text:
+            texts.append(self.dead_text)
+        for worker in asking:
+            worker.send(BusMessage("texts", topic=self.topic, texts=texts))
+
+
+class MetricsCollection(TextCollection):
+    """Collects metrics. Those of processes that have died count on, so that no sum ever falls."""
+
+    _dead_text = ""  # sums of the last metrics of each dead process
+
+    @property
+    def dead_text(self) -> str:
+        """Returns the counters of processes that have died."""
+        return self._dead_text
+
+    def on_death(self, worker: WorkerProcess) -> None:
+        """Keeps the last known counts of a dead process."""
+        if text := self.last_texts.pop(worker, ""):
+            self._dead_text = merge([self._dead_text, text], gauges=False).decode()
+
+
 class BusHub:
     """Passes each worker's messages on to the others, and keeps what a new process must get."""
 
@@ -62,11 +138,12 @@ class BusHub:
         self._notes: dict[str, float] = {}  # time of arrival, by a registration's text
         # Highest number of a registration by incarnation: protects new workers from replays.
         self._numbers: dict[str, int] = {}
-        self._last_texts: dict[WorkerProcess, str] = {}  # last metrics of each live process
-        self._dead_text = ""  # sums of the last metrics of processes that have died
-        self._answered: set[WorkerProcess] = set()
-        self._asking: list[WorkerProcess] = []
-        self._timer: asyncio.TimerHandle | None = None
+        self.collections = {topic: self._collection(topic) for topic in TOPICS}
+
+    def _collection(self, topic: Topic) -> TextCollection:
+        if topic == "metrics":
+            return MetricsCollection(topic, self.workers)
+        return TextCollection(topic, self.workers)
 
     def on_ready(self, worker: WorkerProcess, now: float) -> None:
         """Sends a new process the changes and registrations so far."""
@@ -90,12 +167,9 @@ class BusHub:
             self._remember_note(message, now)
             self._pass_on(worker, message)
         elif message.kind == "ask":
-            self._collect_metrics(worker)
-        elif message.kind == "rendered" and self._asking:
-            self._last_texts[worker] = message.text
-            self._answered.add(worker)
-            if len(self._answered) >= sum(w.ready.is_set() for w in self.workers):
-                self._send_metrics()
+            self.collections[message.topic].ask(worker)
+        elif message.kind == "rendered":
+            self.collections[message.topic].on_rendered(worker, message.text)
 
     def renew_files(self) -> None:
         """Has each worker open its access log and certificates anew."""
@@ -104,9 +178,9 @@ class BusHub:
                 worker.process.send_signal(signal.SIGHUP)
 
     def on_death(self, worker: WorkerProcess) -> None:
-        """Keeps the last known counts of a dead process, so that no sum ever falls."""
-        if text := self._last_texts.pop(worker, ""):
-            self._dead_text = merge([self._dead_text, text], gauges=False).decode()
+        """Ends what a dead process contributed to the texts of all."""
+        for collection in self.collections.values():
+            collection.on_death(worker)
 
     def _remember_change(self, change: MembershipChange) -> None:
         """Keeps only the final state of each URL."""
@@ -132,30 +206,6 @@ class BusHub:
         for worker in self.workers:
             if worker is not source:
                 worker.send(message)
-
-    def _collect_metrics(self, worker: WorkerProcess) -> None:
-        """Requests the metrics of all workers; a request already running is shared."""
-        self._asking.append(worker)
-        if len(self._asking) == 1:
-            self._answered = set()
-            self._timer = asyncio.get_running_loop().call_later(
-                METRICS_TIMEOUT_SECONDS, self._send_metrics
-            )
-            for other in self.workers:
-                if other.ready.is_set():
-                    other.send(BusMessage("render"))
-
-    def _send_metrics(self) -> None:
-        if self._timer:
-            self._timer.cancel()
-        asking = self._asking
-        self._asking = []
-        texts = [
-            self._last_texts[worker] for worker in self._answered if worker in self._last_texts
-        ]
-        texts.append(self._dead_text)
-        for worker in asking:
-            worker.send(BusMessage("texts", texts=texts))
 
 
 async def supervise(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from vllm_disagg.errors import BadGrant, Unmappable
 from vllm_disagg.fleet.grant_checks import GrantChecker
-from vllm_disagg.fleet.grants import REQUEST_KEY, Grant, verify
+from vllm_disagg.fleet.grants import REFUSED_KEY, REQUEST_KEY, Grant, verify
 from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.fleet.used_grants import UsedGrants
 from vllm_disagg.kv.reshard import ReshardPlan
@@ -79,7 +79,8 @@ class Admission:
             grant = verify(self._key, params[REQUEST_KEY])
         except BadGrant as error:
             _log_refusal(request, error)
-            request.kv_transfer_params = None  # refuse and log once, not at each of vLLM's calls
+            # Refused and logged once, not at each of vLLM's calls. The reason is for the answer.
+            request.kv_transfer_params = {REFUSED_KEY: str(error)}
             return None
         has_waiting_receivers = False
         try:
@@ -149,6 +150,14 @@ class Admission:
                 "request %s: %s; this engine computes it without a KV transfer",
                 request.request_id,
                 obstacle,
+            )
+        else:
+            # The one line by which each leg is found, also in the log of an engine that dies.
+            log.info(
+                "request %s: %s leg of transfer %s admitted",
+                request.request_id,
+                grant.leg,
+                grant.transfer,
             )
         # Of a vLLM without the hook before the lookup, P computes a token that D does not read.
         writes_more = not generates_one or (self._leaves_out_last and not is_left_out)

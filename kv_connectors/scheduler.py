@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm_disagg.fleet import dialling
-from vllm_disagg.fleet.grants import ANSWER_KEY
+from vllm_disagg.fleet.grants import ANSWER_KEY, REFUSED_KEY
 from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.protocol.legs import EngineLegs
 from vllm_disagg.protocol.peers import EngineCard, EngineInfo
@@ -147,6 +147,8 @@ class SchedulerSide:
     def on_request_arrived(self, request: Request) -> None:
         """Makes the leg of a new request."""
         self._admit(request, before_lookup=True)
+        if request.request_id not in self._admitted:
+            log.info("request %s: no grant; this engine computes it alone", request.request_id)
         self._legs.on_arrived(request.request_id)
 
     def tokens_to_load(self, request: Request, cached_tokens: int) -> int | None:
@@ -215,7 +217,7 @@ class SchedulerSide:
         self._admit(request)  # the request may end before it was scheduled
         admitted = self._admitted.pop(request.request_id, None)
         if admitted is None:
-            return False, None
+            return False, _refusal(request)
         is_normal = request.status.name in NORMAL_FINISH_STATUSES
         keeps_blocks = self._legs.on_finished(request.request_id, is_normal=is_normal)
         if admitted.grant.leg == "decode":
@@ -234,3 +236,11 @@ class SchedulerSide:
             card = EngineCard(engine.incarnation, self.clock, engine.rank)
             return msgspec.to_builtins(card)
         return msgspec.to_builtins(msgspec.structs.replace(engine, clock=self.clock))
+
+
+def _refusal(request: Request) -> dict[str, Any] | None:
+    """Returns `kv_transfer_params` for the answer to a token that was no grant of this fleet."""
+    params = request.kv_transfer_params
+    if not isinstance(params, dict) or REFUSED_KEY not in params:
+        return None
+    return {ANSWER_KEY: {REFUSED_KEY: str(params[REFUSED_KEY])}}

@@ -5,6 +5,7 @@ token that a holder of the fleet key minted for one leg of one request.
 
     in a request, from the proxy:          kv_transfer_params = {"disagg_grant": "<payload>.<mac>"}
     in the answer to a prefill or probe:   kv_transfer_params = {"disagg_engine": {...}}
+    in the answer to any other token:      kv_transfer_params = {"disagg_engine": {...}}
 
 A grant names the incarnation of its engine, so it expires with that process.  It is valid until a
 time of that engine's own clock, and each use of its transfer id is accepted once until then.  Every
@@ -29,6 +30,7 @@ from .keys import FleetKey
 
 REQUEST_KEY = "disagg_grant"
 ANSWER_KEY = "disagg_engine"
+REFUSED_KEY = "disagg_refused"  # beneath ANSWER_KEY: why a token is no grant of this fleet
 VERSION: Literal[2] = 2  # of grants
 # Validity of a leg's grant beyond its patience: for the network, queues, and drifting clocks.
 MARGIN_SECONDS = 60.0
@@ -88,8 +90,12 @@ def verify(key: FleetKey, token: object) -> Grant:
         given_mac = _unb64(mac)
     except (binascii.Error, UnicodeEncodeError, ValueError):
         raise BadGrant("not base64") from None
-    if not hmac.compare_digest(_mac(key, payload), given_mac):
-        raise BadGrant("minted with another key")
+    if not any(hmac.compare_digest(_mac(k, payload), given_mac) for k in key.accepted):
+        raise BadGrant(
+            "minted with another key"
+            if key.is_set
+            else "minted with a fleet key, and this engine has none"
+        )
     try:
         return _decode(payload)
     # UnicodeDecodeError: msgspec does not turn a text that is not UTF-8 into a DecodeError.

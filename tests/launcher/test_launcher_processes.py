@@ -190,6 +190,7 @@ def test_the_output_goes_to_files_and_the_console_is_quiet(up: Callable[..., Up]
     assert re.search(r"proxy is ready after \d+ s$", said, re.MULTILINE)
     logs = running.folder / "logs"
     assert sorted(path.name for path in logs.iterdir()) == [
+        "access.log",
         "decode-0.log",
         "prefill-0.log",
         "proxy.log",

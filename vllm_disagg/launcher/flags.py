@@ -34,6 +34,7 @@ OTHER_INSTANCES = {
 PROXY_FLAGS: list[Flag] = [
     flag for flag in proxy_flags.all_flags() if flag.name not in OWN_FLAGS | OTHER_INSTANCES
 ]
+ACCESS_LOG = "access.log"  # in --log-dir
 RESTART_MODES = ("no", "on-failure")
 
 
@@ -166,6 +167,9 @@ def _split(text: str, flag: str) -> list[str]:
 def _proxy_words(args: argparse.Namespace) -> list[str]:
     """Returns the proxy's flags that were given, as words."""
     words: list[str] = []
+    if args.log_dir and not args.access_log:
+        # The one log of the proxy that has each request with its id.
+        words.append(f"--access-log={os.path.join(args.log_dir, ACCESS_LOG)}")
     for flag in PROXY_FLAGS:
         value = getattr(args, flag.dest)
         if value == flag.default:

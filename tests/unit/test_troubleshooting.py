@@ -133,7 +133,7 @@ def _(_: Path) -> object:
 def _(_: Path) -> object:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_PLUGINS", "other")
-        return machine._check_plugin()
+        return machine.check_plugin()
 
 
 @produces("GPUs, and 1 GPU")

@@ -901,7 +901,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("up: a wrong model is found by vLLM, a minute later", "launcher/model_check.py", "        _check_hub(model)\n", "        pass\n", "tests/launcher/test_up_flags.py"),
     ("up: a model in the cache needs the hub", "launcher/model_check.py", "                return\n        except", "                pass\n        except", "tests/launcher/test_up_flags.py"),
     ("up: flags of the proxy are dropped", "launcher/plan.py", "    argv += options.proxy_args\n", "", "tests/launcher"),
-    ("up: a phase comes back", "launcher/phases.py", "range(len(self._began), len(PHASES))", "range(1, len(PHASES))", "tests/launcher/test_up_flags.py"),
+    ("up: a phase without a line shifts the others", "launcher/phases.py", "missing = number + 1 - len(self._began)", "missing = 1", "tests/launcher/test_up_flags.py"),
     ("aliases: hosts and ports are crossed", "proxy/aliases.py", "zip(hosts, ports, strict=True)", "zip(hosts, reversed(ports), strict=True)", "tests/proxy/test_aliases.py"),
     ("aliases: hosts without ports are dropped", "proxy/aliases.py", " or (not ports and hasattr(args, f\"{side}_hosts\"))", "", "tests/proxy/test_aliases.py"),
     ("aliases: seconds go elsewhere", "proxy/aliases.py", "\"--queue-timeout-secs\": \"--queue-timeout\"", "\"--queue-timeout-secs\": \"--request-timeout\"", "tests/proxy/test_aliases.py"),

@@ -45,6 +45,7 @@ class AdmittedRequest:
     leg: LegName | None = None  # None for a probe, and for a refused request
     is_computed_here: bool = False  # its leg ends at once, and the other engine is informed
     is_refused: bool = False  # the parameters were not valid; the request is an ordinary one
+    refusal: str = ""  # why a token is no grant of this fleet, for the answer
     has_waiting_receivers: bool = False  # D may wait for the transfer of a refused grant
 
     @property
@@ -108,7 +109,8 @@ class Admission:
                 return self._admit_handed_over(request, params, now)
         except BadGrant as error:
             _log_refusal(request, error)
-            return AdmittedRequest(is_refused=True)
+            refusal = str(error) if REQUEST_KEY in params else ""
+            return AdmittedRequest(is_refused=True, refusal=refusal)
         return None
 
     def _admit_grant(
@@ -273,6 +275,9 @@ def _admitted(
             request.request_id,
             obstacle,
         )
+    else:
+        # The one line by which each leg is found, also in the log of an engine that dies.
+        log.info("request %s: %s leg of transfer %s", request.request_id, leg, facts.transfer)
     return AdmittedRequest(grant, facts, leg, is_computed_here=bool(obstacle))
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm_disagg.fleet import dialling, handovers
-from vllm_disagg.fleet.grants import ANSWER_KEY, Grant, new_transfer
+from vllm_disagg.fleet.grants import ANSWER_KEY, REFUSED_KEY, Grant, new_transfer
 from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.protocol.legs import EngineLegs
 from vllm_disagg.protocol.peers import EngineCard, EngineInfo
@@ -168,6 +168,8 @@ class SchedulerSide:
     def on_request_arrived(self, request: Request) -> None:
         """Makes the leg of a new request."""
         self._admit(request, before_lookup=True)
+        if request.request_id not in self._admitted:
+            log.info("request %s: no grant; this engine computes it alone", request.request_id)
         self._legs.on_arrived(request.request_id)
 
     def tokens_to_load(self, request: Request, cached_tokens: int) -> int | None:
@@ -268,6 +270,8 @@ class SchedulerSide:
             self._end_handover(request.request_id, admitted, is_loading=is_loading)
         if admitted.is_handed_over and admitted.leg == "prefill":
             return keeps_blocks, self._handover(admitted, is_normal, keeps_blocks=keeps_blocks)
+        if admitted.refusal:
+            return False, {ANSWER_KEY: {REFUSED_KEY: admitted.refusal}}
         if admitted.grant is None or admitted.grant.leg == "decode":
             return False, None
         return keeps_blocks, {ANSWER_KEY: self._answer(admitted, admitted.grant)}

@@ -34,7 +34,10 @@ class Command(Protocol):
         """Add the subcommand's arguments."""
 
     def run(self, args: argparse.Namespace) -> int:
-        """Run the subcommand; returns the exit status."""
+        """Run the subcommand; returns the exit status.
+
+        A module may have `expand` too: it returns the words to parse for those that were typed.
+        """
 
 
 class Parser(argparse.ArgumentParser):
@@ -57,6 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = words[:end]
     command = words[0] if words and words[0] in COMMANDS else ""
     parser = _parser(command)
+    expand = getattr(_module(command), "expand", None) if command else None
+    if expand is not None:
+        try:
+            words = [command, *expand(words[1:])]
+        except DisaggError as error:
+            print(f"vllm-disagg {command}: {error}", file=sys.stderr)
+            return 2
     args, unknown = parser.parse_known_args(words, argparse.Namespace(extra=extra))
     program = f"vllm-disagg {args.command}"
     if unknown:

@@ -139,6 +139,7 @@ class Driver:
             machine_id(),
             self._transports.others,
             memory.shape,
+            key.name,
         )
         # A live receiver whose connection broke sends a keep-alive within one interval; two forgive
         # the loss of one.

@@ -283,7 +283,9 @@ def test_other_kv_transfer_params_are_ignored(_: str, params: Any) -> None:
     asked = request("decode", d, kv_transfer_params=params)
     assert d.tokens_to_load(asked, 0) == 0
     d.on_blocks_allocated(asked, ([1, 2, 3],), 0)
-    assert d.on_request_finished(asked) == (False, None)
+    keeps_blocks, answer = d.on_request_finished(asked)
+    assert not keeps_blocks
+    assert answer is None or answer[grants.ANSWER_KEY].keys() == {grants.REFUSED_KEY}
     metadata = d.build_step_metadata(step())
     assert (
         not metadata.sender_events
@@ -372,10 +374,9 @@ def test_without_a_key_grants_are_valid_only_if_insecure(
     made.set_workers([Handshake(peers.WorkerInfo("me/0", "", "", holds=HOLDS), ["a", "b"])])
     logging.getLogger("vllm_disagg").propagate = True
     assert made.tokens_to_load(request("decode", made, key=nobody), 0) == (40 if insecure else 0)
-    assert (
-        made.on_request_finished(request("probe", None, name="r2", key=nobody))[1] is None
-        or insecure
-    )
+    answer = made.on_request_finished(request("probe", None, name="r2", key=nobody))[1]
+    assert answer is not None
+    assert (grants.REFUSED_KEY in answer[grants.ANSWER_KEY]) == (not insecure)
     far = peers.WorkerInfo("p/0", "tcp://10.0.0.1:1", NEAR, holds=HOLDS)
     assert (
         made.tokens_to_load(
@@ -443,6 +444,28 @@ def test_grants_of_others_are_refused() -> None:
     ):
         asked.request_id = f"r{len(d._admitted)}"  # not one that is known as refused
         assert d.tokens_to_load(asked, 0) == 0
+
+
+def test_each_request_has_a_line_when_it_arrives(caplog: pytest.LogCaptureFixture) -> None:
+    """An engine that dies a moment later has named it already."""
+    d = side("decode")
+    with caplog.at_level(logging.INFO, "vllm_disagg.scheduler"):
+        d.on_request_arrived(request("decode", d, name="cmpl-one"))
+        d.on_request_arrived(request("decode", d, name="cmpl-two", kv_transfer_params=None))
+    transfer = "ab" * 16
+    assert f"request cmpl-one: decode leg of transfer {transfer} admitted" in caplog.text
+    assert "request cmpl-two: no grant; this engine computes it alone" in caplog.text
+
+
+def test_a_token_that_is_no_grant_is_answered_with_the_reason() -> None:
+    """So the proxy can tell an engine with another key from one without the connector."""
+    d = side("decode")
+    asked = request("decode", d, key=keys.FleetKey(b"x" * keys.KEY_BYTES))
+    assert d.tokens_to_load(asked, 0) == d.tokens_to_load(asked, 0) == 0
+    expected = {grants.ANSWER_KEY: {grants.REFUSED_KEY: "minted with another key"}}
+    assert d.on_request_finished(asked) == (False, expected)
+    plain = request("decode", d, name="r2", kv_transfer_params={"do_remote_prefill": True})
+    assert d.on_request_finished(plain) == (False, None)
 
 
 def test_a_grant_works_once() -> None:

@@ -94,7 +94,7 @@ def p0(**fields: object) -> Callable[[World], object]:
 FAULTS: dict[str, tuple[Callable[[World], object], list[str]]] = {
     "a plain vLLM": (
         p0(plain=True),
-        ["FAIL prefill: serves no KV transfers: it runs without a connector"],
+        ["FAIL prefill: serves no KV transfers: it runs without this project's connector"],
     ),
     "an exchanged role": (
         p0(role="decode"),

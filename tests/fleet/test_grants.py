@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from vllm_disagg import config
 from vllm_disagg.errors import BadGrant, ConfigError
-from vllm_disagg.fleet import dialling, grants, keys, sealing
+from vllm_disagg.fleet import dialling, grants, keys, registration, sealing
 from vllm_disagg.kv.layout import Axis, LayerLayout, RankLayout, StridedRegion
 from vllm_disagg.protocol import peers
 
@@ -249,6 +249,43 @@ def test_key_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         keys.load(str(tmp_path / "none"))
     assert not keys.load("").is_set
+
+
+OLD, NEW = b"o" * keys.KEY_BYTES, b"n" * keys.KEY_BYTES
+
+
+def written(path: Path, *secrets: bytes) -> keys.FleetKey:
+    path.write_text("\n".join(secret.hex() for secret in secrets) + "\n")
+    path.chmod(0o600)
+    return keys.load(str(path))
+
+
+def test_each_step_of_a_rotation_fits_its_neighbours(tmp_path: Path) -> None:
+    """The old key, then both with the old one first, then with the new one first, then that."""
+    files = [(OLD,), (OLD, NEW), (NEW, OLD), (NEW,)]
+    steps = [written(tmp_path / str(number), *file) for number, file in enumerate(files)]
+    note = registration.RegistrationNote("c", "i", 1, "decode", "http://h:1")
+    for number, mine in enumerate(steps):
+        for other in steps[max(0, number - 1) : number + 2]:
+            assert grants.verify(other, grants.mint(mine, GRANT)) == GRANT
+            assert registration.read(other, registration.sign(mine, note)) == note
+            assert mine.named(other.name).derive("curve-server") == other.derive("curve-server")
+    for mine, other in ((steps[0], steps[3]), (steps[3], steps[0])):
+        with pytest.raises(BadGrant, match="another key"):
+            grants.verify(other, grants.mint(mine, GRANT))
+        with pytest.raises(BadGrant, match="another key"):
+            registration.read(other, registration.sign(mine, note))
+        assert mine.named(other.name) is mine
+    assert keys.FleetKey(None).name == ""
+
+
+def test_key_files_that_are_no_step_of_a_rotation(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="3 keys, at most 2"):
+        written(tmp_path / "key", OLD, NEW, b"x" * keys.KEY_BYTES)
+    with pytest.raises(ConfigError, match="both lines have the same key"):
+        written(tmp_path / "key", OLD, OLD)
+    with pytest.raises(ConfigError, match="not 64 hexadecimal digits"):
+        written(tmp_path / "key", OLD, b"short")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 
 from vllm_disagg import cli
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.launcher import machine, plan
+from vllm_disagg.launcher import machine, model_check, plan
 from vllm_disagg.launcher.machine import MachineFacts
 from vllm_disagg.launcher.plan import UpOptions
 
@@ -121,6 +121,19 @@ def test_the_commands() -> None:
     )
 
 
+def test_each_role_and_the_proxy_get_their_own_arguments() -> None:
+    made = planned(
+        cpus(4),
+        extra=["--dtype", "float32"],
+        role_extra={"prefill": ["--max-num-seqs", "4"], "decode": ["--enforce-eager"]},
+        proxy_args=["--spill"],
+    )
+    prefill, decode = made.engines
+    assert prefill.argv[-4:] == ["--dtype", "float32", "--max-num-seqs", "4"]
+    assert decode.argv[-3:] == ["--dtype", "float32", "--enforce-eager"]
+    assert made.proxy.argv[-1] == "--spill"
+
+
 def test_what_is_printed_can_be_typed(tmp_path: Path) -> None:
     """Runs the commands in a shell, with stand-ins that print their arguments."""
     for name in ("vllm", "vllm-disagg"):
@@ -213,6 +226,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str = "0.32.0+cpu") -> N
     ours = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: version if name == "vllm" else ours(name))
     monkeypatch.setattr(machine, "executable", lambda name: name)
+    monkeypatch.setattr(model_check, "_check_hub", lambda model: None)
 
 
 def test_models_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

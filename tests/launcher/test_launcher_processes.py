@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,6 +20,7 @@ from vllm_disagg.launcher import guard
 from vllm_disagg.protocol.peers import EngineInfo, WorkerInfo
 
 SECONDS = 20.0  # limit of every wait
+UP = ("up", "--model", "a/b", "--port", "0")
 
 STAND_IN = """#!{python}
 # A stand-in for vllm without a model: it answers /health and, by default, probes.
@@ -65,7 +67,14 @@ FACTS = json.dumps(
 class Up:
     """`vllm-disagg up` with a stand-in for vllm."""
 
-    def __init__(self, folder: Path, *extra: str, ready_limit: float = 60.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *extra: str,
+        ready_limit: float = 60.0,
+        flags: Any = (),
+        cwd: bool = False,
+    ) -> None:
         self.folder = folder
         self.pids = folder / "pids"
         self.pids.mkdir()
@@ -75,7 +84,8 @@ class Up:
         (folder / "vllm").chmod(0o755)
         code = (  # the checks have their own tests
             "import sys; from packaging.version import Version; from vllm_disagg import cli; "
-            "from vllm_disagg.launcher import machine, main; "
+            "from vllm_disagg.launcher import backoff, machine, main, model_check; "
+            "model_check.check = lambda *_: None; backoff.FIRST_PAUSE_SECONDS = 0.1; "
             f"main.READY_TIMEOUT_SECONDS = {ready_limit}; "
             "machine.vllm_version = lambda: Version('0.32.0+cpu'); "
             "machine.check_plugin = lambda: None; "
@@ -83,12 +93,13 @@ class Up:
             "sys.exit(cli.main(sys.argv[1:]))"
         )
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code, "up", "--model", "a/b", "--port", "0", "--", *extra],
+            [sys.executable, "-c", code, *UP, *flags, "--", *extra],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "TMPDIR": str(folder)},
             start_new_session=True,
+            cwd=folder if cwd else None,
         )
 
     def leaders(self) -> list[int]:
@@ -117,7 +128,7 @@ def eventually(happened: Callable[[], bool]) -> None:
 def up(tmp_path: Path) -> Iterator[Callable[..., Up]]:
     started: list[Up] = []
 
-    def start(*extra: str, **more: float) -> Up:
+    def start(*extra: str, **more: Any) -> Up:
         started.append(Up(tmp_path, *extra, **more))
         return started[-1]
 
@@ -152,6 +163,70 @@ def test_a_signal_stops_everything(up: Callable[..., Up], number: signal.Signals
     code, said = running.end()
     assert code == 0 and said.splitlines()[-1] == "vllm-disagg up: stopped"
     assert not any(key.strip() in said for key in keys.values())
+    assert running.left() == []
+
+
+def wait_until_ready(running: Up) -> list[str]:
+    """Returns what `up` has printed on standard output until all are ready."""
+    said: list[str] = []
+    assert running.process.stdout
+    for line in running.process.stdout:
+        said.append(line)
+        if "--decode http://" in line:
+            return said
+    raise AssertionError(running.end())
+
+
+def test_the_output_goes_to_files_and_the_console_is_quiet(up: Callable[..., Up]) -> None:
+    """Each child has a file; the console has phases with times, and the cause of an end."""
+    running = up(flags=("--log-dir", "logs"), cwd=True)
+    wait_until_ready(running)
+    os.kill(running.leaders()[0], signal.SIGKILL)
+    code, said = running.end()
+    assert code == 1
+    for line in said.splitlines():
+        assert line.startswith("vllm-disagg up: "), line
+    assert re.search(r"prefill-0 is ready after \d+ s: imports \d+ s", said)
+    assert re.search(r"proxy is ready after \d+ s$", said, re.MULTILINE)
+    logs = running.folder / "logs"
+    assert sorted(path.name for path in logs.iterdir()) == [
+        "access.log",
+        "decode-0.log",
+        "prefill-0.log",
+        "proxy.log",
+    ]
+    assert re.search(r"^prefill in \d+$", (logs / "prefill-0.log").read_text(), re.MULTILINE)
+    assert re.search(r"was ended by SIGKILL.*\(see logs/\w+-0.log\); everything", said)
+    assert running.left() == []
+
+
+def test_a_child_that_ends_starts_again(up: Callable[..., Up]) -> None:
+    running = up(flags=("--restart", "on-failure"))
+    wait_until_ready(running)
+    pid = (running.pids / "decode").read_text()
+    started_with = guard.members([int(pid)])
+    assert len(started_with) == 2  # it has a descendant
+    os.kill(int(pid), signal.SIGKILL)
+    eventually(lambda: (running.pids / "decode").read_text() not in (pid, ""))
+    assert guard.members([int(pid)]) == [], "the descendants of the dead one are ended, too"
+    assert running.process.poll() is None
+    assert running.process.stderr
+    for line in running.process.stderr:
+        if line.startswith("vllm-disagg up: decode-0 was ended by SIGKILL"):
+            assert line.endswith("it starts again in 0 s\n")
+        if line.startswith("vllm-disagg up: decode-0 is ready after"):
+            break
+    again = running.leaders()
+    running.process.send_signal(signal.SIGTERM)
+    code, _ = running.end()
+    assert code == 0 and guard.members(again) == [] and running.left() == []
+
+
+def test_a_child_that_ends_before_all_were_ready_ends_all(up: Callable[..., Up]) -> None:
+    """A mistake in a flag would otherwise start again for ever."""
+    running = up("--die", flags=("--restart", "on-failure"))
+    code, said = running.end()
+    assert code == 1 and said.splitlines()[-1].endswith("everything is stopped")
     assert running.left() == []
 
 
@@ -193,12 +268,7 @@ def test_what_is_printed_once_all_are_ready_can_be_typed(up: Callable[..., Up]) 
     Each printed line works in a shell, with the generated admin key.
     """
     running = up()
-    said: list[str] = []
-    assert running.process.stdout
-    for line in running.process.stdout:
-        said.append(line)
-        if "--decode http://" in line:
-            break
+    said = wait_until_ready(running)
     assert len([line for line in said if line.startswith("ready: http://127.0.0.1:")]) == 1, (
         running.end()
     )

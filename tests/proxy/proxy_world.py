@@ -142,6 +142,7 @@ class ScriptedEngine:
         self.two_way = False
         self.began_at = random.uniform(0, 1e6)
         self.plain = False
+        self.refusal: str | None = None  # of every grant, by the connector; "": transfers are off
         self.health = 200
         self.calls: list[Call] = []  # without probes
         self.one_more: Script = (
@@ -314,10 +315,13 @@ class ScriptedEngine:
             await call.json({}, self.probe_status)
             return
         facts = self.facts(call.rank)
-        self.told += self.plain or self.nixl or call.grant.engine == facts["incarnation"]
+        is_unlike_ours = self.plain or self.nixl or self.refusal is not None
+        self.told += is_unlike_ours or call.grant.engine == facts["incarnation"]
         if call.grant.engine != facts["incarnation"] or not self.accepts(call):
             facts = self.card(call)
         params: dict[str, Any] | None = None if self.plain else {"disagg_engine": facts}
+        if self.refusal is not None:
+            params = {"disagg_engine": {"disagg_refused": self.refusal} if self.refusal else None}
         if self.nixl:
             params = {
                 "remote_engine_id": self.incarnation,

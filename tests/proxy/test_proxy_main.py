@@ -214,7 +214,7 @@ async def test_a_fleet_that_cannot_work_together_is_refused_at_start(
     elif slip == "role":
         p.role = "decode"
     else:
-        p.plain = True  # an engine with another key ignores the probe's grant
+        p.refusal = "minted with another key"
     await p.start()
     await d.start()
     key = tmp_path / "key"
@@ -227,9 +227,11 @@ async def test_a_fleet_that_cannot_work_together_is_refused_at_start(
         _, error = await asyncio.wait_for(process.communicate(), 30)
         last = error.decode().splitlines()[-1]
         assert process.returncode == 1 and last.startswith("vllm-disagg proxy: "), last
-        assert {"model": "weights is", "key": "another fleet key", "role": "role is decode"}[
-            slip
-        ] in last
+        assert {
+            "model": "weights is",
+            "key": "(minted with another key): give --key-file",
+            "role": "role is decode",
+        }[slip] in last
     finally:
         if process.returncode is None:
             process.kill()

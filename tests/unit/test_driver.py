@@ -360,6 +360,10 @@ def test_what_has_ended_does_not_end_again_when_the_thread_fails(
         assert driver._outcomes.are_failing and not driver.take()
 
 
+def test_a_worker_names_the_key_of_its_ports(start: Callable[..., Driver]) -> None:
+    assert start(memory(64, None)).worker.key == KEY.name != ""
+
+
 def test_a_worker_reads_from_one_that_reads_from_it(start: Callable[..., Driver]) -> None:
     """P takes from D what D has cached, then D takes the rest from P."""
     at_p, at_d = memory(64, None), memory(64, 1)

@@ -5,6 +5,7 @@ token that a holder of the fleet key minted for one leg of one request.
 
     in a request, from the proxy:          kv_transfer_params = {"disagg_grant": "<payload>.<mac>"}
     in the answer to a prefill or probe:   kv_transfer_params = {"disagg_engine": {...}}
+    in the answer to any other token:      kv_transfer_params = {"disagg_engine": {...}}
 
 A grant names the incarnation of its engine, so it expires with that process.  It is valid until a
 time of that engine's own clock, and each use of its transfer id is accepted once until then.  Every
@@ -26,6 +27,7 @@ from .keys import FleetKey
 
 REQUEST_KEY = "disagg_grant"
 ANSWER_KEY = "disagg_engine"
+REFUSED_KEY = "disagg_refused"  # beneath ANSWER_KEY: why a token is no grant of this fleet
 VERSION: Literal[2] = 2  # of grants
 # Validity of a leg's grant beyond its patience: for the network, queues, and drifting clocks.
 MARGIN_SECONDS = 60.0

@@ -3,6 +3,9 @@
 One secret of 32 bytes makes a fleet: its holders may mint grants and open control connections.
 Each use has its own derived key, BLAKE2b with the use as personalisation.  So a derived key that
 leaks reveals no other.
+
+While a fleet changes its key, its members have two: a key file then has two lines.  A member mints,
+signs and listens with the first, and accepts what others did with either.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ log = logging.getLogger("vllm_disagg.keys")
 
 KEY_BYTES = 32
 FINGERPRINT_BYTES = 4
+MAX_KEYS = 2  # in a key file
 OTHERS_MODE = 0o077  # permissions of group and others
 # Environment variable with the key that protects a proxy's admin API.
 ADMIN_KEY = "VLLM_DISAGG_ADMIN_KEY"
@@ -29,14 +33,19 @@ class FleetKey:
     """The secret of a fleet.  `FleetKey(None)`, of a fleet without one, authenticates no one.
 
     With `insecure`, an engine without a secret accepts grants, which then anyone can mint.
+    `second` is accepted too, while the fleet's key is changed.
     """
 
-    def __init__(self, secret: bytes | None, *, insecure: bool = False) -> None:
+    def __init__(
+        self, secret: bytes | None, *, insecure: bool = False, second: FleetKey | None = None
+    ) -> None:
         if secret is not None and len(secret) != KEY_BYTES:
             raise ConfigError(f"a fleet key has {KEY_BYTES} bytes, this one {len(secret)}")
         self._secret = secret
         self._insecure = insecure
         self._derived: dict[str, bytes] = {}
+        # The own one first: it is right except for a few minutes of a fleet's life.
+        self.accepted: tuple[FleetKey, ...] = (self,) if second is None else (self, second)
 
     @property
     def is_set(self) -> bool:
@@ -53,6 +62,18 @@ class FleetKey:
         """Eight digits by which people compare keys; they reveal nothing of the key."""
         return self.derive("fingerprint")[:FINGERPRINT_BYTES].hex()
 
+    @property
+    def name(self) -> str:
+        """The public name by which a peer finds this key among its own; empty without a key."""
+        return self.fingerprint if self.is_set else ""
+
+    def named(self, name: str) -> FleetKey:
+        """Return the accepted key with this name; this key if none has it."""
+        for key in self.accepted:
+            if key.name == name:
+                return key
+        return self
+
     def derive(self, use: str) -> bytes:
         """Return the key of 32 bytes for `use`, which has at most 16 ASCII characters."""
         if use not in self._derived:
@@ -67,7 +88,10 @@ class FleetKey:
 
 
 def load(path: str, *, insecure: bool = False) -> FleetKey:
-    """Read a key file; an empty path gives the key of a fleet without one.  Raises ConfigError."""
+    """Read a key file; an empty path gives the key of a fleet without one.  Raises ConfigError.
+
+    A second line has a second key, which is accepted too.
+    """
     if not path:
         return FleetKey(None, insecure=insecure)
     try:
@@ -79,8 +103,18 @@ def load(path: str, *, insecure: bool = False) -> FleetKey:
     except UnicodeDecodeError:
         text = ""
     warn_of_mode(path)
+    lines = text.split() or [""]
+    if len(lines) > MAX_KEYS:
+        raise ConfigError(
+            f"key file {path}: {len(lines)} keys, at most {MAX_KEYS} (one a line): the fleet's, and"
+            " while it is changed the other one"
+        )
+    if len(set(lines)) < len(lines):
+        raise ConfigError(f"key file {path}: both lines have the same key; leave one out")
     try:
-        return FleetKey(bytes.fromhex(text))
+        *seconds, first = [bytes.fromhex(line) for line in reversed(lines)]
+        second = FleetKey(seconds[0]) if seconds else None
+        return FleetKey(first, second=second)
     except (ValueError, ConfigError):
         raise ConfigError(
             f"key file {path}: not {2 * KEY_BYTES} hexadecimal digits; "

@@ -77,7 +77,8 @@ def read(key: FleetKey, data: bytes) -> RegistrationNote:
         raise BadGrant(f"more than {MAX_NOTE_BYTES} bytes")
     try:
         envelope = _envelope(data)
-        if not hmac.compare_digest(_mac(key, envelope.note.encode()), envelope.mac):
+        text = envelope.note.encode()
+        if not any(hmac.compare_digest(_mac(k, text), envelope.mac) for k in key.accepted):
             raise BadGrant("signed with another key")
         return _note(envelope.note)
     except (msgspec.DecodeError, UnicodeError, TypeError, RecursionError) as error:

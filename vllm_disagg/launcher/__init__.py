@@ -1,4 +1,5 @@
 """`vllm-disagg up`: prefill and decode instances and the proxy, on this machine.
 
-main -> (machine, plan, processes); `plan` is pure, `guard` is a process of its own.
+main -> (flags, config_file, machine, model_check, plan, processes); `plan`, `phases` and `backoff`
+are pure, `guard` is a process of its own.
 """

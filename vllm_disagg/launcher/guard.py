@@ -2,7 +2,8 @@
 
 Each child of the launcher leads its own group, which its descendants (VLLM::EngineCore,
 VLLM::Worker) stay in. `python -m vllm_disagg.launcher.guard RUN_DIR` reads the leaders' pids from
-its standard input. End of input means that the launcher has ended.
+its standard input; -PID is one whose group has ended, since its number may be used again. End of
+input means that the launcher has ended.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
+
+from ..transports import local_socket
 
 GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
 KILL_WAIT_SECONDS = 5.0  # from the first SIGKILL to the end of the attempts
@@ -64,8 +67,16 @@ def main() -> None:
     """Ends the groups when standard input closes."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a signal for the launcher's group
-    end({int(line) for line in sys.stdin})
+    leaders = set[int]()
+    for line in sys.stdin:
+        leader = int(line)
+        if leader > 0:
+            leaders.add(leader)
+        else:
+            leaders.discard(-leader)
+    end(leaders)
     shutil.rmtree(sys.argv[1], ignore_errors=True)
+    local_socket.remove_stale()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Facts about this machine and its vLLM, and checks of the model and of ports."""
+"""Facts about this machine and its vLLM, and checks of ports and files."""
 
 from __future__ import annotations
 
@@ -47,30 +47,23 @@ def examine() -> MachineFacts:
     )
 
 
-def check_model(model: str) -> None:
-    """Raises ConfigError if the model is a path without a model; vLLM resolves any other name."""
-    path = Path(model)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ConfigError(
-                f"--model {model}: the folder holds no config.json, so vLLM cannot load a model"
-                " from it"
-            )
-        return
-    looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1
-    if looks_like_path and "://" not in model and not path.is_file():
-        raise ConfigError(
-            f"--model {model}: no such folder; give an existing one, or a name such as"
-            " Qwen/Qwen3-8B"
-        )
-
-
 def check_port(host: str, port: int) -> None:
     """Raises ConfigError if the proxy's port cannot be bound."""
     if problem := _bind(host, port):
         raise ConfigError(
             f"cannot listen on {host} port {port} ({problem}): choose another with --port or --host"
         )
+
+
+def check_log_file(flag: str, path: str) -> None:
+    """Raises ConfigError if a file cannot be appended to; empty and - are no files."""
+    if path in ("", "-"):
+        return
+    try:
+        with open(path, "a"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: {error.strerror}") from None
 
 
 def free_ports(count: int) -> list[int]:

@@ -6,6 +6,7 @@ import argparse
 import http.client
 import os
 import signal
+import ssl
 import sys
 import time
 from collections.abc import Sequence
@@ -17,16 +18,19 @@ from ..errors import DisaggError
 from ..fleet import keys
 from ..proxy import flags as proxy_flags
 from ..proxy import settings as proxy_settings
-from . import machine, plan
+from . import config_file, flags, machine, model_check, plan
+from .backoff import RestartBackoff
+from .flags import add_arguments
 from .plan import ChildCommand, LaunchPlan, UpOptions
-from .processes import ChildExited, ChildProcesses, SharedConsole
+from .processes import ChildExited, ChildOutput, ChildProcesses, SharedConsole
+
+__all__ = ["add_arguments", "expand", "run"]
 
 POLL_SECONDS = 0.2
 PROGRESS_INTERVAL_SECONDS = 5.0  # between two progress lines
 READY_TIMEOUT_SECONDS = 60.0  # for the proxy to pair instances that are ready
 KEY_FILE = "fleet.key"  # in printed commands
 ADMIN_KEY_FILE = "admin.key"  # in the run directory
-EPILOG = "Arguments after -- are passed on to each vllm serve."
 
 
 class StopRequested(Exception):
@@ -54,68 +58,25 @@ class StopSignals:
         return self.count > 1
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `up`."""
-    add = parser.add_argument
-    parser.epilog = EPILOG
-    add("--model", required=True, help="model folder, or a name on the Hugging Face hub")
-    add(
-        "--prefill",
-        metavar="N",
-        type=_count,
-        default=1,
-        help="prefill instances (default: %(default)s)",
-    )
-    add(
-        "--decode",
-        metavar="N",
-        type=_count,
-        default=1,
-        help="decode instances (default: %(default)s)",
-    )
-    add(
-        "--tensor-parallel-size",
-        metavar="N",
-        type=_count,
-        default=1,
-        help="tensor parallel size of each instance (default: %(default)s)",
-    )
-    add("--host", default="127.0.0.1", help="address of the proxy (default: %(default)s)")
-    add(
-        "--port",
-        type=int,
-        default=8000,
-        help="port of the proxy; 0: any free port (default: %(default)s)",
-    )
-    add(
-        "--api-key",
-        metavar="KEY",
-        action="append",
-        default=[],
-        help="key that clients must send; repeatable",
-    )
-    add(
-        "--no-api-key",
-        action="store_true",
-        help="serve clients without a key, even on an address that other machines reach",
-    )
-    add(
-        "--dry-run",
-        action="store_true",
-        help="check the flags and print the commands without starting them",
-    )
+def expand(words: list[str]) -> list[str]:
+    """Returns the words of the command line with those of the file that --config names."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return config_file.expand(words, parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs `up` until a signal or the end of a child. Returns the exit status."""
     console = SharedConsole(sys.stderr)
-    options = _options(args)
-    machine.check_model(options.model)
+    options = flags.options(args, args.port or machine.free_ports(1)[0])
     facts = machine.examine()
+    model_check.check(options.model, [*options.extra, *options.role_extra.get("prefill", [])])
     engine_ports = machine.free_ports(options.prefill + options.decode)
     launch = plan.make(options, facts, engine_ports, KEY_FILE)
     _check_proxy(launch.proxy)
     machine.check_port(options.host, options.port)
+    machine.check_log_file("--access-log", args.access_log)
+    output = ChildOutput(console, "" if args.dry_run else args.log_dir)
     for line in launch.warnings:
         console.write_line(f"vllm-disagg up: warning: {line}")
     for line in launch.notes:
@@ -126,50 +87,33 @@ def run(args: argparse.Namespace) -> int:
         return 0
     signals = StopSignals()
     try:
-        with ChildProcesses(console, signals.hurry) as children:
+        with ChildProcesses(output, signals.hurry) as children:
             key_file = os.path.join(children.directory, KEY_FILE)
             keys.create(key_file)
-            admin_key_file, admin = _admin_key(children.directory)
+            admin_key_file, admin = _admin_key(children.directory, args.admin_key_file)
             launch = plan.make(options, facts, engine_ports, key_file)
             launch = msgspec.structs.replace(
                 launch, proxy=msgspec.structs.replace(launch.proxy, env=admin)
             )
             _start(launch, children, signals, console)
-            _announce(
-                launch,
-                plan.example(options, launch),
-                plan.fleet_commands(launch, admin_key_file),
-                commands,
-            )
-            while True:
-                _pause(children, signals)
+            _announce(launch, options, admin_key_file, commands)
+            _Watch(launch, children, signals, console, restarts=args.restart != "no").run()
     except StopRequested:
         console.write_line("vllm-disagg up: stopped")
-        return 0
     except (ChildExited, TimeoutError) as error:
         console.write_line(f"vllm-disagg up: {error}; everything is stopped")
         return 1
+    return 0
 
 
-def _options(args: argparse.Namespace) -> UpOptions:
-    return UpOptions(
-        model=args.model,
-        prefill=args.prefill,
-        decode=args.decode,
-        host=args.host,
-        port=args.port or machine.free_ports(1)[0],
-        tensor_parallel=args.tensor_parallel_size,
-        api_keys=args.api_key,
-        no_api_key=args.no_api_key,
-        extra=args.extra,
-    )
+def _admin_key(directory: str, given_file: str) -> tuple[str, dict[str, str]]:
+    """Generates the proxy's admin key, unless the user has given one.
 
-
-def _admin_key(directory: str) -> tuple[str, dict[str, str]]:
-    """Generates the proxy's admin key, unless the user has set one.
-
-    Returns the file that holds the key, and the proxy's environment; both empty for the user's own.
+    Returns the file that holds the key, and the proxy's environment; both empty for the user's own
+    key in the environment.
     """
+    if given_file:
+        return given_file, {}
     if os.environ.get(keys.ADMIN_KEY):
         return "", {}
     path = os.path.join(directory, ADMIN_KEY_FILE)
@@ -195,8 +139,16 @@ def _start(
     for engine in launch.engines:
         children.start(engine, engine.argv)
     _wait(launch.engines, children, signals, console)
-    children.start(launch.proxy, [sys.executable, "-m", "vllm_disagg.cli", *launch.proxy.argv[1:]])
+    children.start(launch.proxy, _argv(launch.proxy))
     _wait([launch.proxy], children, signals, console, READY_TIMEOUT_SECONDS)
+
+
+def _argv(command: ChildCommand) -> list[str]:
+    """Returns the words by which a child is started."""
+    if command.name != plan.PROXY:
+        return command.argv
+    # The same Python as this process, whatever PATH has.
+    return [sys.executable, "-m", "vllm_disagg.cli", *command.argv[1:]]
 
 
 def _wait(
@@ -216,23 +168,96 @@ def _wait(
     ready = set[str]()
     while len(ready) < len(commands):
         _pause(children, signals)
-        before = len(ready)
         now = time.monotonic()
         for command in commands:
             if command.name not in ready:
                 is_ready, answers[command.name] = _probe(command)
                 if is_ready:
                     ready.add(command.name)
-        if len(ready) > before or now - printed_at >= PROGRESS_INTERVAL_SECONDS:
+                    _say_ready(command, children, console)
+        if now - printed_at >= PROGRESS_INTERVAL_SECONDS and len(ready) < len(commands):
             printed_at = now
             states = []
             for command in commands:
-                state = "ready" if command.name in ready else "starting"
+                state = "ready" if command.name in ready else _phase(command, children)
                 states.append(f"{command.name} {state}")
             console.write_line(f"vllm-disagg up: {now - started_at:.0f} s: {', '.join(states)}")
         if now - started_at > limit and len(ready) < len(commands):
             late = next(c.name for c in commands if c.name not in ready)
             raise TimeoutError(f"{late} is not ready after {limit:.0f} s: {answers[late]}")
+
+
+def _phase(command: ChildCommand, children: ChildProcesses) -> str:
+    if command.name == plan.PROXY:
+        return "starting"
+    return f"starting ({children.child(command.name).progress.phase})"
+
+
+def _say_ready(command: ChildCommand, children: ChildProcesses, console: SharedConsole) -> None:
+    """Prints that a child is ready, after which time, and the phases of an instance."""
+    child = children.child(command.name)
+    now = time.monotonic()
+    text = f"vllm-disagg up: {command.name} is ready after {now - child.started_at:.0f} s"
+    if command.name != plan.PROXY:
+        text += f": {child.progress.describe(now)}"
+    console.write_line(text)
+
+
+class _Watch:
+    """Watches the children of a deployment that was ready, and starts again those that end."""
+
+    def __init__(
+        self,
+        launch: LaunchPlan,
+        children: ChildProcesses,
+        signals: StopSignals,
+        console: SharedConsole,
+        *,
+        restarts: bool,
+    ) -> None:
+        self._commands = {command.name: command for command in [*launch.engines, launch.proxy]}
+        self._children = children
+        self._signals = signals
+        self._console = console
+        self._restarts = restarts
+        self._backoff = RestartBackoff()
+        self._due: dict[str, float] = {}  # when to start a child again, by its name
+        self._starting: set[str] = set()  # started again, and not ready yet
+
+    def run(self) -> None:
+        """Watches until a signal or, without restarts, the end of a child."""
+        while True:
+            try:
+                _pause(self._children, self._signals)
+            except ChildExited as error:
+                if not self._restarts:
+                    raise
+                self._on_end(error)
+            self._start_due()
+            self._check_started()
+
+    def _on_end(self, error: ChildExited) -> None:
+        name = error.child.name
+        now = time.monotonic()
+        pause = self._backoff.pause(name, now - error.child.started_at)
+        self._console.write_line(f"vllm-disagg up: {error}; it starts again in {pause:.0f} s")
+        self._children.drop(error.child)
+        self._starting.discard(name)
+        self._due[name] = now + pause
+
+    def _start_due(self) -> None:
+        now = time.monotonic()
+        for name in [name for name, when in self._due.items() if now >= when]:
+            del self._due[name]
+            command = self._commands[name]
+            self._children.start(command, _argv(command))
+            self._starting.add(name)
+
+    def _check_started(self) -> None:
+        for name in sorted(self._starting):
+            if _probe(self._commands[name])[0]:
+                self._starting.discard(name)
+                _say_ready(self._commands[name], self._children, self._console)
 
 
 def _pause(children: ChildProcesses, signals: StopSignals) -> None:
@@ -245,6 +270,14 @@ def _pause(children: ChildProcesses, signals: StopSignals) -> None:
 def _probe(command: ChildCommand) -> tuple[bool, str]:
     """Returns whether a child is ready, and its answer or the error."""
     connection = http.client.HTTPConnection(command.host, command.port, timeout=2)
+    if command.is_https:
+        # The certificate is for the address that clients use, and the child is our own.
+        context = ssl.create_default_context()
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        connection = http.client.HTTPSConnection(
+            command.host, command.port, timeout=2, context=context
+        )
     try:
         connection.request("GET", command.ready)
         answer = connection.getresponse()
@@ -255,11 +288,12 @@ def _probe(command: ChildCommand) -> tuple[bool, str]:
         connection.close()
 
 
-def _announce(launch: LaunchPlan, example: str, fleet: list[str], commands: str) -> None:
+def _announce(launch: LaunchPlan, options: UpOptions, admin_key_file: str, commands: str) -> None:
     """Prints the address and the commands in one piece, for people and for scripts."""
+    fleet = plan.fleet_commands(launch, admin_key_file)
     parts = [
         f"\nready: {launch.proxy.url}",
-        f"Try it:\n{example}",
+        f"Try it:\n{plan.example(options, launch)}",
         "See the instances, and drain one (with the admin key):\n" + "\n".join(fleet),
         f"The same by hand:\n{commands}\n",
     ]
@@ -267,9 +301,3 @@ def _announce(launch: LaunchPlan, example: str, fleet: list[str], commands: str)
         print("\n\n".join(parts), flush=True)
     except OSError as error:
         raise DisaggError(f"cannot write to standard output: {error.strerror}") from None
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of 1 or more")
-    return int(text)

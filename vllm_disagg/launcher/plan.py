@@ -27,6 +27,7 @@ REFUSED_FLAGS = {
 MIN_CORES_TO_SPARE_ONE = 4
 # The proxy requests these paths four times a second.
 QUIET_ACCESS_LOG_FLAG = "--disable-access-log-for-endpoints=/health,/metrics"
+PROXY = "proxy"  # name of its child
 OVERHEAD_GIB = 2  # of a worker, besides weights and KV cache
 
 
@@ -42,6 +43,10 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     api_keys: list[str] = []
     no_api_key: bool = False
     extra: list[str] = []  # arguments for `vllm serve`, passed on unchanged
+    role_extra: dict[str, list[str]] = {}  # more of them, by role
+    proxy_args: list[str] = []  # flags for the proxy, passed on unchanged
+    client_key: str = ""  # a client's key as a word of a shell; empty if clients need none
+    is_https: bool = False  # the proxy serves https
 
 
 class ChildCommand(msgspec.Struct, frozen=True):
@@ -53,12 +58,14 @@ class ChildCommand(msgspec.Struct, frozen=True):
     host: str
     port: int
     ready: str  # path that answers 200 once the child can serve
+    is_https: bool = False
 
     @property
     def url(self) -> str:
         """Base URL of the child."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        scheme = "https" if self.is_https else "http"
+        return f"{scheme}://{host}:{self.port}"
 
     def shell(self) -> str:
         """Formats the command for a shell."""
@@ -80,7 +87,9 @@ def make(options: UpOptions, machine: MachineFacts, ports: list[int], key_file: 
 
     Raises ConfigError if the plan cannot work.
     """
-    _refuse_own_flags(options.extra)
+    _refuse_own_flags(options.extra, "after --")
+    for role, extra in options.role_extra.items():
+        _refuse_own_flags(extra, f"in --{role}-args")
     names = [f"prefill-{n}" for n in range(options.prefill)]
     names += [f"decode-{n}" for n in range(options.decode)]
     warnings = list(machine.warnings)
@@ -107,10 +116,12 @@ def example(options: UpOptions, plan: LaunchPlan) -> str:
     body = json.dumps(
         {"model": _served_name(options), "prompt": "Once upon a time", "max_tokens": 32}
     )
-    headers = ["-H", "Content-Type: application/json"]
-    for key in options.api_keys[:1]:
-        headers += ["-H", f"Authorization: Bearer {key}"]
-    return shlex.join(["curl", f"{plan.proxy.url}/v1/completions", *headers, "-d", body])
+    words = [*_curl(plan), shlex.quote(f"{plan.proxy.url}/v1/completions")]
+    words += ["-H", shlex.quote("Content-Type: application/json")]
+    if options.client_key:
+        # The shell joins two words without a space: a quoted text, and the key.
+        words += ["-H", f"'Authorization: Bearer '{options.client_key}"]
+    return " ".join([*words, "-d", shlex.quote(body)])
 
 
 def fleet_commands(plan: LaunchPlan, admin_key_file: str) -> list[str]:
@@ -120,10 +131,17 @@ def fleet_commands(plan: LaunchPlan, admin_key_file: str) -> list[str]:
     """
     key = f"$(cat {shlex.quote(admin_key_file)})" if admin_key_file else f"${keys.ADMIN_KEY}"
     url = shlex.quote(f"{plan.proxy.url}/disagg/instances")
-    show = f'curl {url} -H "Authorization: Bearer {key}"'
-    drain = f'curl {url}/drain -H "Authorization: Bearer {key}"'
+    curl = " ".join(_curl(plan))
+    show = f'{curl} {url} -H "Authorization: Bearer {key}"'
+    drain = f'{curl} {url}/drain -H "Authorization: Bearer {key}"'
     body = shlex.quote(json.dumps({"url": plan.engines[0].url}))
     return [show, f"{drain} -H 'Content-Type: application/json' -d {body}"]
+
+
+def _curl(plan: LaunchPlan) -> list[str]:
+    """Returns the beginning of a command for the proxy."""
+    # Its certificate is for the name that clients use, hardly for this address.
+    return ["curl", "--insecure"] if plan.proxy.is_https else ["curl"]
 
 
 def _serve(
@@ -150,6 +168,7 @@ def _serve(
         *config,
         QUIET_ACCESS_LOG_FLAG,
         *options.extra,
+        *options.role_extra.get(name.partition("-")[0], []),
     ]
 
 
@@ -161,20 +180,21 @@ def _proxy(
     argv = [machine.ours, "proxy", *listen, "--key-file", key_file]
     for engine in engines:
         argv += [f"--{engine.name.partition('-')[0]}", engine.url]
-    for key in options.api_keys:
-        argv += ["--api-key", key]
+    argv += [f"--api-key={key}" for key in options.api_keys]
     if options.no_api_key:
         argv.append("--no-api-key")
+    argv += options.proxy_args
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host, options.host)
-    return ChildCommand("proxy", argv, {}, reachable, options.port, "/readiness?mode=pair")
+    ready = "/readiness?mode=pair"
+    return ChildCommand(PROXY, argv, {}, reachable, options.port, ready, options.is_https)
 
 
-def _refuse_own_flags(extra: list[str]) -> None:
+def _refuse_own_flags(extra: list[str], where: str) -> None:
     """Raises ConfigError for an extra argument that the launcher sets itself."""
     for word in extra:
         flag = word.partition("=")[0].partition(".")[0].replace("_", "-")
         if flag in REFUSED_FLAGS:
-            raise ConfigError(f"{flag} cannot be given after --: {REFUSED_FLAGS[flag]}")
+            raise ConfigError(f"{flag} cannot be given {where}: {REFUSED_FLAGS[flag]}")
 
 
 def _served_name(options: UpOptions) -> str:

@@ -10,13 +10,16 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import IO
 
 from ..errors import ConfigError
+from ..transports import local_socket
 from . import guard
+from .phases import StartProgress
 from .plan import ChildCommand
 
 PREFIX_COLOURS = (36, 33, 35, 32, 34)  # ANSI colours, on a terminal
@@ -31,6 +34,10 @@ TROUBLE_PATTERN = re.compile(r"error|killed", re.IGNORECASE)
 
 class ChildExited(Exception):
     """A child has ended unexpectedly."""
+
+    def __init__(self, child: ChildProcess) -> None:
+        super().__init__(child.ending())
+        self.child = child
 
 
 class SharedConsole:
@@ -48,6 +55,74 @@ class SharedConsole:
             self._stream.flush()
 
 
+class PrefixedLines:
+    """Lines of one child on the console, after its name."""
+
+    def __init__(self, console: SharedConsole, prefix: str) -> None:
+        self._console = console
+        self._prefix = prefix
+
+    def write_line(self, line: str) -> None:
+        """Writes one line."""
+        self._console.write_line(self._prefix + line)
+
+    def close(self) -> None:
+        """Does nothing: the console serves the other children."""
+
+
+class LineFile:
+    """Lines of one child in a file, after those of earlier runs."""
+
+    def __init__(self, path: str) -> None:
+        """Opens the file. Raises ConfigError if that fails."""
+        try:
+            self._file = open(path, "a", buffering=1, errors="replace")  # noqa: SIM115
+        except OSError as error:
+            raise ConfigError(f"--log-dir: {path}: {error.strerror}") from None
+
+    def write_line(self, line: str) -> None:
+        """Writes one line. A full disk loses lines, and stops no child."""
+        with suppress(OSError):
+            self._file.write(line + "\n")
+
+    def close(self) -> None:
+        """Closes the file."""
+        with suppress(OSError):
+            self._file.close()
+
+
+class ChildOutput:
+    """Where the lines of the children go: to the console, or to one file for each child."""
+
+    def __init__(self, console: SharedConsole, folder: str) -> None:
+        """Creates the folder, unless its name is empty. Raises ConfigError if it cannot be used."""
+        self._console = console
+        self._folder = folder
+        if not folder:
+            return
+        try:
+            os.makedirs(folder, exist_ok=True)
+            # In the folder itself: its files may belong to another user, who ran it before.
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise ConfigError(f"--log-dir {folder}: {error.strerror}") from None
+
+    def open(self, name: str, number: int) -> PrefixedLines | LineFile:
+        """Returns the place of a child's lines. `number`: of children so far."""
+        if self._folder:
+            return LineFile(self.path(name))
+        prefix = f"[{name}] "
+        if self._console.is_terminal:
+            colour = PREFIX_COLOURS[number % len(PREFIX_COLOURS)]
+            prefix = f"\033[{colour}m[{name}]\033[0m "
+        return PrefixedLines(self._console, prefix)
+
+    def path(self, name: str) -> str:
+        """Returns the file of a child's lines; empty if they go to the console."""
+        return os.path.join(self._folder, f"{name}.log") if self._folder else ""
+
+
 class ChildProcess:
     """One process, leader of its own group, and the thread that reads its output.
 
@@ -57,9 +132,16 @@ class ChildProcess:
     """
 
     def __init__(
-        self, command: ChildCommand, argv: list[str], console: SharedConsole, prefix: str
+        self,
+        command: ChildCommand,
+        argv: list[str],
+        lines: PrefixedLines | LineFile,
+        log_path: str = "",
     ) -> None:
         self.name = command.name
+        self.started_at = time.monotonic()
+        self.progress = StartProgress(self.started_at)
+        self._log_path = log_path
         self._cause = ExitCause()
         self.process = subprocess.Popen(
             argv,
@@ -69,12 +151,13 @@ class ChildProcess:
             stderr=subprocess.STDOUT,
             process_group=0,
         )
-        self._reader = threading.Thread(target=self._read, args=(console, prefix), daemon=True)
+        self._reader = threading.Thread(target=self._read, args=(lines,), daemon=True)
         self._reader.start()
 
     def ending(self) -> str:
         """Describes the exit and its cause in one line. Call after `join`."""
-        return f"{self.name} {self._cause.explain(self.process.returncode)}"
+        text = f"{self.name} {self._cause.explain(self.process.returncode)}"
+        return f"{text} (see {self._log_path})" if self._log_path else text
 
     def join(self) -> None:
         """Waits for the end of the output, for at most two seconds.
@@ -83,12 +166,14 @@ class ChildProcess:
         """
         self._reader.join(2)
 
-    def _read(self, console: SharedConsole, prefix: str) -> None:
+    def _read(self, lines: PrefixedLines | LineFile) -> None:
         assert self.process.stdout
         for raw in self.process.stdout:
             line = raw.decode(errors="replace").rstrip().rpartition("\r")[2]
-            console.write_line(prefix + line)
+            lines.write_line(line)
             self._cause.add(line)
+            self.progress.on_line(line, time.monotonic())
+        lines.close()
 
 
 class ExitCause:
@@ -131,8 +216,8 @@ class ChildProcesses:
     The run directory holds the fleet key. The exit removes the directory too.
     """
 
-    def __init__(self, console: SharedConsole, hurry: Callable[[], bool]) -> None:
-        self._console = console
+    def __init__(self, output: ChildOutput, hurry: Callable[[], bool]) -> None:
+        self._output = output
         self._hurry = hurry
         self._children: list[ChildProcess] = []
 
@@ -149,18 +234,29 @@ class ChildProcesses:
 
     def start(self, command: ChildCommand, argv: list[str]) -> None:
         """Starts a child. Raises ConfigError if its program cannot be started."""
-        prefix = f"[{command.name}] "
-        if self._console.is_terminal:
-            colour = PREFIX_COLOURS[len(self._children) % len(PREFIX_COLOURS)]
-            prefix = f"\033[{colour}m[{command.name}]\033[0m "
+        lines = self._output.open(command.name, len(self._children))
         try:
-            child = ChildProcess(command, argv, self._console, prefix)
+            child = ChildProcess(command, argv, lines, self._output.path(command.name))
         except OSError as error:
+            lines.close()
             raise ConfigError(f"cannot start {argv[0]}: {error.strerror}") from None
         self._children.append(child)
+        self._send_to_guard(child.process.pid)
+
+    def child(self, name: str) -> ChildProcess:
+        """Returns the child of this name."""
+        return next(child for child in self._children if child.name == name)
+
+    def drop(self, child: ChildProcess) -> None:
+        """Ends the rest of the group of a child that has ended, and forgets it."""
+        guard.end({child.process.pid}, self._hurry)
+        self._children.remove(child)
+        self._send_to_guard(-child.process.pid)
+
+    def _send_to_guard(self, number: int) -> None:
         assert self._guard.stdin
         with suppress(BrokenPipeError):
-            self._guard.stdin.write(f"{child.process.pid}\n".encode())
+            self._guard.stdin.write(f"{number}\n".encode())
             self._guard.stdin.flush()
 
     def check(self) -> None:
@@ -168,7 +264,7 @@ class ChildProcesses:
         for child in self._children:
             if child.process.poll() is not None:
                 child.join()
-                raise ChildExited(child.ending())
+                raise ChildExited(child)
 
     def __exit__(
         self,
@@ -183,3 +279,4 @@ class ChildProcesses:
         self._guard.kill()
         self._guard.wait()
         shutil.rmtree(self.directory, ignore_errors=True)
+        local_socket.remove_stale()

@@ -24,6 +24,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     # Transports that can carry its KV, besides ZMQ.
     carriers: Annotated[list[Text], msgspec.Meta(max_length=8)] = []
     holds: RankLayout = NOTHING
+    key: Text = ""  # public name of the fleet key of its ports; empty without a key
 
 
 class EngineInfo(msgspec.Struct, frozen=True):

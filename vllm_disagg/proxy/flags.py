@@ -15,6 +15,7 @@ from .. import old_names
 from ..errors import ConfigError
 from ..fleet import keys
 from ..fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY, POLICY_NAMES
+from . import aliases
 from .http.limits import Limits
 from .routing.readiness import DEFAULT_READINESS, READINESS_MODES
 
@@ -288,6 +289,7 @@ _ROUTING = (
     ),
     Flag(
         name="--policy",
+        type=aliases.policy,
         choices=POLICY_NAMES,
         default=DEFAULT_POLICY,
         help="policy that chooses instances (default: %(default)s)",
@@ -408,6 +410,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         for flag in flags:
             flag.add_to(group)
     by_name = {flag.name: flag for flag in all_flags()}
+    aliases.add_to(parser, {flag.name: flag.type for flag in all_flags()})
     for old, new in OLD_NAMES.items():
         parser.add_argument(
             old,

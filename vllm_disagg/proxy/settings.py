@@ -18,6 +18,7 @@ from ..errors import ConfigError
 from ..fleet import keys
 from ..fleet.conventions import PolicyName
 from ..fleet.keys import FleetKey
+from . import aliases
 from .flags import LogFormat, check_numbers, default
 from .http.addresses import Network, check_url, parse_networks
 from .http.limits import Limits
@@ -123,7 +124,7 @@ def from_arguments(args: argparse.Namespace) -> ProxySettings:
         upstream_ca=args.upstream_ca,
         certfile=args.ssl_certfile,
         keyfile=args.ssl_keyfile,
-        origins=_origins(args.allowed_origins),
+        origins=_origins(aliases.origins(args) or args.allowed_origins),
         objectives=LatencyObjectives(args.objective_ttft, args.objective_tpot),
         readiness=args.readiness,
         access_log=args.access_log,
@@ -138,8 +139,10 @@ def from_arguments(args: argparse.Namespace) -> ProxySettings:
 
 def _instance_urls(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     """Returns the URLs of --prefill and of --decode."""
-    prefill = [check_url(url, "--prefill") for url in args.prefill]
-    decode = [check_url(url, "--decode") for url in args.decode]
+    given_prefill = [*args.prefill, *aliases.urls(args, "prefiller")]
+    given_decode = [*args.decode, *aliases.urls(args, "decoder")]
+    prefill = [check_url(url, "--prefill") for url in given_prefill]
+    decode = [check_url(url, "--decode") for url in given_decode]
     for flag, urls in (("--prefill", prefill), ("--decode", decode)):
         for url in urls:
             if (prefill + decode).count(url) > 1:

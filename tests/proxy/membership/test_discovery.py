@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import inspect
+import json
 import os
 import time
 from typing import Any
@@ -17,7 +18,7 @@ from vllm_disagg.proxy.http.connection_pool import ConnectionPool
 from vllm_disagg.proxy.http.upstream import UpstreamConnection
 from vllm_disagg.proxy.membership import discovery
 from vllm_disagg.proxy.membership.discovery import Discovery, engine_in
-from vllm_disagg.proxy.routing.fleet import Instance
+from vllm_disagg.proxy.routing.fleet import Fleet, Instance
 
 
 async def instance(w: World, url: str) -> dict[str, object]:
@@ -91,7 +92,11 @@ async def test_plain_vllm_serves_whole_requests(caplog: pytest.LogCaptureFixture
         assert (await w.post()).json()["leg"] == "whole"
         assert not w.p.calls
         row = await instance(w, w.d.url)
-        assert row["usable"] and "connector" in str(row["why_not"]) and "key" in str(row["why_not"])
+        assert (
+            row["usable"]
+            and "connector" in str(row["why_not"])
+            and "key" not in str(row["why_not"])
+        )
         assert caplog.text.count(f"{w.d.url} (decode) serves whole requests only") == 1
         assert (await w.get("/readiness?mode=pair")).status == 503
         assert (await w.get("/readiness")).json()["degraded"]
@@ -444,3 +449,29 @@ async def test_a_clock_that_was_told_long_ago_is_asked_for_again(
         assert caplog.text.count(f"{w.p.url} (prefill) is ready") == 1, (
             "what it says now is no news"
         )
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ({"disagg_engine": {"disagg_refused": "minted with another key"}}, "the same key"),
+        ({"disagg_engine": None}, "KV transfers are off"),
+        ({"disagg_engine": {"disagg_refused": 7}}, "without this project's connector"),
+        ({"disagg_engine": 7}, "without this project's connector"),
+        (None, "without this project's connector"),
+    ],
+)
+@pytest.mark.parametrize("has_key", [True, False])
+async def test_why_an_instance_makes_no_transfers(
+    answer: object, words: str, has_key: bool
+) -> None:
+    """Another key, no key here, transfers that are off and no connector are told apart."""
+    made = Instance("http://d:1", "decode")
+    key = KEY if has_key else FleetKey(None)
+    watcher = Discovery(Fleet(), {}, key, lambda: None, "", 1.0, 100.0)
+    completion = json.dumps({"choices": [], "kv_transfer_params": answer}).encode()
+    watcher._take_facts(made, ["m"], completion, None)
+    if words == "the same key" and not has_key:
+        words = "this proxy has no fleet key"
+    assert made.unavailable_reason.startswith("serves no KV transfers: ")
+    assert words in made.unavailable_reason

@@ -116,8 +116,10 @@ async def test_api_key() -> None:
         await w.until_probed()
         for path in ("/v1/models", "/disagg/instances", "/v1/nothing"):
             reply = await w.get(path)
-            assert (reply.status, reply.json()) == (401, {"error": "Unauthorized"})
-            assert (await w.get(path, authorization="Bearer three")).status == 401
+            assert (reply.status, reply.json()["error"]) == (401, "Unauthorized")
+            assert "no key was sent" in reply.json()["detail"]
+            wrong = await w.get(path, authorization="Bearer three")
+            assert wrong.status == 401 and "none of those" in wrong.json()["detail"]
             assert (await w.get(path, authorization="Basic one")).status == 401
         for given in ("Bearer one", "bearer two"):
             assert (await w.get("/disagg/instances", authorization=given)).status == 200

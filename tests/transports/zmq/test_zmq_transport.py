@@ -364,6 +364,31 @@ def test_the_server_key_alone_is_not_accepted(known: bool) -> None:
     sockets.close()
 
 
+@pytest.mark.parametrize("encrypt", [True, False])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_second_key_reaches_a_sender_that_has_changed_already(known: bool, encrypt: bool) -> None:
+    """While a fleet's key is changed, each port has the key that its `WorkerInfo` names."""
+    old = keys.FleetKey(b"o" * keys.KEY_BYTES)
+    new = keys.FleetKey(b"n" * keys.KEY_BYTES)
+    sockets = control.Control(Config(), new, "p/0")
+    router = sockets.socket(zmq.ROUTER, 1024, server=True, encrypt=encrypt)
+    endpoint, _ = sockets.bind(router)
+    both = keys.FleetKey(b"o" * keys.KEY_BYTES, second=new)
+    client = control.Control(Config(), both if known else old, "d/0")
+    link = client.dial(endpoint, b"d", 1024, new.name, encrypt=encrypt)
+    assert link
+    link.send(b"hello")
+    end = time.monotonic() + (5.0 if known else 0.5)
+    heard = False
+    while not heard and time.monotonic() < end:
+        sockets.poller.poll(10)
+        sockets.answer_zap()
+        heard = bool(router.poll(10))
+    assert heard == known
+    client.close()
+    sockets.close()
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_another_password_is_not_accepted_at_the_data_port(
     transport: ZmqTransport, known: bool

@@ -29,7 +29,15 @@ from collections.abc import Callable
 
 import msgspec
 
-from ...fleet.grants import ANSWER_KEY, REQUEST_KEY, VERSION, Grant, mint, new_transfer
+from ...fleet.grants import (
+    ANSWER_KEY,
+    REFUSED_KEY,
+    REQUEST_KEY,
+    VERSION,
+    Grant,
+    mint,
+    new_transfer,
+)
 from ...fleet.keys import FleetKey
 from ...protocol.peers import EngineCard, EngineInfo
 from ..http.connection_pool import FULL_STATUSES, ConnectionPool
@@ -49,6 +57,8 @@ CLOCK_REFRESH_SECONDS = 3600.0  # age at which the reading of an engine's clock 
 BUSY_HEALTH_SECONDS = 30.0  # for /health while streams show that the instance lives
 STEP_CHECK_RATIO = 4  # an engine has prefill_timeout / this for a step while it owes an answer
 STALLED = "its engine makes no steps"
+TRANSFERS_OFF = 'its log has a line "KV transfers are off", with the reason'
+MAX_REASON_CHARACTERS = 200  # of an instance's own words
 WATCH_RETRY_SECONDS = 5.0  # until a watch that failed begins anew
 
 
@@ -130,6 +140,19 @@ def params_in(answer: bytes) -> dict[str, msgspec.Raw] | None:
     except _DecodeErrors:
         return None
     return params if params and bytes(params.get(_NIXL_KEY, b"null")) != b"null" else None
+
+
+def refusal_in(answer: bytes) -> str:
+    """Returns why a connector has described no engine; empty if no connector has answered."""
+    try:
+        raw = (_decode_completion(answer).kv_transfer_params or {})[ANSWER_KEY]
+        found = msgspec.json.decode(raw)
+    except (KeyError, *_DecodeErrors):
+        return ""
+    if found is None:
+        return TRANSFERS_OFF
+    reason = found.get(REFUSED_KEY, "") if isinstance(found, dict) else ""
+    return reason[:MAX_REASON_CHARACTERS] if isinstance(reason, str) else ""
 
 
 # Whether an instance is up, why it is not used, its engine.
@@ -386,7 +409,24 @@ class Discovery:
             engine = msgspec.structs.replace(engine, clock=0.0)
         elif card and card.rank != instance.rank:  # each time another rank may answer
             engine = EngineInfo(card.incarnation, instance.role, [], {}, card.rank)
-        instance.on_probe_answered(names[0], engine, names, nixl=params_in(answer) is not None)
+        instance.on_probe_answered(
+            names[0],
+            engine,
+            names,
+            nixl=params_in(answer) is not None,
+            refusal=self._explain(refusal_in(answer)),
+        )
+
+    def _explain(self, refusal: str) -> str:
+        """Returns a connector's refusal of a probe's grant with what to do."""
+        if not refusal or refusal == TRANSFERS_OFF:
+            return refusal
+        if not self._key.is_set:
+            return "this proxy has no fleet key; give it that of the instance with --key-file"
+        return (
+            f"it refuses this proxy's grants ({refusal}): give --key-file and the instance's"
+            " key_file the same key"
+        )
 
     async def _request_probe(
         self, instance: Instance, model: str, card: EngineCard | None = None

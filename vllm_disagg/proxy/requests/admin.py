@@ -20,7 +20,6 @@ proof. URLs are http or https to a host and port, nothing more, within `AllowedN
 from __future__ import annotations
 
 import asyncio
-import hmac
 import ipaddress
 import json
 import logging
@@ -32,6 +31,7 @@ import msgspec
 from ...errors import BadGrant, ConfigError
 from ...fleet.keys import ADMIN_KEY
 from ...fleet.registration import REGISTER_PATH as REGISTER
+from ..http import bearer
 from ..http.addresses import AllowedNetworks, check_url
 from ..http.headers import Headers
 from ..http.request import HttpRequest
@@ -115,14 +115,14 @@ class Admin:
         if endpoint in CHANGES:
             if not self._admin_keys:
                 return _error(403, CHANGES_ARE_OFF)
-            if not _has_key(request, self._admin_keys):
-                return 401, [JSON], b'{"error":"Unauthorized"}'
+            if not bearer.has_key(request, self._admin_keys):
+                return bearer.unauthorized(request)
             if request.header(b"content-type").partition(b";")[0].strip().lower() != JSON[1]:
                 return _error(415, "content-type must be application/json")
         elif request.method == "GET" and request.path in FLEET_VIEWS:
             keys = self._admin_keys + self._api_keys
-            if keys and not _has_key(request, keys):
-                return 401, [JSON], b'{"error":"Unauthorized"}'
+            if keys and not bearer.has_key(request, keys):
+                return bearer.unauthorized(request)
             # The peer is read only here, since it takes a system call.
             if not keys and not _is_local(request, client.peer):
                 return _error(403, LOCAL_ONLY)
@@ -134,7 +134,7 @@ class Admin:
         Those are for holders of the admin key. Without any key the only reader is this machine.
         """
         if self._admin_keys:
-            return _has_key(request, self._admin_keys)
+            return bearer.has_key(request, self._admin_keys)
         return not self._api_keys
 
     def _change(self, request: HttpRequest, client: Connection) -> None:
@@ -223,11 +223,6 @@ def _refuse(client: Connection, status: int, message: str) -> None:
 
 def _error(status: int, message: str) -> tuple[int, Headers, bytes]:
     return status, [JSON], error_body(status, message)
-
-
-def _has_key(request: HttpRequest, keys: list[bytes]) -> bool:
-    scheme, _, given = request.header(b"authorization").partition(b" ")
-    return scheme.lower() == b"bearer" and any(hmac.compare_digest(given, key) for key in keys)
 
 
 def _is_local(request: HttpRequest, peer: str) -> bool:

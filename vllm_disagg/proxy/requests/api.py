@@ -7,7 +7,6 @@ route. Routes that need an engine run within the time limit and are recorded (`_
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import secrets
 import time
@@ -17,7 +16,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from ...fleet.registration import REGISTER_PATH as REGISTER
-from ..http import routes
+from ..http import bearer, routes
 from ..http.cancel_scope import TimeLimit
 from ..http.cors import Cors, may_open
 from ..http.endpoint_schema import SCHEMAS
@@ -149,7 +148,7 @@ class Api:
     def _refusal(self, request: HttpRequest) -> tuple[int, Headers, bytes] | None:
         """Returns (status, headers, body) if the request's head alone is refused, else None."""
         if not self._allowed(request):
-            return 401, [JSON], b'{"error":"Unauthorized"}'
+            return bearer.unauthorized(request)
         methods, how = routes.find(request.path) or ((), "own")
         if not methods:
             reason = routes.REFUSED.get(request.path)
@@ -168,10 +167,7 @@ class Api:
         """Whether a request has a client's key, or needs none."""
         if not self._keys or not routes.guarded(request.path):
             return True
-        scheme, _, given = request.header(b"authorization").partition(b" ")
-        return scheme.lower() == b"bearer" and any(
-            hmac.compare_digest(given, key) for key in self._keys
-        )
+        return bearer.has_key(request, self._keys)
 
     async def _run(self, route: MeteredHandler, request: HttpRequest, client: Connection) -> None:
         """Runs a route that needs an engine, within the time limit, and records its outcome."""

@@ -32,6 +32,7 @@ Connector = Literal["disagg", "nixl", "plain"]  # this project's, NixlConnector,
 
 MAX_FAILED_PROBES = 2  # consecutive failed health checks until an instance counts as down
 NOT_PROBED = "not probed yet"
+NO_CONNECTOR = "it runs without this project's connector, or with another version of it"
 MAX_DOUBLINGS = 16  # of the backoff
 MAX_BACKOFF_SECONDS = 30.0
 
@@ -83,12 +84,17 @@ class Instance:
         self.rank = split_rank(self.url)[1]
 
     def on_probe_answered(
-        self, model: str, engine: EngineInfo | None, models: Iterable[str] = (), nixl: bool = False
+        self,
+        model: str,
+        engine: EngineInfo | None,
+        models: Iterable[str] = (),
+        nixl: bool = False,
+        refusal: str = "",
     ) -> None:
         """Notes a probe's answer: marks the instance up and learns its identity.
 
         `engine`: the connector's answer. `models`: other names of the served model. `nixl`: the
-        answer was NixlConnector's.
+        answer was NixlConnector's. `refusal`: why the connector has described no engine.
         """
         if self._is_new_incarnation(engine):
             self.cache_identity = object()
@@ -113,7 +119,7 @@ class Instance:
             # NixlConnector's engines compare their layouts themselves when they first connect.
             self.connector = "nixl"
             self.compatibility_key = repr(("nixl", model))
-        self.unavailable_reason = self._role_problem()
+        self.unavailable_reason = self._role_problem(refusal)
         self.can_transfer = not self.unavailable_reason
 
     def _is_new_incarnation(self, engine: EngineInfo | None) -> bool:
@@ -122,15 +128,12 @@ class Instance:
             return True
         return self.engine.incarnation != engine.incarnation
 
-    def _role_problem(self) -> str:
+    def _role_problem(self, refusal: str) -> str:
         """Returns why it takes no part in disaggregation although it is up; "" if it can."""
         if self.connector == "nixl":
             return ""
         if self.engine is None:
-            return (
-                "serves no KV transfers: it runs without a connector, or with another fleet key or"
-                ' version than this proxy, or its log has "KV transfers are off"'
-            )
+            return f"serves no KV transfers: {refusal or NO_CONNECTOR}"
         if self.engine.role not in (self.role, "both"):
             return f"is given as --{self.role}, but its connector's role is {self.engine.role}"
         if self.engine.rank == self.rank:

@@ -17,9 +17,7 @@ import contextlib
 import logging
 import math
 import secrets
-import shutil
 import socket
-import tempfile
 import time
 from collections import deque
 from collections.abc import Collection, Iterator
@@ -30,6 +28,7 @@ import zmq
 from ...errors import BadMessage
 from ...kv.memory import hasher
 from ...protocol.events import ConnectionLost, SendCompleted, SendPiece
+from .. import local_socket
 from ..base import DriverPort
 from . import notes
 
@@ -188,9 +187,8 @@ class TcpSender:
         host = self._port.config.host
         # Both or none: the next TcpHello tries again, and finds no half-open state.
         with contextlib.ExitStack() as undo:
-            # mkdtemp makes the folder accessible to this user alone.
-            self._socket_folder = tempfile.mkdtemp(prefix="vllm-disagg-")
-            undo.callback(shutil.rmtree, self._socket_folder, ignore_errors=True)
+            self._socket_folder = local_socket.create_folder()
+            undo.callback(local_socket.remove_folder, self._socket_folder)
             family = socket.AF_INET
             if ":" in host:
                 family = socket.AF_INET6
@@ -214,7 +212,7 @@ class TcpSender:
             self._port.poller.unregister(fd)
             listener.close()
         self._listeners.clear()
-        shutil.rmtree(self._socket_folder, ignore_errors=True)
+        local_socket.remove_folder(self._socket_folder)
 
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(ACCEPTS_PER_TURN):

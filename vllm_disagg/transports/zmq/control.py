@@ -92,7 +92,9 @@ class Control:
         """
         link = self.links.pop(worker.name, None)
         if link is None:
-            link = self.dial(worker.control, self.name.encode(), messages.MAX_FRAME_BYTES)
+            link = self.dial(
+                worker.control, self.name.encode(), messages.MAX_FRAME_BYTES, worker.key
+            )
             if link is None:
                 return None
             self.poller.register(link, zmq.POLLIN)
@@ -130,10 +132,10 @@ class Control:
             match frames[5:]:
                 case [b"CURVE", client]:
                     # A public key, so the time that the comparison takes reveals no secret.
-                    is_member = client == z85.decode(self._client()[0])
+                    is_member = client == z85.decode(_client_keys(self._key)[0])
                 case [b"PLAIN", _, password]:
                     # A secret: compared in constant time.
-                    is_member = hmac.compare_digest(password, self._password())
+                    is_member = hmac.compare_digest(password, _password(self._key))
                 case _:
                     is_member = False
             # Each request is answered, however malformed: a REP socket takes no second request
@@ -150,16 +152,18 @@ class Control:
 
     # Making sockets -------------------------------------------------------------------------------
     def dial(
-        self, endpoint: str, name: bytes, largest: int, *, encrypt: bool = True
+        self, endpoint: str, name: bytes, largest: int, key_name: str = "", *, encrypt: bool = True
     ) -> ZmqSocket | None:
         """Returns a DEALER of this name, connecting to the endpoint.
 
         Returns None, and logs the reason, for an invalid endpoint or without a free descriptor.
-        `largest`: bytes of a message.
+        `largest`: bytes of a message. `key_name`: `WorkerInfo.key` of the peer.
         """
         link = None
         try:
-            link = self.socket(zmq.DEALER, largest, server=False, encrypt=encrypt)
+            # A peer listens with one key. While the fleet's key is changed, that may be our second.
+            key = self._key.named(key_name)
+            link = self.socket(zmq.DEALER, largest, server=False, encrypt=encrypt, key=key)
             # Set before connecting: ZMQ ignores both options for connections that exist.
             link.routing_id = name
             link.reconnect_ivl_max = MAX_RECONNECT_MILLISECONDS
@@ -172,11 +176,21 @@ class Control:
             return None
         return link
 
-    def socket(self, kind: int, largest: int, *, server: bool, encrypt: bool = True) -> ZmqSocket:
+    def socket(
+        self,
+        kind: int,
+        largest: int,
+        *,
+        server: bool,
+        encrypt: bool = True,
+        key: FleetKey | None = None,
+    ) -> ZmqSocket:
         """Returns a socket with the fleet's limits and authentication.
 
-        `largest`: bytes of a message. Without a fleet key there is no authentication.
+        `largest`: bytes of a message. `key`: of a peer, if not this worker's own. Without a fleet
+        key there is no authentication.
         """
+        key = key or self._key
         made: ZmqSocket = self.context.socket(kind)
         # ZMQ's defaults are no limit of size, and 30 s for a handshake. The limit is that of one
         # frame; the driver itself refuses control messages of several frames.
@@ -187,19 +201,19 @@ class Control:
         made.heartbeat_ivl = HEARTBEAT_MILLISECONDS
         made.heartbeat_timeout = HEARTBEAT_TIMEOUT_MILLISECONDS
         made.heartbeat_ttl = HEARTBEAT_TIMEOUT_MILLISECONDS
-        if not self._key.is_set:
+        if not key.is_set:
             return made
         if server:
             made.zap_domain = ZAP_DOMAIN
         if encrypt:
-            self._use_curve(made, server)
+            _use_curve(made, key, server=server)
         elif server:
             made.plain_server = True
         else:
             # A password keeps strangers out, but not those who read the network's packets. It is
             # derived for this use alone, so reading it reveals no other key.
             made.plain_username = b"reader"
-            made.plain_password = self._password()
+            made.plain_password = _password(key)
         return made
 
     def bind(self, router: ZmqSocket) -> tuple[str, SilentConnections]:
@@ -234,23 +248,6 @@ class Control:
         self.poller.unregister(made)
         made.close()
 
-    def _use_curve(self, made: ZmqSocket, server: bool) -> None:
-        # One key pair for all servers of a fleet and one for all clients: each member derives both
-        # from the fleet key, so no keys are exchanged.
-        server_public, server_secret = _curve_keys(self._key.derive("curve-server"))
-        if server:
-            made.curve_server = True
-            made.curve_secretkey = server_secret
-        else:
-            made.curve_serverkey = server_public
-            made.curve_publickey, made.curve_secretkey = self._client()
-
-    def _password(self) -> bytes:
-        return self._key.derive("data").hex().encode()
-
-    def _client(self) -> tuple[bytes, bytes]:
-        return _curve_keys(self._key.derive("curve-client"))
-
 
 def receive(source: ZmqSocket) -> Iterator[list[zmq.Frame]]:
     """Yields whole messages that have arrived on a socket, at most MESSAGES_PER_TURN."""
@@ -273,6 +270,26 @@ def _send(target: ZmqSocket, parts: list[bytes]) -> None:
         # No such receiver, or its queue is full. To wait for it would delay all other peers.
         if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
             raise
+
+
+def _use_curve(made: ZmqSocket, key: FleetKey, *, server: bool) -> None:
+    # One key pair for all servers of a fleet and one for all clients: each member derives both
+    # from the fleet key, so no keys are exchanged.
+    server_public, server_secret = _curve_keys(key.derive("curve-server"))
+    if server:
+        made.curve_server = True
+        made.curve_secretkey = server_secret
+    else:
+        made.curve_serverkey = server_public
+        made.curve_publickey, made.curve_secretkey = _client_keys(key)
+
+
+def _password(key: FleetKey) -> bytes:
+    return key.derive("data").hex().encode()
+
+
+def _client_keys(key: FleetKey) -> tuple[bytes, bytes]:
+    return _curve_keys(key.derive("curve-client"))
 
 
 def _curve_keys(secret: bytes) -> tuple[bytes, bytes]:

@@ -22,12 +22,10 @@ import contextlib
 import logging
 import os
 import secrets
-import tempfile
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import zmq
 
@@ -41,6 +39,7 @@ from ...protocol.events import (
     TransportChanged,
 )
 from ...protocol.peers import WorkerInfo
+from .. import local_socket
 from ..base import DriverPort, TransportEvent, machine_id
 from ..posted_reads import PostedReads
 from .control import Control, receive
@@ -92,8 +91,7 @@ class ZmqTransport:
         # ZMQ takes up new connections, and sends the probes, only while the socket is polled.
         port.poller.register(self._router, zmq.POLLIN)
         # For receivers on this machine, which need no TCP stack between two processes.
-        # mkdtemp makes the folder accessible to this user alone.
-        self._socket_folder = tempfile.mkdtemp(prefix="vllm-disagg-")
+        self._socket_folder = local_socket.create_folder()
         self.local = f"ipc://{self._socket_folder}/data"
         self._router.bind(self.local)
         self.links: dict[str, zmq.Socket[bytes]] = {}
@@ -220,7 +218,7 @@ class ZmqTransport:
         encrypt = self._port.config.encrypt_data
         # ZMQ's limit is that of one frame; no frame of a piece is larger than FRAME_BYTES.
         largest = 2 * FRAME_BYTES
-        link = self._control.dial(endpoint, name, largest, encrypt=encrypt)
+        link = self._control.dial(endpoint, name, largest, worker.key, encrypt=encrypt)
         # No pieces will come, which counts as a sender that does not send: the load ends by a
         # timeout, and the next transfer tries again.
         if link is None:
@@ -328,9 +326,7 @@ class ZmqTransport:
 
     def close(self) -> None:
         """Removes the UNIX socket; the control channel closes all sockets."""
-        with contextlib.suppress(OSError):  # the folder may be gone already
-            Path(self._socket_folder, "data").unlink(missing_ok=True)
-            os.rmdir(self._socket_folder)
+        local_socket.remove_folder(self._socket_folder)
 
 
 def _greet(link: zmq.Socket[bytes]) -> None:

@@ -1,0 +1,297 @@
+"""What `up` passes on, reads from a file, and refuses before it starts anything."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants, errors
+
+from vllm_disagg import cli
+from vllm_disagg.errors import ConfigError
+from vllm_disagg.launcher import backoff, config_file, flags, main, model_check
+from vllm_disagg.launcher.phases import StartProgress
+from vllm_disagg.proxy import settings
+from vllm_disagg.proxy.flags import add_arguments as add_proxy_arguments
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    """Returns the flags as `cli` parses them."""
+    parser = argparse.ArgumentParser()
+    flags.add_arguments(parser)
+    return parser.parse_args(main.expand(list(words)), argparse.Namespace(extra=[]))
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Returns the single line of the error of `up`."""
+    try:
+        assert cli.main(["up", *words]) == 2
+    except SystemExit as error:  # of argparse
+        assert error.code == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1, said
+    return said.err.removeprefix("vllm-disagg up: ")
+
+
+# Passed on ----------------------------------------------------------------------------------------
+
+
+def test_arguments_of_one_role() -> None:
+    args = parsed(
+        "--model", "m", "--prefill-args", "--max-num-seqs 4", "--decode-args=--x '{\"a\": 1}'"
+    )
+    options = flags.options(args, 8000)
+    assert options.role_extra == {
+        "prefill": ["--max-num-seqs", "4"],
+        "decode": ["--x", '{"a": 1}'],
+    }
+    one_word = parsed("--model", "m", "--prefill-args", "--enforce-eager")
+    assert flags.options(one_word, 1).role_extra["prefill"] == ["--enforce-eager"]
+
+
+def test_flags_of_the_proxy() -> None:
+    """What `up` gives the proxy is what the user has typed, and the proxy understands it."""
+    typed = ["--policy", "round_robin", "--spill", "--queue-size", "7", "--access-log", "-"]
+    options = flags.options(parsed("--model", "m", *typed), 8000)
+    assert sorted(options.proxy_args) == [
+        "--access-log=-",
+        "--policy=round_robin",
+        "--queue-size=7",
+        "--spill",
+    ]
+    assert flags.options(parsed("--model", "m"), 8000).proxy_args == []
+    parser = argparse.ArgumentParser()
+    add_proxy_arguments(parser)
+    words = ["--decode", "http://h:1", *options.proxy_args]
+    read = settings.from_arguments(parser.parse_args(words))
+    assert (read.policy, read.spill, read.queue_size) == ("round_robin", True, 7)
+
+
+@pytest.mark.parametrize(
+    ("typed", "environment", "word"),
+    [
+        ([], "", ""),
+        (["--api-key", "it's"], "e", "'it'\"'\"'s'"),
+        (["--api-key-file", "a b"], "e", "\"$(head -n 1 'a b')\""),
+        ([], "e", '"$VLLM_API_KEY"'),
+    ],
+)
+def test_the_key_in_the_printed_command(
+    typed: list[str], environment: str, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", environment)
+    assert flags.options(parsed("--model", "m", *typed), 1).client_key == word
+
+
+# --config -----------------------------------------------------------------------------------------
+
+
+def test_a_file_has_flags_and_the_command_line_wins(tmp_path: Path) -> None:
+    path = tmp_path / "up.yaml"
+    path.write_text(
+        "model: a/b\nprefill: 2\ndecode: 3\nprefill-args: --max-num-seqs 4\n"
+        "decode_args: [--x, '{\"a b\": 1}']\napi-key: [one, two]\nno-api-key: false\nspill: true\n"
+    )
+    args = parsed("--config", str(path), "--decode", "1", "--api-key", "three")
+    options = flags.options(args, 1)
+    assert (options.model, options.prefill, options.decode) == ("a/b", 2, 1)
+    assert options.api_keys == ["one", "two", "three"] and not options.no_api_key
+    assert options.role_extra == {
+        "prefill": ["--max-num-seqs", "4"],
+        "decode": ["--x", '{"a b": 1}'],
+    }
+    assert options.proxy_args == ["--spill"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("modle: a/b\n", "no flag of up is named 'modle'; did you mean model?"),
+        ("- a\n", "not a mapping of flags to values"),
+        ("a: [\n", "not YAML in line 2"),
+        ("spill: maybe\n", "spill is 'maybe', but must be true or false"),
+        ("prefill: true\n", "prefill is True, but must be a text, a number or a list"),
+        ("api-key: [{a: 1}]\n", "api-key is {'a': 1}, but must be a text or a number"),
+        ("config: other.yaml\n", "no flag of up is named 'config'"),
+        ("worker: x\n", "no flag of up is named 'worker'"),
+        (b"\xff\xfe", "not a text file"),
+    ],
+)
+def test_a_file_that_cannot_be_used(
+    text: str | bytes, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "up.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert words in refused(capsys, f"--config={path}")
+
+
+def test_a_file_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "--config", str(tmp_path / "none"))
+    assert "No such file" in said
+    with pytest.raises(ConfigError):
+        config_file.expand(["--config", str(tmp_path)], argparse.ArgumentParser())
+
+
+# Bad input ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ([], "--model is needed"),
+        (["--model", "m", "--prefill-args", "'"], "--prefill-args"),
+        (["--model", "m", "--policy", "best"], "--policy"),
+        (["--model", "m", "--restart", "always"], "--restart"),
+        (["--model", "m", "--prefill", "0"], "not a number of 1 or more"),
+        (["--model", "m", "--worker", "x"], "unrecognized arguments: --worker x"),
+    ],
+)
+def test_one_line_for_bad_flags(
+    typed: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in refused(capsys, *typed)
+
+
+@pytest.fixture
+def runnable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretends that vLLM runs here, and that no model is missing."""
+    from test_launcher import cpus
+
+    monkeypatch.setattr(main.machine, "examine", lambda: cpus(2))
+    monkeypatch.setattr(model_check, "check", lambda *_: None)
+
+
+@pytest.mark.usefixtures("runnable")
+def test_one_line_for_files_that_cannot_be_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a file").write_text("x")
+    below = str(tmp_path / "a file" / "below")
+    start = ("--model", "m", "--port", "0")
+    for words in (
+        ("--log-dir", below),
+        ("--access-log", below),
+        ("--api-key-file", below),
+        ("--admin-key-file", below),
+        ("--ssl-certfile", below),
+    ):
+        said = refused(capsys, *start, *words)
+        assert said.startswith(words[0]) and below in said
+    assert "in --decode-args: give it before --" in refused(
+        capsys, *start, "--decode-args", "--tensor-parallel-size 2"
+    )
+    assert "--queue-timeout must be more than 0" in refused(capsys, *start, "--queue-timeout", "0")
+
+
+# The model's name ---------------------------------------------------------------------------------
+
+
+def on_hub(monkeypatch: pytest.MonkeyPatch, cache: Path, error: Exception | None) -> list[str]:
+    """Pretends that the hub answers so; returns the names that it was asked for."""
+    asked: list[str] = []
+
+    def info(_: object, model: str, **__: object) -> None:
+        asked.append(model)
+        if error:
+            raise error
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: None)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", info)
+    return asked
+
+
+def missing() -> errors.RepositoryNotFoundError:
+    made = errors.RepositoryNotFoundError.__new__(errors.RepositoryNotFoundError)
+    Exception.__init__(made, "404")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (missing(), "has no such model, or only for a token"),
+        (OSError("no route"), "does not answer (no route)"),
+    ],
+)
+def test_a_name_that_no_hub_has(
+    error: Exception, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models--Qwen--Qwen3-8B").mkdir()
+    asked = on_hub(monkeypatch, tmp_path, error)
+    with pytest.raises(ConfigError) as raised:
+        model_check.check("Qwen/Qwen3-8BB", [])
+    assert words in str(raised.value) and asked == ["Qwen/Qwen3-8BB"]
+    assert str(raised.value).endswith("; did you mean Qwen/Qwen3-8B?")
+    assert "\n" not in str(raised.value)
+
+
+def test_names_that_need_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = on_hub(monkeypatch, tmp_path, missing())
+    model_check.check("s3://bucket/model", [])
+    model_check.check("a/b", ["--load-format=runai_streamer"])
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: "/cached")
+    model_check.check("a/b", [])
+    assert asked == []
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: None)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):
+        model_check.check("a/b", [])
+    assert asked == []
+
+
+def test_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = on_hub(monkeypatch, tmp_path, None)
+    model_check.check("a/b", [])
+    assert asked == ["a/b"]
+
+
+# Phases and pauses --------------------------------------------------------------------------------
+
+# As vLLM 0.32 prints them.
+STEPS = [
+    (9.0, "(EngineCore pid=7) INFO 11-22 04:00:01 [cpu_model_runner.py:68] Starting to load model"),
+    (
+        12.0,
+        "(EngineCore pid=7) INFO 11-22 [default_loader.py:502] Loading weights took 2.9 seconds",
+    ),
+    (12.1, "(EngineCore pid=7) INFO 11-22 [gpu_model_runner.py:515] Model loading took 1 GiB"),
+    (30.0, "INFO 11-22 [core.py:386] init engine (profile, create kv cache, warmup model) took 18"),
+]
+
+
+def test_phases_of_a_start() -> None:
+    progress = StartProgress(0.0)
+    names = [progress.phase]
+    for at, line in STEPS:
+        progress.on_line(line, at)
+        names.append(progress.phase)
+    assert names == ["imports", "weights", "compilation", "compilation", "server"]
+    assert progress.describe(31.0) == "imports 9 s, weights 3 s, compilation 18 s, server 1 s"
+
+
+def test_a_line_that_a_version_lacks() -> None:
+    progress = StartProgress(0.0)
+    progress.on_line(STEPS[3][1], 30.0)
+    progress.on_line(STEPS[0][1], 31.0)  # too late: no phase comes back
+    assert progress.describe(31.0) == "imports 30 s, weights 0 s, compilation 0 s, server 1 s"
+
+
+def test_pauses_grow_until_a_child_runs_steadily() -> None:
+    made = backoff.RestartBackoff()
+    short = [made.pause("d", 1.0) for _ in range(8)]
+    assert short == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert made.pause("p", 1.0) == 1.0, "each child has its own"
+    assert made.pause("d", backoff.STEADY_SECONDS) == 1.0
+
+
+def test_the_reference_names_all_flags() -> None:
+    """Each flag of the proxy is passed on, set by `up`, or for other instances."""
+    from vllm_disagg.proxy import flags as proxy_flags
+
+    names: set[Any] = {flag.name for flag in proxy_flags.all_flags()}
+    assert names >= flags.OWN_FLAGS | flags.OTHER_INSTANCES

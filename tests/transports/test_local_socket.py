@@ -1,0 +1,59 @@
+"""The folders of UNIX sockets: those of killed workers are removed, those in use stay."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from vllm_disagg.transports import local_socket
+
+
+def bound(folder: str, *, listens: bool, age: float) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX)
+    path = f"{folder}/{local_socket.NAME}"
+    made.bind(path)
+    if listens:
+        made.listen()
+    when = os.stat(path).st_mtime - age
+    os.utime(path, (when, when))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("listens", "age", "stays"), [(True, 9.0, True), (False, 9.0, False), (False, 0.0, True)]
+)
+def test_only_folders_without_a_process_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listens: bool, age: float, stays: bool
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = local_socket.create_folder()
+    with bound(folder, listens=listens, age=age):
+        local_socket.remove_stale()
+        assert os.path.exists(folder) == stays
+    local_socket.remove_folder(folder)
+    assert not os.path.exists(folder)
+
+
+def test_what_is_no_socket_of_ours_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("vllm-disagg-12345678", "vllm-disagg-up-12345678"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / local_socket.NAME).write_text("a file")
+    before = sorted(tmp_path.rglob("*"))
+    created = Path(local_socket.create_folder())
+    assert sorted(path for path in tmp_path.rglob("*") if path != created) == before
+
+
+def test_a_killed_worker_leaves_no_folder_to_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed = local_socket.create_folder()
+    bound(killed, listens=True, age=9.0).close()  # its file stays, as after kill -9
+    assert os.path.exists(killed)
+    local_socket.create_folder()
+    assert not os.path.exists(killed)

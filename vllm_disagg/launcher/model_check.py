@@ -1,0 +1,79 @@
+"""Checks the model's name before anything starts: vLLM would fail on it a minute later."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import ConfigError
+from ..setting_values import did_you_mean
+
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+HUB_TIMEOUT_SECONDS = 8.0
+# One of them is in each repository that vLLM can serve.
+CONFIG_FILES = ("config.json", "params.json")
+# With them vLLM takes the configuration from elsewhere, or loads a file of a repository.
+OTHER_SOURCES = ("--hf-config-path", "--load-format", "--config-format", "--hf-overrides")
+
+
+def check(model: str, extra: Sequence[str]) -> None:
+    """Raises ConfigError if vLLM cannot find the model. `extra`: arguments of `vllm serve`."""
+    path = Path(model)
+    if path.is_dir():
+        if not any((path / name).is_file() for name in CONFIG_FILES):
+            raise ConfigError(
+                f"--model {model}: the folder holds no config.json, so vLLM cannot load a model"
+                " from it"
+            )
+        return
+    looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1
+    if looks_like_path and "://" not in model and not path.is_file():
+        raise ConfigError(
+            f"--model {model}: no such folder; give an existing one, or a name such as"
+            " Qwen/Qwen3-8B"
+        )
+    is_elsewhere = any(word.partition("=")[0].replace("_", "-") in OTHER_SOURCES for word in extra)
+    is_from_modelscope = os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true")
+    if HUB_NAME.fullmatch(model) and not (path.is_file() or is_elsewhere or is_from_modelscope):
+        _check_hub(model)
+
+
+def _check_hub(model: str) -> None:
+    """Raises ConfigError if a model is neither in the cache of the hub nor on the hub."""
+    # vLLM brings this library. Its import takes a second, which other commands need not wait.
+    import huggingface_hub  # noqa: PLC0415
+    from huggingface_hub import constants, errors  # noqa: PLC0415
+
+    for name in CONFIG_FILES:
+        try:
+            if isinstance(huggingface_hub.try_to_load_from_cache(model, name), str):
+                return
+        except errors.HFValidationError:
+            raise ConfigError(f"--model {model}: not a name that a model can have") from None
+    cache = Path(constants.HF_HUB_CACHE)
+    hint = did_you_mean(model, _cached_models(cache))
+    if constants.HF_HUB_OFFLINE:
+        raise ConfigError(f"--model {model}: not in {cache}, and HF_HUB_OFFLINE is set{hint}")
+    try:
+        huggingface_hub.HfApi().model_info(model, timeout=HUB_TIMEOUT_SECONDS)
+    except errors.RepositoryNotFoundError:
+        raise ConfigError(
+            f"--model {model}: the Hugging Face hub has no such model, or only for a token with"
+            f" access (HF_TOKEN){hint}"
+        ) from None
+    except Exception as error:  # of whichever HTTP library it uses
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ConfigError(
+            f"--model {model}: not in {cache}, and {constants.ENDPOINT} does not answer"
+            f" ({reason}){hint}"
+        ) from None
+
+
+def _cached_models(cache: Path) -> list[str]:
+    """Returns the names of the models in the cache of the hub."""
+    found = []
+    for folder in cache.glob("models--*"):
+        found.append(folder.name.removeprefix("models--").replace("--", "/"))
+    return found

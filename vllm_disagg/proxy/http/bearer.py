@@ -1,0 +1,36 @@
+"""Checks the keys that clients send as `Authorization: Bearer KEY`."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterable
+
+import msgspec
+
+from .headers import Headers
+from .request import HttpRequest
+from .response import JSON
+
+NO_KEY = "no key was sent; send it as Authorization: Bearer KEY"
+WRONG_KEY = "the key that was sent is none of those that this proxy accepts here"
+
+
+def has_key(request: HttpRequest, keys: Iterable[bytes]) -> bool:
+    """Returns whether a request has one of the keys; compares each in constant time."""
+    given = _given(request)
+    return any(hmac.compare_digest(given, key) for key in keys)
+
+
+def unauthorized(request: HttpRequest) -> tuple[int, Headers, bytes]:
+    """Returns (status, headers, body) for a request without an accepted key."""
+    given = _given(request)
+    # RFC 6750: `error` only where a key was sent.
+    challenge = b'Bearer error="invalid_token"' if given else b"Bearer"
+    body = {"error": "Unauthorized", "detail": WRONG_KEY if given else NO_KEY}
+    return 401, [JSON, (b"www-authenticate", challenge)], msgspec.json.encode(body)
+
+
+def _given(request: HttpRequest) -> bytes:
+    """Returns the key of a request; empty without one."""
+    scheme, _, key = request.header(b"authorization").partition(b" ")
+    return key if scheme.lower() == b"bearer" else b""

@@ -1,0 +1,61 @@
+"""Folders of the UNIX sockets at which workers of one machine read.
+
+A worker that was killed leaves its folder behind. The next worker on the machine removes it, and so
+does `vllm-disagg up` at its end.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+PREFIX = "vllm-disagg-"
+NAME = "data"
+# A socket that was bound a moment ago may not listen yet.
+YOUNG_SECONDS = 1.0
+
+
+def create_folder() -> str:
+    """Creates a folder that is accessible to this user alone, and returns its path."""
+    remove_stale()
+    return tempfile.mkdtemp(prefix=PREFIX)
+
+
+def remove_folder(folder: str | Path) -> None:
+    """Removes a folder with its socket; it may be gone already."""
+    with suppress(OSError):
+        Path(folder, NAME).unlink(missing_ok=True)
+        os.rmdir(folder)
+
+
+def remove_stale() -> None:
+    """Removes this user's folders whose socket no process listens at."""
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}????????/{NAME}"):
+        if _is_stale(path):
+            remove_folder(path.parent)
+
+
+def _is_stale(path: Path) -> bool:
+    """Returns whether a socket is this user's and refuses connections."""
+    try:
+        found = path.lstat()
+    except OSError:  # removed meanwhile
+        return False
+    if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.getuid():
+        return False
+    if time.time() - found.st_mtime < YOUNG_SECONDS:
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)  # a full backlog shows a listener, too
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+    return False

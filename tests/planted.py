@@ -877,4 +877,11 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a closed loop sends nothing after its first requests", "planner/simulation/simulator.py", "        if self._next_of_loop < self._count:\n", "        if False:\n", "tests/planner/simulation/test_planner_simulator.py::test_a_closed_loop_has_as_many_requests_as_clients"),
     ("a roofline states no error for a GPU that was not measured", "planner/search/scenario.py", "if self.name.lower() in FITTED_GPUS:", "if self.name:", "tests/planner/cost/test_planner_accuracy.py"),
     ("integers are multiplied as FP8", "planner/cost/widths.py", "    return bits / 8 + scale, \"bf16\"", "    return bits / 8 + scale, \"fp8\"", "tests/planner/cost/test_model_families.py"),
+    ("computed prompts do not count for the rate of P", "proxy/requests/attempt.py", "        self._prefill_queue.backlog.on_prompt_computed(pair.uncached_bytes)\n", "        pass\n", "tests/proxy/routing/test_prefill_backlog.py"),
+    ("legs that run together each count their time", "proxy/routing/prefill_backlog.py", "        self._busy_since.setdefault(instance, now)\n", "        self._busy_since[instance] = now\n", "tests/proxy/routing/test_prefill_backlog.py"),
+    ("waiting prompts are not in the backlog", "proxy/routing/prefill_queue.py", "        self.backlog.on_queued(waiting.uncached_bytes)\n", "        self.backlog.on_queued(0)\n", "tests/proxy/routing/test_prefill_backlog.py"),
+    ("requests that wait for KV count as D's queue", "proxy/membership/discovery.py", "reason=\"capacity\"[^\\n]*", "[^\\n]*", "tests/proxy/routing/test_prefill_backlog.py"),
+    ("a stalled P lowers no rate", "proxy/routing/prefill_backlog.py", "        busy = self._busy_seconds + sum(now - since for since in self._busy_since.values())\n", "        busy = self._busy_seconds\n", "tests/proxy/routing/test_prefill_backlog.py"),
+    ("memory of proxy workers is not added", "proxy/telemetry/metrics.py", "    \"process_open_fds\",\n", "", "tests/proxy/telemetry/test_request_metrics.py"),
+    ("series of requests begin with the first request", "proxy/telemetry/metrics.py", "                    self._requests.labels(path, mode, outcome)\n", "                    pass\n", "tests/proxy/telemetry/test_request_metrics.py"),
 ]

@@ -109,7 +109,7 @@ async def serve(
     )
     relay = Relay(fleet, policy, pools, prefill_queue, metrics, settings)
     limit = ConcurrencyLimit(settings.max_requests, settings.queue_size, settings.queue_timeout)
-    metrics.waiting = {"work": lambda: len(limit), "prefill": lambda: len(prefill_queue)}
+    metrics.follow(limit, prefill_queue)
     recorder = RequestRecorder(metrics, relay.tracing, files.access_log)
     api = Api(relay, admin, limit, recorder, settings)
     server = Server(api.handle, settings.limits, api.body_limit, api.refused)

@@ -884,4 +884,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a stalled P lowers no rate", "proxy/routing/prefill_backlog.py", "        busy = self._busy_seconds + sum(now - since for since in self._busy_since.values())\n", "        busy = self._busy_seconds\n", "tests/proxy/routing/test_prefill_backlog.py"),
     ("memory of proxy workers is not added", "proxy/telemetry/metrics.py", "    \"process_open_fds\",\n", "", "tests/proxy/telemetry/test_request_metrics.py"),
     ("series of requests begin with the first request", "proxy/telemetry/metrics.py", "                    self._requests.labels(path, mode, outcome)\n", "                    pass\n", "tests/proxy/telemetry/test_request_metrics.py"),
+    ("a key that the group may change is no warning", "fleet/keys.py", "OTHERS_MODE & ~stat.S_IRGRP if is_secret", "0 if is_secret", "tests/fleet/test_key_modes.py"),
+    ("a drain ends between two queues", "drain.py", "IDLE_LOOKS = 2", "IDLE_LOOKS = 1", "tests/unit/test_drain.py"),
+    ("a drain ends before others have noticed", "drain.py", "waited >= notice and not requests", "not requests", "tests/unit/test_drain.py"),
 ]

@@ -7,6 +7,7 @@
 # make chaos     2 prefill and 2 decode instances under load, each killed, frozen, drained and replaced in turn (5 to 20 minutes)
 # make versions  exactness on the oldest and the newest vLLM supported, and between the two
 # make gpu-proof what can be proved of the path for GPUs without a GPU; the last line is JSON (the engines take longest)
+# make operator-proof  what operators deploy: alert rules, manifests, images, units, and engines replaced under load; the last line is JSON
 # make mutants   plant faults in the protocol; the tests must notice
 # make planner-accuracy  the planner's step times beside measured runs of vLLM on GPUs; fits their coefficients; the last line is JSON
 # make bench     the hand-off, measured
@@ -27,11 +28,11 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 BIN    := $(VENV)/bin
 MODEL  := .cache/models/heavy
 # Tests that need neither an engine nor processes of their own; the first ones mostly wait, the others compute.
-WAITING   := $(addprefix tests/,proxy doctor unit launcher bench transports/zmq transports/tcp transports/nixl) $(wildcard tests/transports/test_*.py)
+WAITING   := $(addprefix tests/,proxy doctor unit deploy launcher bench transports/zmq transports/tcp transports/nixl) $(wildcard tests/transports/test_*.py)
 COMPUTING := $(addprefix tests/,protocol kv fleet connector planner workloads transports/collective simulation scheduler_worlds property gpu)
 QUICK     := $(WAITING) $(COMPUTING)
 
-.PHONY: setup demo check static quick-waiting quick-computing coverage test wide chaos versions gpu-proof mutants bench bench-proxy bench-transport goodput planner-accuracy house clean
+.PHONY: setup demo check static quick-waiting quick-computing coverage test wide chaos versions gpu-proof operator-proof mutants bench bench-proxy bench-transport goodput planner-accuracy house clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.ours
@@ -76,6 +77,8 @@ static: setup
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python scripts/reference.py --check
 	$(BIN)/python scripts/check_docs.py
+	$(BIN)/python scripts/dashboard.py --check
+	$(BIN)/python scripts/chart.py --check
 	$(BIN)/python tests/mutants.py --check
 
 quick-waiting: setup
@@ -110,6 +113,10 @@ versions:
 # With Triton's interpreter and compiler, which vLLM's dependencies bring.
 gpu-proof: setup
 	$(BIN)/python tests/gpu/proof.py
+
+# Its tools come from PyPI and Debian. Parts: python tests/deploy/proof.py PART ...
+operator-proof: setup
+	$(BIN)/python tests/deploy/proof.py
 
 mutants: setup
 	$(BIN)/python tests/mutants.py

@@ -114,9 +114,9 @@ versions:
 gpu-proof: setup
 	$(BIN)/python tests/gpu/proof.py
 
-# Its tools come from PyPI and Debian. Parts: python tests/deploy/proof.py PART ...
+# Its tools come from PyPI and Debian. Parts: python tests/deploy/operator_proof.py PART ...
 operator-proof: setup
-	$(BIN)/python tests/deploy/proof.py
+	$(BIN)/python tests/deploy/operator_proof.py
 
 mutants: setup
 	$(BIN)/python tests/mutants.py

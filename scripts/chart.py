@@ -1,16 +1,18 @@
 """Writes the templates of the Helm chart from the manifests that kustomize uses.
 
-    python scripts/chart.py            write deploy/helm/vllm-disagg/templates
-    python scripts/chart.py --check    exit status 1 if a template differs
+    python scripts/chart.py            write the templates, and the PrometheusRule
+    python scripts/chart.py --check    exit status 1 if a file differs
 
 Both have the same objects, so these stand once: in deploy/kubernetes. A template is a manifest in
-which each text of `VALUES` is replaced by an expression of the chart.
+which texts are replaced by expressions of the chart. The PrometheusRule has the alerts of
+deploy/observability/alerts.yml.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,6 +20,17 @@ MANIFESTS = ROOT / "deploy" / "kubernetes"
 TEMPLATES = ROOT / "deploy" / "helm" / "vllm-disagg" / "templates"
 NOTE = "{{- /* Written by scripts/chart.py from deploy/kubernetes; do not edit. */ -}}\n"
 ROLES = ("prefill", "decode")
+ALERTS = ROOT / "deploy" / "observability" / "alerts.yml"
+RULE = "components/monitoring/prometheus-rule.yaml"
+RULE_HEAD = """\
+# Written by scripts/chart.py from deploy/observability/alerts.yml; do not edit.
+apiVersion: monitoring.coreos.com/v1
+kind: PrometheusRule
+metadata:
+  name: vllm-disagg
+spec:
+  groups:
+"""
 
 # By template: its manifest, and the value without which it is left out.
 SOURCES = {
@@ -26,6 +39,7 @@ SOURCES = {
     "proxy.yaml": ("base/proxy.yaml", ""),
     "network.yaml": ("base/network.yaml", "networkPolicy.enabled"),
     "pod-monitors.yaml": ("components/monitoring/pod-monitors.yaml", "monitoring.enabled"),
+    "prometheus-rule.yaml": ("components/monitoring/prometheus-rule.yaml", "monitoring.enabled"),
     "scaled-objects.yaml": (
         "components/autoscaling/scaled-objects.yaml",
         "autoscaling.enabled",
@@ -89,10 +103,17 @@ def replacements(template: str) -> list[tuple[str, str]]:
     return found.get(name, [])
 
 
+def prometheus_rule() -> str:
+    """Returns the alerts as an object of the Prometheus operator."""
+    _, _, groups = ALERTS.read_text().partition("\ngroups:\n")
+    return RULE_HEAD + textwrap.indent(groups, "  ")
+
+
 def render(template: str) -> str:
     """Returns the text of one template."""
     source, condition = SOURCES[template]
-    text = (MANIFESTS / source).read_text()
+    text = prometheus_rule() if source == RULE else (MANIFESTS / source).read_text()
+    text = text.replace("{{", '{{ "{{" }}')  # of Prometheus, not of Helm
     for old, new in replacements(template):
         if old not in text:
             raise SystemExit(f"{source} has no text {old!r}: bring scripts/chart.py up to date")
@@ -107,10 +128,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; fail if one differs")
     check = parser.parse_args().check
+    texts = {TEMPLATES / template: render(template) for template in SOURCES}
+    texts[MANIFESTS / RULE] = prometheus_rule()
     different = []
-    for template in SOURCES:
-        path = TEMPLATES / template
-        text = render(template)
+    for path, text in texts.items():
         if not check:
             path.write_text(text)
         elif not path.exists() or path.read_text() != text:

@@ -1,9 +1,9 @@
 """Proves what operators deploy, part by part; the last line is JSON: `make operator-proof`.
 
-    python tests/deploy/proof.py [PART ...]
+    python tests/deploy/operator_proof.py [PART ...]
 
 Each part is a command whose own output is read: no result is stored here. Tools come from
-`tools.py`. A part whose tool cannot be had is not in the JSON line; `absent` has its reason. Exit
+`operator_tools.py`. A part whose tool cannot be had is not in the JSON line; `absent` has its reason. Exit
 status 1: a part has failed.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 
 import observability
-import tools
+import operator_tools as tools
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

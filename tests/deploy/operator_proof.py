@@ -3,8 +3,8 @@
     python tests/deploy/operator_proof.py [PART ...]
 
 Each part is a command whose own output is read: no result is stored here. Tools come from
-`operator_tools.py`. A part whose tool cannot be had is not in the JSON line; `absent` has its reason. Exit
-status 1: a part has failed.
+`operator_tools.py`. A part whose tool cannot be had is not in the JSON line; `absent` has its
+reason. Exit status 1: a part has failed.
 """
 
 from __future__ import annotations

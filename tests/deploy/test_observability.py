@@ -31,7 +31,7 @@ def test_every_expression_names_metrics_of_a_recorded_scrape() -> None:
 
 
 def test_the_recorded_scrape_has_all_families_of_the_proxy() -> None:
-    """A scrape that is older than the code would prove nothing: `operator_proof.py replace` records it."""
+    """An older scrape would prove nothing: `replace_pods.py --record` writes a new one."""
     page = Metrics(Fleet()).render().decode()
     families = re.findall(r"^# TYPE (\S+) ", page, re.MULTILINE)
     recorded = (SCRAPES / "proxy.txt").read_text()

@@ -8,6 +8,7 @@
 # make versions  exactness on the oldest and the newest vLLM supported, and between the two
 # make gpu-proof what can be proved of the path for GPUs without a GPU; the last line is JSON (the engines take longest)
 # make page-proof  the status page in Debian's chromium, with axe-core; writes the pictures of the documents
+# make operator-proof  what operators deploy: alert rules, manifests, images, units, and engines replaced under load; the last line is JSON
 # make mutants   plant faults in the protocol; the tests must notice
 # make planner-accuracy  the planner's step times beside measured runs of vLLM on GPUs; fits their coefficients; the last line is JSON
 # make bench     the hand-off, measured
@@ -29,11 +30,11 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 BIN    := $(VENV)/bin
 MODEL  := .cache/models/heavy
 # Tests that need neither an engine nor processes of their own; the first ones mostly wait, the others compute.
-WAITING   := $(addprefix tests/,proxy doctor unit launcher bench transports/zmq transports/tcp transports/nixl) $(wildcard tests/transports/test_*.py)
+WAITING   := $(addprefix tests/,proxy doctor unit deploy launcher bench transports/zmq transports/tcp transports/nixl) $(wildcard tests/transports/test_*.py)
 COMPUTING := $(addprefix tests/,protocol kv fleet connector planner workloads transports/collective simulation scheduler_worlds property gpu)
 QUICK     := $(WAITING) $(COMPUTING)
 
-.PHONY: setup demo check static quick-waiting quick-computing coverage test wide routers chaos versions gpu-proof page-proof mutants bench bench-proxy bench-transport goodput planner-accuracy house clean
+.PHONY: setup demo check static quick-waiting quick-computing coverage test wide routers chaos versions gpu-proof page-proof operator-proof mutants bench bench-proxy bench-transport goodput planner-accuracy house clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.ours
@@ -78,6 +79,8 @@ static: setup
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python scripts/reference.py --check
 	$(BIN)/python scripts/check_docs.py
+	$(BIN)/python scripts/dashboard.py --check
+	$(BIN)/python scripts/chart.py --check
 	$(BIN)/python tests/mutants.py --check
 
 quick-waiting: setup
@@ -121,6 +124,10 @@ page-proof: setup
 	@test -f .cache/axe/node_modules/axe-core/axe.min.js || npm install --silent --prefix .cache/axe axe-core@4.14.1
 	STATUS_BROWSER=required STATUS_SECONDS=6 STATUS_SCREENSHOTS=docs/how-to \
 		$(BIN)/python -m pytest tests/proxy/status/test_browser.py
+
+# Its tools come from PyPI and Debian. Parts: python tests/deploy/operator_proof.py PART ...
+operator-proof: setup
+	$(BIN)/python tests/deploy/operator_proof.py
 
 mutants: setup
 	$(BIN)/python tests/mutants.py

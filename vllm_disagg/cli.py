@@ -23,6 +23,7 @@ COMMANDS = {
     "bench": ("bench.main", "measure the goodput of running deployments, side by side"),
     "profile": ("bench.profile", "measure how long an instance's steps take, for a plan"),
     "doctor": ("doctor.main", "check this machine, a proxy, or instances, and prove transfers"),
+    "drain": ("drain", "wait until an instance or a proxy has no requests, to stop it"),
     "key": ("fleet.key_command", "write a new fleet key to a file"),
 }
 

@@ -295,6 +295,11 @@ class ScriptedEngine:
                 f'vllm:iteration_tokens_total_count{{engine="0",model_name="m"}} {self.steps}'
             )
             lines.append(f'vllm:num_requests_waiting{{engine="0",model_name="m"}} {self.waiting}')
+            for reason, count in (("capacity", self.waiting), ("deferred", 99)):
+                lines.append(
+                    "vllm:num_requests_waiting_by_reason"
+                    f'{{engine="0",model_name="m",reason="{reason}"}} {count}'
+                )
         return "\n".join(
             [
                 "# TYPE x",

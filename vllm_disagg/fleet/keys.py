@@ -140,10 +140,13 @@ def read_lines(path: str, flag: str) -> list[str]:
 def warn_of_mode(path: str) -> None:
     """Log a warning for a key file that others than its owner may use."""
     try:
-        mode = stat.S_IMODE(os.stat(path).st_mode)
+        status = os.stat(path)
     except FileNotFoundError:  # removed since it was read
         return
-    if mode & OTHERS_MODE:
+    mode = stat.S_IMODE(status.st_mode)
+    # Kubernetes gives a Secret to root, and with fsGroup to a group that the pod's process is in.
+    is_secret = status.st_uid == 0 and os.geteuid() != 0
+    if mode & (OTHERS_MODE & ~stat.S_IRGRP if is_secret else OTHERS_MODE):
         log.warning(
             "key file %s: other users of this machine may read or change it (mode %04o);"
             " restrict it with: chmod 600 %s",

@@ -111,7 +111,7 @@ async def serve(
         settings.api_keys,
     )
     limit = ConcurrencyLimit(settings.max_requests, settings.queue_size, settings.queue_timeout)
-    metrics.waiting = {"work": lambda: len(limit), "prefill": lambda: len(prefill_queue)}
+    metrics.follow(limit, prefill_queue)
     api = Api(relay, admin, limit, recorder, feed, settings)
     server = Server(api.handle, settings.limits, api.body_limit, api.refused)
     port = await server.start(

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from proxy_world import Call, until, world
+from vllm_disagg import __version__
 from vllm_disagg.proxy.requests.failover import FALLBACK_REASONS
 from vllm_disagg.proxy.telemetry.meter import HistogramBuckets, TrafficCounters
-from vllm_disagg.proxy.telemetry.metrics import LatencyObjectives
+from vllm_disagg.proxy.telemetry.metrics import OUTCOMES, LatencyObjectives, merge
 
 USAGE = {
     "prompt_tokens": 7,
@@ -100,6 +101,9 @@ async def test_series_with_few_known_labels_start_at_zero() -> None:
     }.items():
         for value in values:
             assert f'vllm_disagg_{name}{value}"}} 0.0' in found
+    for outcome in OUTCOMES:
+        labels = f'mode="disaggregated",outcome="{outcome}",path="/v1/completions"'
+        assert f"vllm_disagg_requests_total{{{labels}}} 0.0" in found
     assert {"no_pair", "prefill_full", "prefill_5xx", "decode_failed"} < set(FALLBACK_REASONS)
 
 
@@ -294,3 +298,35 @@ async def test_phases_are_of_one_clock(tmp_path: Path) -> None:
         assert line["queue_seconds"] + line["prefill_seconds"] <= line["seconds"]
     queued = [line["queue_seconds"] for line in lines]
     assert any(value * 1000 % 1 for value in queued), queued
+
+
+async def test_the_series_of_generation_exist_before_the_first_request() -> None:
+    async with world() as w:
+        before = await _request_series(w)
+        assert (await w.post()).status == 200
+        assert (await w.post(_body=b"no JSON")).status == 400
+        assert await _request_series(w) == before
+
+
+async def _request_series(w: Any) -> set[str]:
+    text = (await w.get("/metrics")).body.decode()
+    lines = (line.rpartition(" ")[0] for line in text.splitlines())
+    return {line for line in lines if line.startswith("vllm_disagg_requests_total")}
+
+
+async def test_process_and_build_are_described() -> None:
+    async with world() as w:
+        assert await w.metric("vllm_disagg_build_info{", f'version="{__version__}"') == 1
+        assert await w.metric("process_start_time_seconds") > 1e9
+        assert 0 < await w.metric("process_open_fds") < await w.metric("process_max_fds")
+
+
+def test_memory_and_files_of_proxy_workers_are_added() -> None:
+    page = """# TYPE process_open_fds gauge
+process_open_fds 7
+# TYPE process_start_time_seconds gauge
+process_start_time_seconds 5
+"""
+    merged = merge([page, page]).decode()
+    assert "process_open_fds 14.0" in merged
+    assert "process_start_time_seconds 5.0" in merged

@@ -99,6 +99,12 @@ _NIXL_KEY = "remote_engine_id"
 
 _KV_CACHE_USAGE = re.compile(rb"^vllm:kv_cache_usage_perc(\{[^\n]*\})? (\S+)$", re.MULTILINE)
 
+# vLLM splits its waiting requests by reason: the others wait for KV that is under way.
+_WAITING = re.compile(
+    rb'^vllm:num_requests_waiting_by_reason(\{[^\n]*reason="capacity"[^\n]*\}) (\S+)$',
+    re.MULTILINE,
+)
+
 _decode_models = msgspec.json.Decoder(_ModelList).decode
 _decode_completion = msgspec.json.Decoder(_Completion).decode
 _decode_engine = msgspec.json.Decoder(EngineInfo).decode
@@ -464,20 +470,18 @@ class Discovery:
         )
         try:
             page = await self._request(instance, "GET", "/metrics", timeout=PROBE_TIMEOUT_SECONDS)
-            rank_label = b"" if instance.rank is None else b'engine="%d"' % instance.rank
-            usages = [
-                float(value)
-                for labels, value in _KV_CACHE_USAGE.findall(page)
-                if rank_label in labels
-            ]
+            usages = _values(_KV_CACHE_USAGE, page, instance.rank)
             instance.kv_cache_usage = max(usages, default=0.0)
             instance.is_usage_known = bool(usages)
             self.on_metrics_read(instance, page, now())
+            waiting = _values(_WAITING, page, instance.rank)
+            instance.waiting_in_engine = sum(waiting) if waiting else None
         except (Unreachable, TimeoutError, _UnexpectedAnswer, ValueError):
             instance.kv_cache_usage = (
                 0.0  # unknown; the health check decides whether the instance lives
             )
             instance.is_usage_known = False
+            instance.waiting_in_engine = None
             return
         if step_due:
             verdict = instance.step_monitor.on_metrics_read(fingerprint(page, instance.rank), now())
@@ -556,6 +560,12 @@ class Discovery:
         for other in self._fleet.instances:
             if other.role != instance.role and other.up and other.can_transfer:
                 _log_mismatch(instance, other)
+
+
+def _values(series: re.Pattern[bytes], page: bytes, rank: int | None) -> list[float]:
+    """Returns the values of a series on a metrics page; of one data parallel rank, if given."""
+    rank_label = b"" if rank is None else b'engine="%d"' % rank
+    return [float(value) for labels, value in series.findall(page) if rank_label in labels]
 
 
 def _log_mismatch(instance: Instance, other: Instance) -> None:

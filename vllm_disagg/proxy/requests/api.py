@@ -354,7 +354,7 @@ class Api:
         """
         fleet = self._relay.fleet
         running = sum(i.in_flight for i in (*fleet.instances, *fleet.leaving))
-        load = self._relay.metrics.now_waiting() + running
+        load = sum(self._relay.metrics.now_waiting().values()) + running
         client.answer(200, [JSON], msgspec.json.encode({"server_load": load}))
         return 200
 

@@ -161,6 +161,10 @@ class Attempt:
         task.add_done_callback(lambda _: self._prefill_queue.release(pair))
         return task
 
+    def prompt_computed(self, pair: InstancePair) -> None:
+        """Counts a prompt that P has computed, for the estimate of P's rate."""
+        self._prefill_queue.backlog.on_prompt_computed(pair.uncached_bytes)
+
     def release_prefill_place(self) -> None:
         """Gives back the place at P, unless a started leg does that or it was done before."""
         pair = self._unstarted_pair

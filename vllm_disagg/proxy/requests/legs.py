@@ -137,6 +137,7 @@ class LegRunner:
         if answer.status == 200:
             seconds = monotonic_now() - began
             self._metrics.prefill_leg.observe(seconds)
+            attempt.prompt_computed(pair)
             self._tracing.prefilled(attempt.context.request)
             attempt.context.meter.prefill_done(seconds)
         return answer

@@ -156,11 +156,10 @@ class AttemptPlans:
 
     def take_places(self, context: RequestContext, plan: AttemptPlan) -> None:
         """Counts the request at the instances of a plan."""
-        now = _now()
         if isinstance(plan, InstancePair):
-            plan.take(self._fleet, self._policy, now)
+            self._prefill_queue.take(plan)
         else:
-            record_choice(self._fleet, self._policy, context.query, now, plan)
+            record_choice(self._fleet, self._policy, context.query, _now(), plan)
             plan.add_request(context.query.prompt_bytes)
 
 

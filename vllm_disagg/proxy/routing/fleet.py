@@ -65,6 +65,8 @@ class Instance:
     aggregated_requests: int = 0  # requests of which it computes the whole prompt
     kv_cache_usage: float = 0.0  # 0 to 1, last reported
     is_usage_known: bool = False  # whether `kv_cache_usage` is the engine's own report
+    # Requests that wait in the engine for room, last reported; None if it is not known.
+    waiting_in_engine: float | None = None
     state_since: float = 0.0  # when it became up or down
     last_failure: str = ""  # of a leg, a probe or a health check, for operators
     last_failure_at: float = 0.0

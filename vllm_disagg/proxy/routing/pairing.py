@@ -18,6 +18,7 @@ import msgspec
 
 from .fleet import Fleet, Instance, is_one_engine
 from .policies import CachedBytes, Policy, RoutingQuery
+from .prefill_backlog import uncached_bytes
 
 
 class InstancePair(msgspec.Struct, frozen=True, eq=False):
@@ -27,6 +28,7 @@ class InstancePair(msgspec.Struct, frozen=True, eq=False):
     decode: Instance
     query: RoutingQuery
     bidirectional_reuse: bool = False  # P may read the KV that D holds of the prompt
+    uncached_bytes: int = 0  # of the prompt at P
 
     def take(self, fleet: Fleet, policy: Policy, now: float) -> None:
         """Counts the request at both instances."""
@@ -81,7 +83,8 @@ def choose(
         return "busy"
     _, prefill, decode = min(found, key=lambda f: (f[0], f[1].last_choice))
     reuse = policy.is_reuse_worthwhile(prefill, decode, query, cached)
-    return InstancePair(prefill, decode, query, reuse)
+    uncached = uncached_bytes(query.prompt_bytes, cached.get(prefill.cache_identity, 0))
+    return InstancePair(prefill, decode, query, reuse, uncached)
 
 
 def _compatible_groups(

@@ -21,6 +21,7 @@ from ...errors import DisaggError
 from .fleet import Fleet
 from .pairing import Choice, InstancePair, choose
 from .policies import Policy, RoutingQuery
+from .prefill_backlog import PrefillBacklog, uncached_bytes
 from .priority_queue import PriorityQueue
 
 
@@ -39,6 +40,7 @@ QueueKey = tuple[str, str]  # model ("" for all unknown models), path
 class _WaitingRequest:
     query: RoutingQuery
     queue_key: QueueKey
+    uncached_bytes: int
     pair: asyncio.Future[InstancePair | None]
 
 
@@ -54,10 +56,15 @@ class PrefillQueue:
         self._concurrency = concurrency
         self._max_waiting = max_waiting
         self._patience = patience
+        self.backlog = PrefillBacklog()
         self._queues: dict[QueueKey, PriorityQueue[_WaitingRequest]] = {}  # none of them is empty
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
+
+    def backlog_seconds(self) -> float:
+        """Returns how long one prefill instance needs for all prompts that wait or run."""
+        return self.backlog.seconds(asyncio.get_running_loop().time())
 
     async def acquire(self, query: RoutingQuery, priority: int = 0) -> InstancePair | None:
         """Returns a pair with its places taken, or None if no two instances fit.
@@ -70,13 +77,16 @@ class PrefillQueue:
             if choice == "none":
                 return None
             if choice != "busy":
-                choice.take(self._fleet, self._policy, loop.time())
+                self.take(choice)
                 return choice
         if len(self) >= self._max_waiting:
             raise QueueFull(f"{len(self)} requests wait already")
-        waiting = _WaitingRequest(query, self._queue_key(query), loop.create_future())
+        waiting = _WaitingRequest(
+            query, self._queue_key(query), self._uncached_bytes(query), loop.create_future()
+        )
         queue = self._queues.setdefault(waiting.queue_key, PriorityQueue())
         queue.add(waiting, priority, loop.time())
+        self.backlog.on_queued(waiting.uncached_bytes)
         pair = None
         try:
             async with asyncio.timeout(self._patience):
@@ -88,6 +98,7 @@ class PrefillQueue:
             ) from None
         finally:
             self._remove(waiting)
+            self.backlog.on_dequeued(waiting.uncached_bytes)
             if pair is None:
                 self._release_unused(waiting.pair)
 
@@ -99,9 +110,17 @@ class PrefillQueue:
             unused.release_decode()
             self.release(unused)
 
+    def take(self, pair: InstancePair) -> None:
+        """Takes the places of a pair; `release` gives back the one at P."""
+        now = asyncio.get_running_loop().time()
+        pair.take(self._fleet, self._policy, now)
+        self.backlog.on_leg_started(pair.prefill, pair.uncached_bytes, now)
+
     def release(self, pair: InstancePair) -> None:
         """Ends a pair's prefill leg, and serves waiting requests."""
+        now = asyncio.get_running_loop().time()
         pair.release_prefill()
+        self.backlog.on_leg_ended(pair.prefill, pair.uncached_bytes, now)
         self.wake()
 
     def wake(self) -> None:
@@ -123,11 +142,16 @@ class PrefillQueue:
             if choice == "none":
                 waiting.pair.set_result(None)
             else:
-                choice.take(self._fleet, self._policy, now)
+                self.take(choice)
                 waiting.pair.set_result(choice)
 
     def _choose(self, query: RoutingQuery, now: float) -> Choice:
         return choose(self._fleet, self._policy, self._concurrency, query, now)
+
+    def _uncached_bytes(self, query: RoutingQuery) -> int:
+        """Returns the bytes of a prompt that the prefill instance with most of it must compute."""
+        cached = self._policy.cached_bytes(self._fleet.with_role("prefill"), query)
+        return uncached_bytes(query.prompt_bytes, max(cached.values(), default=0))
 
     def _queue_key(self, query: RoutingQuery) -> QueueKey:
         known = any(query.model in i.models for i in self._fleet.instances)

@@ -157,7 +157,7 @@ class StatusBoard:
             links=links(fleet, clock.loop, weights),
             weights=[PairWeight(p, d, recent) for (p, d), recent in weights.items()],
             readiness=judge_readiness(fleet, clock.loop),
-            waiting={place: count() for place, count in self._metrics.waiting.items()},
+            waiting=self._metrics.now_waiting(),
             minutes=Minutes(minutes.seconds, minutes.counts),
             now=Minutes(present.seconds, present.counts),
             fallback_reasons=list(self._metrics.fallback_reasons),

@@ -6,10 +6,11 @@ Every label has few values: roles, routes, reasons and the fleet's URLs.
 from __future__ import annotations
 
 import math
+import platform
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -19,9 +20,13 @@ from prometheus_client.core import (
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from ... import __version__
+from ..http.endpoint_schema import SCHEMAS
 from ..http.routes import GENERATING
+from ..routing.concurrency_limit import ConcurrencyLimit
 from ..routing.fleet import Fleet
 from ..routing.instance_report import working_pairs
+from ..routing.prefill_queue import PrefillQueue
 from .meter import TOKEN_KINDS, HistogramBuckets, TrafficCounters, now
 from .sliding_window import fold, subdivide
 
@@ -76,6 +81,19 @@ _LABELLED_COUNTS = {
     "bytes": ("direction", ("received", "sent"), "Bytes of bodies, from and to clients."),
     "missed": ("objective", OBJECTIVES, "Requests that missed an objective."),
 }
+
+# Labels of requests of generation: how they were served, and how they ended.
+MODES = ("disaggregated", "whole")
+OUTCOMES = ("ok", "client_error", "upstream_error", "timeout", "cancelled")
+
+# Gauges that are added over the proxy workers; of the others the largest counts.
+_ADDED_GAUGES = (
+    "vllm_disagg_waiting",
+    "process_resident_memory_bytes",
+    "process_virtual_memory_bytes",
+    "process_open_fds",
+    "process_max_fds",
+)
 
 
 class LatencyObjectives(msgspec.Struct, frozen=True):
@@ -137,6 +155,10 @@ class Metrics:
             self._fallbacks.labels(reason)
         for rung in rungs:
             self._failovers.labels(rung)
+        for path in SCHEMAS:
+            for mode in MODES:
+                for outcome in OUTCOMES:
+                    self._requests.labels(path, mode, outcome)
         # Children of `_requests` by their labels: a lookup here is faster than `labels()`.
         self._request_counters: dict[tuple[str, str, str], Counter] = {}
         self.histograms = {
@@ -147,8 +169,10 @@ class Metrics:
         self.prefill_leg = self.histograms["prefill_leg"]
         # Returns the metrics of all workers, as texts; None for a single worker.
         self.all_workers: Callable[[], Awaitable[list[str]]] | None = None
-        # Return the number of waiting requests, by place.
-        self.waiting: dict[str, Callable[[], int]] = {}
+        # Return the number of waiting requests, by place; and the backlog of prefill work, in
+        # seconds of one prefill instance. See `follow`.
+        self._waiting: dict[str, Callable[[], int]] = {}
+        self._prefill_backlog: Callable[[], float] = lambda: 0.0
         # By the name of a labelled count and its label's value.
         self._amounts = {
             (name, value): 0
@@ -158,9 +182,14 @@ class Metrics:
         self._goodput = 0
         self._judged = 0  # requests of generation that count for or against goodput
         self._pairs: dict[tuple[str, str], _PairSums] = {}  # by the URLs of a pair
-        self._registry.register(
-            _LiveGauges([self._instances, self._phases, self._counts, self._pairings])
-        )
+        views = [_build, self._instances, self._load, self._phases, self._counts, self._pairings]
+        self._registry.register(_LiveGauges(views))
+        ProcessCollector(registry=self._registry)
+
+    def follow(self, limit: ConcurrencyLimit, queue: PrefillQueue) -> None:
+        """Reads the length of both queues, and the backlog, at each scrape."""
+        self._waiting = {"work": lambda: len(limit), "prefill": lambda: len(queue)}
+        self._prefill_backlog = queue.backlog_seconds
 
     def meter(self) -> TrafficCounters:
         """Returns the meter of a new request."""
@@ -208,9 +237,9 @@ class Metrics:
         """Counts an attempt after a failure."""
         self._failovers.labels(rung).inc()
 
-    def now_waiting(self) -> int:
-        """Returns the number of requests that wait in this process."""
-        return sum(count() for count in self.waiting.values())
+    def now_waiting(self) -> dict[str, int]:
+        """Returns the number of requests that wait in this process, by queue."""
+        return {queue: count() for queue, count in self._waiting.items()}
 
     def render(self) -> bytes:
         """Returns this worker's metrics in Prometheus's text format."""
@@ -310,10 +339,36 @@ class Metrics:
         )
         pairs.add_metric([], working_pairs(self._fleet))
         yield pairs
+
+    def _load(self) -> Iterator[Metric]:
+        """Yields how full the fleet is, by which it is scaled."""
+        labels = ["url", "role"]
+        usage = GaugeMetricFamily(
+            "vllm_disagg_kv_cache_usage", "Use of an instance's KV cache, 0 to 1.", labels=labels
+        )
+        queued = GaugeMetricFamily(
+            "vllm_disagg_engine_waiting",
+            "Requests that wait in an engine for room in its batch or KV cache.",
+            labels=labels,
+        )
+        for instance in self._fleet.instances:
+            names = [instance.url, instance.role]
+            if instance.is_usage_known:
+                usage.add_metric(names, instance.kv_cache_usage)
+            if instance.waiting_in_engine is not None:
+                queued.add_metric(names, instance.waiting_in_engine)
+        yield from (usage, queued)
+        backlog = GaugeMetricFamily(
+            "vllm_disagg_prefill_backlog_seconds",
+            "Time in which one prefill instance would compute the uncached part of all prompts"
+            " that wait or run.",
+        )
+        backlog.add_metric([], self._prefill_backlog())
+        yield backlog
         waiting = GaugeMetricFamily(
             "vllm_disagg_waiting", "Requests that wait, by place.", labels=["place"]
         )
-        for place, count in self.waiting.items():
+        for place, count in self._waiting.items():
             waiting.add_metric([place], count())
         yield waiting
 
@@ -365,7 +420,7 @@ def merge(texts: list[str], gauges: bool = True) -> bytes:
     """Merges the metrics of several workers, in Prometheus's text format.
 
     Counters are added. Of gauges, which each worker measures of the same instance, the largest is
-    taken; but waiting requests are added. Without `gauges` only counters are returned.
+    taken, except `_ADDED_GAUGES`. Without `gauges` only counters are returned.
     """
     families: dict[str, Metric] = {}
     values: dict[tuple[str, str, tuple[tuple[str, str], ...]], float] = {}
@@ -374,7 +429,7 @@ def merge(texts: list[str], gauges: bool = True) -> bytes:
             if family.type == "gauge" and not gauges:
                 continue
             families.setdefault(family.name, family)
-            added = family.type != "gauge" or family.name == "vllm_disagg_waiting"
+            added = family.type != "gauge" or family.name in _ADDED_GAUGES
             for sample in family.samples:
                 key = (family.name, sample.name, tuple(sorted(sample.labels.items())))
                 before = values.get(key, 0.0)
@@ -386,6 +441,14 @@ def merge(texts: list[str], gauges: bool = True) -> bytes:
     registry = CollectorRegistry()
     registry.register(_LiveGauges([families.values]))
     return generate_latest(registry)
+
+
+def _build() -> Iterator[Metric]:
+    info = GaugeMetricFamily(
+        "vllm_disagg_build_info", "Versions of this proxy; always 1.", labels=["version", "python"]
+    )
+    info.add_metric([__version__, platform.python_version()], 1)
+    yield info
 
 
 class _LiveGauges(Collector):

@@ -1,0 +1,144 @@
+"""Writes the templates of the Helm chart from the manifests that kustomize uses.
+
+    python scripts/chart.py            write the templates, and the PrometheusRule
+    python scripts/chart.py --check    exit status 1 if a file differs
+
+Both have the same objects, so these stand once: in deploy/kubernetes. A template is a manifest in
+which texts are replaced by expressions of the chart. The PrometheusRule has the alerts of
+deploy/observability/alerts.yml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MANIFESTS = ROOT / "deploy" / "kubernetes"
+TEMPLATES = ROOT / "deploy" / "helm" / "vllm-disagg" / "templates"
+NOTE = "{{- /* Written by scripts/chart.py from deploy/kubernetes; do not edit. */ -}}\n"
+ROLES = ("prefill", "decode")
+ALERTS = ROOT / "deploy" / "observability" / "alerts.yml"
+RULE = "components/monitoring/prometheus-rule.yaml"
+RULE_HEAD = """\
+# Written by scripts/chart.py from deploy/observability/alerts.yml; do not edit.
+apiVersion: monitoring.coreos.com/v1
+kind: PrometheusRule
+metadata:
+  name: vllm-disagg
+spec:
+  groups:
+"""
+
+# By template: its manifest, and the value without which it is left out.
+SOURCES = {
+    "prefill.yaml": ("base/prefill.yaml", ""),
+    "decode.yaml": ("base/decode.yaml", ""),
+    "proxy.yaml": ("base/proxy.yaml", ""),
+    "network.yaml": ("base/network.yaml", "networkPolicy.enabled"),
+    "pod-monitors.yaml": ("components/monitoring/pod-monitors.yaml", "monitoring.enabled"),
+    "prometheus-rule.yaml": ("components/monitoring/prometheus-rule.yaml", "monitoring.enabled"),
+    "scaled-objects.yaml": (
+        "components/autoscaling/scaled-objects.yaml",
+        "autoscaling.enabled",
+    ),
+}
+# By template: texts of the manifest, and the texts of the template; each must be there.
+SCALERS = [
+    ("http://prometheus-operated.monitoring:9090", "{{ .Values.autoscaling.prometheus }}"),
+    ('namespace="vllm-disagg"', 'namespace="{{ .Release.Namespace }}"'),
+    ('threshold: "2"', "threshold: {{ .Values.autoscaling.prefillBacklogSeconds | quote }}"),
+    ('threshold: "0.7"', "threshold: {{ .Values.autoscaling.decodeKvCacheUsage | quote }}"),
+    ('threshold: "4"', "threshold: {{ .Values.autoscaling.decodeWaiting | quote }}"),
+    ("minReplicaCount: 1", "minReplicaCount: {{ .Values.autoscaling.min }}"),
+    ("maxReplicaCount: 8", "maxReplicaCount: {{ .Values.autoscaling.max }}"),
+]
+PROXY = [
+    ("image: vllm-disagg-proxy:0.1.0", "image: {{ .Values.proxy.image }}"),
+    ("  replicas: 2", "  replicas: {{ .Values.proxy.replicas }}"),
+    ("secretName: vllm-disagg-keys", "secretName: {{ .Values.keysSecret }}"),
+    (
+        "            - --log-format=json\n",
+        "            - --log-format=json\n"
+        "            {{- with .Values.proxy.args }}{{ toYaml . | nindent 12 }}{{ end }}\n",
+    ),
+    ("name: proxy}]", "name: proxy, namespace: {{ .Release.Namespace | quote }}}]"),
+]
+
+
+def engine(role: str) -> list[tuple[str, str]]:
+    """Returns the replacements in the manifest of one role."""
+    values = f".Values.{role}"
+    return [
+        ("image: vllm-disagg-engine:0.1.0", "image: {{ .Values.engine.image }}"),
+        (
+            "  replicas: 2\n",
+            "  {{- if not .Values.autoscaling.enabled }}\n"
+            f"  replicas: {{{{ {values}.replicas }}}}\n"
+            "  {{- end }}\n",
+        ),
+        ("value: Qwen/Qwen3-8B", "value: {{ .Values.model | quote }}"),
+        ("vllm-disagg-keys", "{{ .Values.keysSecret }}"),
+        (
+            '            requests: {cpu: "4", memory: 32Gi}\n            limits: {memory: 64Gi}\n',
+            f"            {{{{- toYaml {values}.resources | nindent 12 }}}}\n",
+        ),
+        (
+            "          env:\n",
+            f"            {{{{- with {values}.args }}}}"
+            "{{ toYaml . | nindent 12 }}{{ end }}\n"
+            "          env:\n",
+        ),
+    ]
+
+
+def replacements(template: str) -> list[tuple[str, str]]:
+    """Returns the replacements of one template."""
+    name = template.removesuffix(".yaml")
+    if name in ROLES:
+        return engine(name)
+    found = {"proxy": PROXY, "scaled-objects": SCALERS}
+    return found.get(name, [])
+
+
+def prometheus_rule() -> str:
+    """Returns the alerts as an object of the Prometheus operator."""
+    _, _, groups = ALERTS.read_text().partition("\ngroups:\n")
+    return RULE_HEAD + textwrap.indent(groups, "  ")
+
+
+def render(template: str) -> str:
+    """Returns the text of one template."""
+    source, condition = SOURCES[template]
+    text = prometheus_rule() if source == RULE else (MANIFESTS / source).read_text()
+    text = text.replace("{{", '{{ "{{" }}')  # of Prometheus, not of Helm
+    for old, new in replacements(template):
+        if old not in text:
+            raise SystemExit(f"{source} has no text {old!r}: bring scripts/chart.py up to date")
+        text = text.replace(old, new)
+    if condition:
+        text = f"{{{{- if .Values.{condition} }}}}\n{text}{{{{- end }}}}\n"
+    return NOTE + text
+
+
+def main() -> int:
+    """Writes the templates, or compares them with the manifests."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if one differs")
+    check = parser.parse_args().check
+    texts = {TEMPLATES / template: render(template) for template in SOURCES}
+    texts[MANIFESTS / RULE] = prometheus_rule()
+    different = []
+    for path, text in texts.items():
+        if not check:
+            path.write_text(text)
+        elif not path.exists() or path.read_text() != text:
+            different.append(f"{path.relative_to(ROOT)} differs: run python scripts/chart.py")
+    print("\n".join(different), end="\n" if different else "")
+    return 1 if different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,235 @@
+"""Proves what operators deploy, part by part; the last line is JSON: `make operator-proof`.
+
+    python tests/deploy/operator_proof.py [PART ...]
+
+Each part is a command whose own output is read: no result is stored here. Tools come from
+`operator_tools.py`. A part whose tool cannot be had is not in the JSON line; `absent` has its
+reason. Exit status 1: a part has failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import observability
+import operator_tools as tools
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+OVERLAYS = DEPLOY / "kubernetes" / "overlays"
+CHART = DEPLOY / "helm" / "vllm-disagg"
+COMPOSE_FILES = [DEPLOY / "docker" / "compose.yaml", DEPLOY / "observability" / "compose.yaml"]
+DOCKERFILES = sorted((DEPLOY / "docker").glob("*.Dockerfile"))
+UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
+INSTALLED = "/opt/vllm-disagg/bin/"  # the folder of commands in the units
+NAMESPACE = "vllm-disagg"
+RULES_FOUND = re.compile(r"SUCCESS: (\d+) rules found")
+
+Fields = dict[str, Any]
+
+
+class FailedError(Exception):
+    """A part has failed; the text is the reason."""
+
+
+def run(*command: str | Path, text: str = "", folder: Path = ROOT) -> str:
+    """Runs a command, prints it, and returns its output; FailedError unless it succeeds."""
+    words = [str(word) for word in command]
+    print("+", *words, flush=True)
+    done = subprocess.run(
+        words,
+        cwd=folder,
+        input=text,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        print(done.stdout[-4000:])
+        raise FailedError(f"{Path(words[0]).name} {words[1] if len(words) > 1 else ''}: failed")
+    return done.stdout
+
+
+def prove_rules() -> Fields:
+    """Checks the alert rules, and a firing and a silent case of each."""
+    promtool = tools.path_of("promtool")
+    checked = RULES_FOUND.search(run(promtool, "check", "rules", observability.RULES))
+    run(promtool, "test", "rules", observability.RULE_TESTS)
+    run(promtool, "check", "config", observability.OBSERVABILITY / "prometheus.yml")
+    cases = yaml.safe_load(observability.RULE_TESTS.read_text())["tests"]
+    firing = sum(bool(case["alert_rule_test"][0]["exp_alerts"]) for case in cases)
+    rules = int(checked[1]) if checked else 0
+    if rules != len(observability.alerts()) or (firing, len(cases) - firing) != (rules, rules):
+        raise FailedError(f"{rules} rules, {firing} of {len(cases)} cases fire")
+    return {"alerts": rules, "firing": firing, "silent": len(cases) - firing}
+
+
+def prove_metrics() -> Fields:
+    """Checks the recorded scrape of the proxy, and parses each query against the scrapes."""
+    promtool = tools.path_of("promtool")
+    page = (observability.SCRAPES / "proxy.txt").read_text()
+    run(promtool, "check", "metrics", text=page)
+    unknown = observability.unknown_metrics()
+    if unknown:
+        raise FailedError(f"no recorded scrape has {', '.join(unknown)}")
+    queries = observability.expressions()
+    # As a rule, since promtool checks no query alone.
+    expressions = [query.replace("$__rate_interval", "5m") for query in queries]
+    rules = [{"record": f"query:{index}", "expr": text} for index, text in enumerate(expressions)]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "queries.yml"
+        path.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}))
+        run(promtool, "check", "rules", path)
+    return {"queries": len(queries), "unknown": len(unknown)}
+
+
+def rendered(folder: Path) -> dict[str, Path]:
+    """Renders each overlay and the chart into files; returns them by name."""
+    kubectl = tools.path_of("kubectl")
+    texts = {path.name: run(kubectl, "kustomize", path) for path in sorted(OVERLAYS.iterdir())}
+    helm = tools.path_of("helm")
+    run(helm, "lint", "--strict", CHART)
+    texts["helm"] = run(helm, "template", "release", CHART, "--namespace", NAMESPACE)
+    files = {name: folder / f"{name}.yaml" for name in texts}
+    for name, path in files.items():
+        path.write_text(texts[name])
+    return files
+
+
+def prove_manifests() -> Fields:
+    """Renders overlays and chart, compares the two, and validates all objects strictly."""
+    with tempfile.TemporaryDirectory() as name:
+        files = rendered(Path(name))
+        different = differences(objects(files["gpu"]), objects(files["helm"]))
+        if different:
+            raise FailedError(f"chart and overlay differ: {', '.join(different)}")
+        script = ROOT / "tests" / "deploy" / "check_manifests.py"
+        output = run(tools.python(), script, *files.values())
+    counts = json.loads(output.strip().splitlines()[-1])
+    run(sys.executable, "scripts/chart.py", "--check")
+    run(sys.executable, "scripts/dashboard.py", "--check")
+    return {"overlays": len(files) - 1, "chart": "equal", **counts}
+
+
+def objects(path: Path) -> dict[str, Any]:
+    """Returns the objects of a rendered file by kind and name, without their namespace."""
+    found = {}
+    for each in yaml.safe_load_all(path.read_text()):
+        if each:
+            each["metadata"].pop("namespace", None)
+            found[f"{each['kind']} {each['metadata']['name']}"] = each
+    return found
+
+
+def differences(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
+    """Returns the names of objects that are not in both, or not equal."""
+    return [name for name in sorted({*left, *right}) if left.get(name) != right.get(name)]
+
+
+def prove_compose() -> Fields:
+    """Has Compose read its files, and a linter the Dockerfiles."""
+    for path in COMPOSE_FILES:
+        run(tools.path_of("docker-compose"), "--file", path, "config", "--quiet")
+    hadolint = tools.path_of("hadolint")
+    run(hadolint, "--failure-threshold", "warning", *DOCKERFILES)
+    return {"compose": len(COMPOSE_FILES), "dockerfiles": len(DOCKERFILES)}
+
+
+def prove_image() -> Fields:
+    """Builds the proxy's image as its Dockerfile does, measures it, and runs it."""
+    if os.geteuid():
+        raise tools.MissingToolError("a container's root folder needs root")
+    output = run(sys.executable, "tests/deploy/proxy_image.py")
+    return dict(json.loads(output.strip().splitlines()[-1]))
+
+
+def prove_systemd() -> Fields:
+    """Has systemd verify the units, with this environment's commands in place of the installed."""
+    analyze = "/usr/bin/systemd-analyze"
+    if not Path(analyze).exists():
+        raise tools.MissingToolError("there is no systemd-analyze here")
+    commands = Path(sys.executable).parent
+    with tempfile.TemporaryDirectory() as folder:
+        paths = []
+        for unit in UNITS:
+            path = Path(folder) / unit.name.replace("@.", "@prefill.")
+            path.write_text(unit.read_text().replace(INSTALLED, f"{commands}/"))
+            paths.append(path)
+        output = run(analyze, "verify", "--man=no", *paths)
+    complaints = [line for line in output.splitlines() if "vllm-disagg" in line]
+    if complaints:
+        raise FailedError(f"systemd: {complaints[0]}")
+    return {"units": len(UNITS)}
+
+
+def prove_replace() -> Fields:
+    """Runs the pods' commands with tiny engines and replaces them one by one under load."""
+    run(sys.executable, "scripts/tiny_model.py", "dense", ".cache/models/dense")
+    kubectl = tools.path_of("kubectl")
+    with tempfile.TemporaryDirectory() as folder:
+        manifests = Path(folder) / "cpu.yaml"
+        manifests.write_text(run(kubectl, "kustomize", OVERLAYS / "cpu"))
+        output = run(sys.executable, "tests/deploy/replace_pods.py", manifests)
+    print(output)
+    return dict(json.loads(output.strip().splitlines()[-1]))
+
+
+# In the order of their time: engines come last. The doctor's and the page's parts belong here too.
+PARTS: dict[str, Callable[[], Fields]] = {
+    "rules": prove_rules,
+    "metrics": prove_metrics,
+    "manifests": prove_manifests,
+    "compose": prove_compose,
+    "systemd": prove_systemd,
+    "image": prove_image,
+    "replace": prove_replace,
+}
+
+
+def prove(names: Iterable[str]) -> tuple[Fields, bool]:
+    """Runs these parts; returns what each has found, and whether none has failed."""
+    found: Fields = {}
+    absent: dict[str, str] = {}
+    is_good = True
+    for name in names:
+        began = time.monotonic()
+        try:
+            found[name] = PARTS[name]()
+        except tools.MissingToolError as reason:
+            absent[name] = str(reason)
+        except FailedError as reason:
+            found[name] = {"failed": str(reason)}
+            is_good = False
+        print(f"operator-proof: {name} took {time.monotonic() - began:.0f} s", flush=True)
+    return {**found, "absent": absent} if absent else found, is_good
+
+
+def main() -> None:
+    """Runs the parts that are named, or all."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    names = parser.parse_args().parts or list(PARTS)
+    unknown = [name for name in names if name not in PARTS]
+    if unknown:
+        parser.error(f"unknown: {' '.join(unknown)}; parts are {', '.join(PARTS)}")
+    found, is_good = prove(names)
+    print(json.dumps(found))
+    sys.exit(not is_good)
+
+
+if __name__ == "__main__":
+    main()

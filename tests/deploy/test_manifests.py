@@ -1,0 +1,126 @@
+"""What the manifests, units and images say agrees with the code and among themselves.
+
+`make operator-proof` renders and validates them with the tools of operators.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from pods import VARIABLE
+from vllm_disagg import __version__, cli, config
+from vllm_disagg.fleet.conventions import KV_ROLES
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+BASE = DEPLOY / "kubernetes" / "base"
+ENGINES = ("prefill", "decode")
+
+
+def deployment(name: str) -> Any:
+    documents = yaml.safe_load_all((BASE / f"{name}.yaml").read_text())
+    return next(d for d in documents if d["kind"] == "Deployment")
+
+
+def container(name: str) -> Any:
+    (found,) = deployment(name)["spec"]["template"]["spec"]["containers"]
+    return found
+
+
+def parse(words: list[str]) -> Any:
+    """Parses a command of vllm-disagg; SystemExit for a wrong flag."""
+    parser = cli._parser(words[0])
+    return parser.parse_args(words)
+
+
+def expanded(words: list[str]) -> list[str]:
+    return [VARIABLE.sub("10.0.0.1", word) for word in words]
+
+
+def test_the_proxys_flags_are_flags() -> None:
+    found = container("proxy")
+    assert found["command"] == ["python3", "-m", "vllm_disagg", "proxy"]
+    args = parse(["proxy", *expanded(found["args"])])
+    assert args.service_discovery and args.port == found["ports"][0]["containerPort"]
+    for role, selector in (("prefill", args.prefill_selector), ("decode", args.decode_selector)):
+        labels = deployment(role)["spec"]["template"]["metadata"]["labels"]
+        assert dict(label.split("=") for label in selector) == labels
+
+
+@pytest.mark.parametrize("name", [*ENGINES, "proxy"])
+def test_the_drain_ends_before_the_pod_is_killed(name: str) -> None:
+    command = container(name)["lifecycle"]["preStop"]["exec"]["command"]
+    words = command[command.index("drain") :]
+    args = parse(words)
+    grace = deployment(name)["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert args.notice + args.timeout < grace
+    # The hook's command is not expanded, so the server's address comes from the environment.
+    urls = [e["value"] for e in container(name)["env"] if e["name"] == "VLLM_DISAGG_URL"]
+    assert urls == [f"http://$(POD_IP):{container(name)['ports'][0]['containerPort']}"]
+
+
+def transfer_config(words: list[str]) -> Any:
+    return json.loads(words[words.index("--kv-transfer-config") + 1])
+
+
+@pytest.mark.parametrize("role", ENGINES)
+def test_the_connectors_settings_are_settings(role: str) -> None:
+    compose = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())
+    found = [container(role)["args"], compose["services"][role]["command"]]
+    for words in found:
+        transfer = transfer_config(words)
+        assert transfer["kv_role"] == KV_ROLES[role]
+        assert transfer["kv_load_failure_policy"] == "recompute"
+        settings = transfer["kv_connector_extra_config"]
+        known = {field.name for field in msgspec.structs.fields(config.Config)}
+        assert settings.keys() <= known and "key_file" in settings
+
+
+def test_the_unit_of_an_engine_has_the_same_settings() -> None:
+    unit = (DEPLOY / "systemd" / "vllm-disagg-engine@.service").read_text()
+    command = re.search(r"^ExecStart=((?:.*\\\n)*.*)$", unit, re.MULTILINE)
+    assert command
+    transfer = transfer_config(shlex.split(command[1].replace("\\\n", " ")))
+    pod = transfer_config(container("prefill")["args"])
+    assert transfer.keys() == pod.keys()
+    assert transfer["kv_connector_extra_config"].keys() == pod["kv_connector_extra_config"].keys()
+    stop = re.search(r"^ExecStop=\S+vllm-disagg (.*)$", unit, re.MULTILINE)
+    assert stop
+    seconds = re.search(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
+    assert seconds and parse(stop[1].split()).timeout < int(seconds[1])
+
+
+def test_the_unit_of_the_proxy_has_flags() -> None:
+    unit = (DEPLOY / "systemd" / "vllm-disagg-proxy.service").read_text()
+    command = re.search(r"^ExecStart=\S+vllm-disagg (.*)$", unit, re.MULTILINE)
+    assert command and parse(command[1].split()).fleet_file == "/etc/vllm-disagg/fleet.yaml"
+
+
+def test_images_have_this_version_everywhere() -> None:
+    chart = yaml.safe_load((DEPLOY / "helm" / "vllm-disagg" / "Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == __version__
+    texts = [path.read_text() for path in DEPLOY.rglob("*") if path.is_file()]
+    tags = {tag for text in texts for tag in re.findall(r"vllm-disagg-\w+:(\d[\w.]*)", text)}
+    assert tags == {__version__}
+
+
+def test_every_key_of_the_secret_is_named_in_the_guide() -> None:
+    guide = (ROOT / "docs" / "how-to" / "deploy-on-kubernetes.md").read_text()
+    created = set(re.findall(r"--from-file=(\S+)", guide))
+    texts = " ".join(path.read_text() for path in BASE.glob("*.yaml"))
+    used = set(re.findall(r"\b(\w+\.key)\b", texts))
+    assert used == created
+
+
+def test_scalers_name_deployments() -> None:
+    scalers = DEPLOY / "kubernetes" / "components" / "autoscaling" / "scaled-objects.yaml"
+    names = [d["spec"]["scaleTargetRef"]["name"] for d in yaml.safe_load_all(scalers.read_text())]
+    assert names == [deployment(name)["metadata"]["name"] for name in ENGINES]

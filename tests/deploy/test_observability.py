@@ -1,0 +1,57 @@
+"""Alert rules, dashboard and runbook name the same things as the code.
+
+`make operator-proof` checks them with Prometheus's own tool.
+"""
+
+import re
+
+import pytest
+import yaml
+
+from observability import (
+    RULE_TESTS,
+    RUNBOOK,
+    SCRAPES,
+    alerts,
+    dashboard_expressions,
+    expressions,
+    recorded_names,
+    scaler_expressions,
+    unknown_metrics,
+)
+from vllm_disagg.proxy.routing.fleet import Fleet
+from vllm_disagg.proxy.telemetry.metrics import Metrics
+
+
+def test_every_expression_names_metrics_of_a_recorded_scrape() -> None:
+    assert len(list(dashboard_expressions())) > 30
+    assert len(list(scaler_expressions())) >= 3
+    assert all(re.search(r"vllm|process_", expression) for expression in expressions())
+    assert unknown_metrics() == {}
+
+
+def test_the_recorded_scrape_has_all_families_of_the_proxy() -> None:
+    """An older scrape would prove nothing: `replace_pods.py --record` writes a new one."""
+    page = Metrics(Fleet()).render().decode()
+    families = re.findall(r"^# TYPE (\S+) ", page, re.MULTILINE)
+    recorded = (SCRAPES / "proxy.txt").read_text()
+    assert [name for name in families if f"# TYPE {name} " not in recorded] == []
+    assert "vllm:disagg_failed_loads_total" in recorded_names()
+
+
+@pytest.mark.parametrize("name", alerts())
+def test_each_alert_has_a_runbook_heading_and_both_cases(name: str) -> None:
+    rule = alerts()[name]
+    assert rule["labels"]["severity"] in ("critical", "warning")
+    assert rule["annotations"]["runbook"] == f"docs/how-to/{RUNBOOK.name}#{name.lower()}"
+    assert f"\n## {name}\n" in RUNBOOK.read_text()
+    fired = {}
+    for case in yaml.safe_load(RULE_TESTS.read_text())["tests"]:
+        for expected in case["alert_rule_test"]:
+            fired.setdefault(expected["alertname"], set()).add(bool(expected["exp_alerts"]))
+    assert fired[name] == {True, False}
+
+
+def test_no_runbook_heading_without_an_alert() -> None:
+    headings = re.findall(r"^## (\w+)$", RUNBOOK.read_text(), re.MULTILINE)
+    assert sorted(headings) == sorted(alerts())

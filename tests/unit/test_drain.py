@@ -1,0 +1,171 @@
+"""`vllm-disagg drain`: it ends when a server has no requests, and not before."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from vllm_disagg import cli, drain
+from vllm_disagg.fleet.keys import ADMIN_KEY
+
+ENGINE = "# TYPE vllm:num_requests_running gauge\n"
+
+
+def engine_page(running: float, waiting: float = 0) -> str:
+    return (
+        f'{ENGINE}vllm:num_requests_running{{engine="0"}} {running}\n'
+        f'vllm:num_requests_waiting{{engine="0"}} {waiting}\n'
+        'vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 9\n'
+    )
+
+
+class Server(ThreadingHTTPServer):
+    """Answers /metrics with its pages in turn, the last one for ever; notes drains."""
+
+    def __init__(self, *pages: str, status: int = 200) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.pages = list(pages)
+        self.status = status
+        self.reads = 0
+        self.drains: list[tuple[str, Any]] = []
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        page = self.server.pages[min(self.server.reads, len(self.server.pages) - 1)]
+        self.server.reads += 1
+        self._answer(200, page.encode())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.drains.append((self.headers["authorization"], body))
+        self._answer(self.server.status, b'{"error":\n"no such instance"}')
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    started: list[Server] = []
+
+    def start(*pages: str, status: int = 200) -> Server:
+        started.append(Server(*pages, status=status))
+        return started[-1]
+
+    monkeypatch.setattr(drain, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(drain, "URL", "VLLM_DISAGG_URL")
+    yield start
+    for server in started:
+        server.close()
+
+
+def test_it_waits_for_two_idle_looks(servers: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    server = servers(
+        engine_page(2), engine_page(0, 1), engine_page(0), engine_page(1), engine_page(0)
+    )
+    assert cli.main(["drain", server.url]) == 0
+    assert server.reads == 6
+    assert "has no requests" in capsys.readouterr().out
+
+
+def test_a_proxy_has_requests_in_flight_and_waiting(servers: Any) -> None:
+    idle = '# TYPE vllm_disagg_waiting gauge\nvllm_disagg_waiting{place="work"} 0.0\n'
+    busy = idle + 'vllm_disagg_in_flight{role="decode",url="http://d"} 3.0\n'
+    assert drain.count_requests(servers(busy).url) == 3
+    assert drain.count_requests(servers(idle).url) == 0
+
+
+def test_it_waits_at_least_for_the_notice(servers: Any) -> None:
+    server = servers(engine_page(0))
+    assert cli.main(["drain", server.url, "--notice", "0.05"]) == 0
+    assert server.reads > 2
+
+
+def test_a_request_that_does_not_end(servers: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    server = servers(engine_page(3, 1))
+    assert cli.main(["drain", server.url, "--timeout", "0.01"]) == 1
+    error = capsys.readouterr().err
+    assert error == f"vllm-disagg drain: {server.url} has 4 requests after 0.01 s\n"
+
+
+def test_a_server_that_ends_meanwhile_has_no_requests(
+    servers: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = servers(engine_page(1), "gone")
+    assert cli.main(["drain", server.url]) == 0
+    assert "has ended" in capsys.readouterr().out
+
+
+def test_the_proxies_are_asked_first(servers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ADMIN_KEY, "secret")
+    engine = servers(engine_page(0))
+    proxy = servers("")
+    monkeypatch.setenv("VLLM_DISAGG_URL", engine.url)
+    assert cli.main(["drain", "--proxy", proxy.url]) == 0
+    assert proxy.drains == [("Bearer secret", {"url": engine.url})]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name the server's URL, or set VLLM_DISAGG_URL"),
+        (["nonsense"], "URL: nonsense is not a URL"),
+        (["{url}", "--timeout", "nan"], "--timeout must be a number of seconds"),
+        (["{url}", "--notice", "-1"], "--notice must be a number of seconds"),
+        (["{url}", "--proxy", "x"], "--proxy: x is not a URL"),
+        (["{other}"], "it is neither a proxy nor a vLLM"),
+        (["{wrong}"], "a count that is no number"),
+        (["{url}", "--proxy", "{refuses}"], 'to the drain of {url}: {"error": "no such instance"}'),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: list[str],
+    message: str,
+    servers: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("VLLM_DISAGG_URL", raising=False)
+    monkeypatch.setenv(ADMIN_KEY, "secret")
+    urls = {
+        "{url}": servers(engine_page(0)).url,
+        "{other}": servers("up 1\n").url,
+        "{wrong}": servers(f"{ENGINE}vllm:num_requests_running x\n").url,
+        "{refuses}": servers("", status=404).url,
+    }
+    assert cli.main(["drain", *(urls.get(word, word) for word in words)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("vllm-disagg drain: ") and error.count("\n") == 1
+    assert message.replace("{url}", urls["{url}"]) in error
+
+
+def test_a_drain_without_the_admin_key(
+    servers: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(ADMIN_KEY, raising=False)
+    url = servers(engine_page(0)).url
+    assert cli.main(["drain", url, "--proxy", "http://127.0.0.1:9"]) == 2
+    assert f"environment as {ADMIN_KEY}" in capsys.readouterr().err

@@ -1,0 +1,146 @@
+"""Runs `vllm-disagg drain`: waits until a server has no requests, so that it can be stopped.
+
+The preStop hook of a pod and the ExecStop of a unit run it. The server is a vLLM or a proxy; both
+state their running and waiting requests on /metrics.
+
+    asked proxies to drain it (--proxy) -> waited until others noticed (--notice)
+      -> no request at IDLE_LOOKS looks in a row: exit status 0
+      -> it ended meanwhile: exit status 0
+      -> --timeout: exit status 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import os
+import re
+import sys
+import time
+from urllib.parse import urlsplit
+
+import msgspec
+
+from . import http_client
+from .errors import ConfigError
+from .fleet.keys import ADMIN_KEY
+
+URL = "VLLM_DISAGG_URL"  # environment variable with the server's address
+DRAIN_PATH = "/disagg/instances/drain"
+LOOK_SECONDS = 0.5
+# A request that has just left one queue may not be in the next one yet.
+IDLE_LOOKS = 2
+_REQUESTS = re.compile(
+    r"^(?:vllm:num_requests_(?:running|waiting)|vllm_disagg_(?:in_flight|waiting))"
+    r"(?:\{[^\n]*\})? (\S+)$",
+    re.MULTILINE,
+)
+_COUNTS = re.compile(r"^# TYPE (?:vllm:num_requests_running|vllm_disagg_waiting) ", re.MULTILINE)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument(
+        "url",
+        nargs="?",
+        default=os.environ.get(URL, ""),
+        metavar="URL",
+        help=f"address of a vLLM or of a proxy (default: environment variable {URL})",
+    )
+    parser.add_argument(
+        "--proxy",
+        action="append",
+        default=[],
+        metavar="URL",
+        help=f"proxy that shall send it no new requests, asked with the key of {ADMIN_KEY};"
+        " repeatable",
+    )
+    parser.add_argument(
+        "--notice",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="time that others need to notice that it ends, such as proxies that list pods",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="longest wait; then the exit status is 1 (default: %(default)g)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Wait until a server has no requests; returns the exit status."""
+    if not args.url:
+        raise ConfigError(f"name the server's URL, or set {URL}")
+    url = http_client.address("URL", args.url)
+    for flag in ("notice", "timeout"):
+        if not 0 <= getattr(args, flag) < float("inf"):
+            raise ConfigError(f"--{flag} must be a number of seconds, 0 or more")
+    proxies = [http_client.address("--proxy", proxy) for proxy in args.proxy]
+    requests = count_requests(url)  # a wrong URL is reported before anything is drained
+    for proxy in proxies:
+        request_drain(proxy, url)
+    return _wait(url, requests, args.notice, args.timeout)
+
+
+def _wait(url: str, requests: float, notice: float, timeout: float) -> int:
+    """Waits until the server is idle or the time is over; returns the exit status."""
+    began = time.monotonic()
+    idle_looks = 0
+    while True:
+        waited = time.monotonic() - began
+        idle_looks = idle_looks + 1 if waited >= notice and not requests else 0
+        if idle_looks >= IDLE_LOOKS:
+            print(f"{url} has no requests, after {waited:.1f} s")
+            return 0
+        if waited >= timeout:
+            count = f"{requests:g} requests"
+            print(f"vllm-disagg drain: {url} has {count} after {timeout:g} s", file=sys.stderr)
+            return 1
+        time.sleep(LOOK_SECONDS)
+        try:
+            requests = count_requests(url)
+        except ConfigError as error:
+            print(f"{url} has ended: {error}")
+            return 0
+
+
+def count_requests(url: str) -> float:
+    """Returns how many requests a vLLM or a proxy has. Raises ConfigError without a count."""
+    page = http_client.get(url, "/metrics").decode(errors="replace")
+    if not _COUNTS.search(page):
+        raise ConfigError(
+            f"{url}/metrics has no count of requests: it is neither a proxy nor a vLLM,"
+            " or that one runs with --disable-log-stats"
+        )
+    try:
+        return sum(float(number) for number in _REQUESTS.findall(page))
+    except ValueError:
+        raise ConfigError(f"{url}/metrics has a count that is no number") from None
+
+
+def request_drain(proxy: str, url: str) -> None:
+    """Has a proxy send an instance no new requests. Raises ConfigError with its answer."""
+    key = os.environ.get(ADMIN_KEY, "")
+    if not key:
+        raise ConfigError(
+            f"--proxy needs the admin key: put it into the environment as {ADMIN_KEY}"
+        )
+    connection = http_client.connect(proxy, http_client.PAGE_TIMEOUT_SECONDS)
+    body = msgspec.json.encode({"url": url})
+    try:
+        connection.request("POST", DRAIN_PATH, body, http_client.headers(key))
+        answer = connection.getresponse()
+        text = answer.read(http_client.MAX_PAGE_BYTES).decode(errors="replace")
+    except (OSError, http.client.HTTPException, UnicodeError) as error:
+        raise ConfigError(f"cannot reach {proxy}: {http_client.reason(error)}") from None
+    finally:
+        connection.close()
+    if answer.status != 200:
+        raise ConfigError(
+            f"{urlsplit(proxy).netloc} answered {answer.status} to the drain of {url}:"
+            f" {' '.join(text.split())}"
+        )

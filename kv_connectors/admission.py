@@ -227,22 +227,22 @@ class Admission:
     ) -> AdmittedRequest:
         """Returns a prefill leg's request, which may leave out the last token of the prompt."""
         generates_one = compat.generates_one(request)
+        obstacle = self._obstacle(request, facts)
+        if not obstacle and not generates_one and grant is None:
+            # vLLM keeps the blocks of all its tokens until D has read the prompt. Any client may
+            # send this, and the limit of unclaimed prompts counts those of the prompt only.
+            obstacle = "the standard handshake is for prefill legs with max_tokens 1"
+        elif not obstacle and not generates_one and self._leaves_out_last:
+            # vLLM would cache a second token under the hash of the token that was left out.
+            obstacle = "with sliding windows or SSM states a prefill leg must have max_tokens 1"
         # When P's request ends, vLLM frees blocks that no token after the prompt looks back to. D
         # computes the prompt's last token again, which looks back one token further. That token
         # may be in one block more, so P leaves out the last token of the prompt too.
         leaves_out_last = self._has_states or (before_lookup and self._leaves_out_last)
-        is_left_out = (
-            bool(facts.digest)
-            and request.num_prompt_tokens > 1
-            and leaves_out_last
-            and generates_one
-        )
+        is_left_out = not obstacle and generates_one and leaves_out_last
+        is_left_out = is_left_out and request.num_prompt_tokens > 1
         if is_left_out:
             compat.leave_out_last(request)
-        obstacle = self._obstacle(request, facts)
-        if not obstacle and self._leaves_out_last and not generates_one:
-            # vLLM would cache a second token under the hash of the token that was left out.
-            obstacle = "with sliding windows or SSM states a prefill leg must have max_tokens 1"
         # Of a vLLM without the hook before the lookup, P computes a token that D does not read.
         writes_more = not generates_one or (self._leaves_out_last and not is_left_out)
         facts = replace(facts, prompt_tokens=request.num_prompt_tokens, writes_more=writes_more)
@@ -252,7 +252,10 @@ class Admission:
         self, request: Request, facts: LegFacts, grant: Grant | None
     ) -> AdmittedRequest:
         """Returns a decode leg's request."""
-        return _admitted(request, facts, grant, "decode", self._obstacle(request, facts))
+        obstacle = self._obstacle(request, facts)
+        if not obstacle and compat.needs_whole_prompt(request):
+            obstacle = "what it asks about its prompt needs the whole prompt computed"
+        return _admitted(request, facts, grant, "decode", obstacle)
 
     def _obstacle(self, request: Request, facts: LegFacts) -> str:
         """Returns why a leg of either kind has no transfer; empty if it may have one."""

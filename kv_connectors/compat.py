@@ -191,13 +191,22 @@ def is_seeded(request: Any) -> bool:
     return bool(getattr(sampling, "temperature", 0.0))
 
 
+def needs_whole_prompt(request: Any) -> bool:
+    """Returns whether a request asks about its prompt's tokens, as with `prompt_logprobs`.
+
+    vLLM takes none of its KV from a cache. As of 0.32 it asks no connector either.
+    """
+    return bool(getattr(request, "skip_reading_prefix_cache", False))
+
+
 def leave_out_last(request: Any) -> None:
     """Makes vLLM compute all tokens of a prompt but the last; before it is scheduled.
 
     The hash of the last whole block stays, and may cover the token that is left out. So this is
     only for requests that `generates_one`.
     """
-    del request.prompt_token_ids[-1:]
+    # A new list: requests of one prompt may share it.
+    request.prompt_token_ids = request.prompt_token_ids[:-1]
     del request._all_token_ids[-1:]
     request.num_prompt_tokens -= 1
 

@@ -307,7 +307,7 @@ class SchedulerSide:
         assert admitted.facts is not None, "a leg has facts"
         if keeps_blocks:
             return handovers.answer(self._admission.handover_token(admitted.facts))
-        if is_normal:
+        if is_normal and not admitted.is_computed_here:
             self.stats.count("withheld_handovers")
         return None
 

@@ -140,7 +140,26 @@ def test_a_prompt_that_cannot_be_compared_is_withheld() -> None:
     p.on_request_arrived(asked)
     p.build_step_metadata(step(new={"r1": (0, 40, [7, 8, 9])}))
     assert p.on_request_finished(asked) == (False, None)
-    assert p.stats.data["withheld_handovers"] == 1
+    assert p.stats.data["withheld_handovers"] == 0, "that is for a lack of room"
+
+
+def test_a_prefill_leg_that_goes_on_keeps_no_blocks() -> None:
+    """vLLM would keep the blocks of all its tokens, at any client's request."""
+    p = side("prefill", "p")
+    asked = request("r1", dict(PREFILL), tokens=500)
+    p.on_request_arrived(asked)
+    p.build_step_metadata(step(new={"r1": (0, 40, [7, 8, 9])}))
+    assert p.on_request_finished(asked) == (False, None)
+
+
+@pytest.mark.parametrize("needs_prompt", [True, False])
+def test_a_request_about_its_prompt_is_computed_at_d(needs_prompt: bool) -> None:
+    """With `prompt_logprobs` vLLM before 0.32 would answer with numbers that it never computed."""
+    p, d = side("prefill", "p"), side("decode", "d")
+    asked = request("r", handed_over(p))
+    asked.skip_reading_prefix_cache = needs_prompt
+    d.on_request_arrived(asked)
+    assert bool(d.tokens_to_load(asked, 0)) is not needs_prompt
 
 
 def test_a_preempted_prompt_gets_a_new_transfer() -> None:

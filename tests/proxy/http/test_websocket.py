@@ -33,7 +33,7 @@ class Realtime(ScriptedEngine):
     "die" resets the connection; "stop reading" is obeyed.
     """
 
-    refusal = 0  # a status, instead of 101
+    refused_with = 0  # a status, instead of 101
     wait: asyncio.Event | None = None  # for this before it answers
     heads: list[bytes]
     early: bytes = b""  # what had come before its 101
@@ -67,8 +67,8 @@ class Realtime(ScriptedEngine):
         if self.wait:
             await self.wait.wait()
         self.early = bytes(reader._buffer)  # type: ignore[attr-defined]
-        if self.refusal:
-            writer.write(b"HTTP/1.1 %d X\r\ncontent-length: 2\r\n\r\nno" % self.refusal)
+        if self.refused_with:
+            writer.write(b"HTTP/1.1 %d X\r\ncontent-length: 2\r\n\r\nno" % self.refused_with)
             self.early += await reader.read()
             return
         offers: Any = ["realtime"] if b"sec-websocket-protocol" in head.lower() else None
@@ -168,7 +168,7 @@ async def counted(w: World, *labels: str) -> bool:
 @pytest.mark.parametrize("status", [403, 404, 500])
 async def test_a_refusal_is_passed_on(status: int) -> None:
     async with fleet() as w:
-        the(w).refusal = status
+        the(w).refused_with = status
         with pytest.raises(InvalidStatus) as caught:
             async with dial(w):
                 pass
@@ -178,7 +178,7 @@ async def test_a_refusal_is_passed_on(status: int) -> None:
 
 async def test_the_instance_that_has_such_a_model_is_found() -> None:
     async with fleet(3) as w:
-        the(w, 0).refusal, the(w, 1).refusal = 403, 404
+        the(w, 0).refused_with, the(w, 1).refused_with = 403, 404
         for _ in range(3):
             async with dial(w) as ws:
                 await ws.send("a")
@@ -275,9 +275,9 @@ async def test_what_comes_too_early_is_no_request_to_anybody() -> None:
     Without a 101 they are dropped.
     """
     async with fleet() as w:
-        for refusal in (403, 0):
+        for refused_with in (403, 0):
             engine = the(w)
-            engine.refusal, engine.wait = refusal, asyncio.Event()
+            engine.refused_with, engine.wait = refused_with, asyncio.Event()
             client = await w.connect()
             client.writer.write(HANDSHAKE + EARLY)
             await until(lambda: the(w).open)
@@ -285,7 +285,7 @@ async def test_what_comes_too_early_is_no_request_to_anybody() -> None:
             await asyncio.sleep(0.05)
             engine.wait.set()
             text = await client.reader.readuntil(b"\r\n\r\n")
-            assert text.startswith(b"HTTP/1.1 403" if refusal else b"HTTP/1.1 101")
+            assert text.startswith(b"HTTP/1.1 403" if refused_with else b"HTTP/1.1 101")
             rest = await client.reader.read()
             assert b"HTTP/1.1" not in rest
             client.close()

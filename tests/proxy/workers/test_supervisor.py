@@ -20,7 +20,7 @@ from vllm_disagg.proxy.telemetry.metrics import merge
 from vllm_disagg.proxy.workers import supervisor
 from vllm_disagg.proxy.workers.bus import BusMessage, WorkerPlace
 from vllm_disagg.proxy.workers.shared_load import SharedLoad, size
-from vllm_disagg.proxy.workers.supervisor import BusHub, _run_process
+from vllm_disagg.proxy.workers.supervisor import BusHub, _keep_running, _run_process
 
 
 def test_load_is_shared() -> None:
@@ -96,6 +96,49 @@ def test_a_new_worker_learns_how_things_are() -> None:
     hub.on_message(hub.workers[1], BusMessage("ready"), 21.0)
     assert [m.change for m in said if m.change] == [MembershipChange("drain", "u"), add, drain]
     assert [m.text for m in said if m.kind == "note"] == ["new"]
+
+
+class SignalledProcess:
+    """Keeps the signals that a worker's process was sent."""
+
+    returncode: int | None = None
+
+    def __init__(self) -> None:
+        self.signals: list[int] = []
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+
+
+def test_a_worker_that_starts_renews_its_files_when_it_is_ready() -> None:
+    hub = BusHub(2)
+    processes = [SignalledProcess(), SignalledProcess()]
+    for worker, process in zip(hub.workers, processes, strict=True):
+        worker.process = process  # type: ignore[assignment]
+    serving, starting = hub.workers
+    hub.on_message(serving, BusMessage("ready"), 0.0)
+    hub.renew_files()
+    assert [process.signals for process in processes] == [[signal.SIGHUP], []]
+    hub.on_message(starting, BusMessage("ready"), 1.0)
+    assert [process.signals for process in processes] == [[signal.SIGHUP], [signal.SIGHUP]]
+    processes[0].returncode = -9
+    hub.renew_files()
+    assert [len(process.signals) for process in processes] == [1, 2]
+
+
+@pytest.mark.parametrize("status", [7, supervisor.REFUSED_EXIT_STATUS])
+async def test_the_end_of_a_worker_that_was_never_ready_is_a_line(
+    status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = os.memfd_create("test")
+    hub, stop = BusHub(1), asyncio.Event()
+    command = ["sh", "-c", f"exit {status}"]
+    place = WorkerPlace(0, 1, 0, table, 0, "c")
+    assert await _keep_running(hub.workers[0], hub, command, place, stop) == 1
+    assert stop.is_set()
+    line = "worker 0 ended with status 7 before it was ready; the whole proxy ends"
+    assert (line in caplog.text) == (status == 7)
+    os.close(table)
 
 
 async def start(tmp_path: Path, *flags: str) -> asyncio.subprocess.Process:

@@ -55,6 +55,24 @@ class WorkerProcess:
         self.process: asyncio.subprocess.Process | None = None
         self.writer: asyncio.StreamWriter | None = None
         self.ready = asyncio.Event()
+        self._renewal_due = False  # once the process is ready
+
+    def on_ready(self) -> None:
+        """Notes that the process serves, and sends the signal that it was not sent before."""
+        self.ready.set()
+        if self._renewal_due:
+            self._renewal_due = False
+            self.renew_files()
+
+    def renew_files(self) -> None:
+        """Has the process open its files anew, as soon as it is ready.
+
+        Earlier it may have no handler: then the signal would end it, and with it the whole proxy.
+        """
+        if not self.ready.is_set():
+            self._renewal_due = True
+        elif self.process and self.process.returncode is None:
+            self.process.send_signal(signal.SIGHUP)
 
     def send(self, message: BusMessage) -> None:
         """Sends a message, or drops it when no process is connected."""
@@ -159,7 +177,7 @@ class BusHub:
         """Handles one message of a worker."""
         if message.kind == "ready":
             self.on_ready(worker, now)
-            worker.ready.set()
+            worker.on_ready()
         elif message.change:
             self._remember_change(message.change)
             self._pass_on(worker, message)
@@ -174,8 +192,7 @@ class BusHub:
     def renew_files(self) -> None:
         """Has each worker open its access log and certificates anew."""
         for worker in self.workers:
-            if worker.process and worker.process.returncode is None:
-                worker.process.send_signal(signal.SIGHUP)
+            worker.renew_files()
 
     def on_death(self, worker: WorkerProcess) -> None:
         """Ends what a dead process contributed to the texts of all."""
@@ -270,6 +287,13 @@ async def _keep_running(
         if stop.is_set():
             return 0 if status in (0, -signal.SIGTERM) else status
         if status == REFUSED_EXIT_STATUS or not worker.ready.is_set():
+            if status != REFUSED_EXIT_STATUS:  # such a worker has printed why
+                log.error(
+                    "supervisor: worker %d ended with status %d before it was ready;"
+                    " the whole proxy ends",
+                    worker.index,
+                    status,
+                )
             stop.set()
             return 1
         worker.ready.clear()

@@ -743,7 +743,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a warning of the proxy is taken for the cause", "launcher/processes.py", '|^\\d{4}-\\d\\d-\\d\\d [\\d:,]+ (DEBUG|INFO|WARNING) "', '"', "tests/launcher/test_exit_cause.py"),
     ("SIGHUP ends the proxy", "proxy/main.py", "    on_renewal = partial(loop.add_signal_handler, signal.SIGHUP)\n", "    on_renewal = partial(loop.add_signal_handler, signal.SIGUSR1)\n", "tests/proxy/test_renewal.py"),
     ("SIGHUP does not reach the workers", "proxy/workers/supervisor.py", "            self.process.send_signal(signal.SIGHUP)\n", "            pass\n", "tests/proxy/test_renewal.py"),
-    ("a certificate without its key is taken", "proxy/http/tls.py", "    ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile or None)\n", "", "tests/proxy/test_renewal.py"),
+    ("a certificate without its key is taken", "proxy/http/tls.py", "        trial.load_cert_chain(certfile, keyfile or None, refuse_pass_phrase)\n", "", "tests/proxy/test_renewal.py"),
     ("a rotated access log gets further lines", "proxy/telemetry/access_log.py", "        renewed = self._open()\n", "        return\n", "tests/proxy/test_renewal.py"),
     ("an abbreviation of a flag is taken", "cli.py", '{**options, "allow_abbrev": False}', "options", "tests/unit/test_cli.py"),
     ("an error names the help of all commands", "cli.py", '    program = f"vllm-disagg {args.command}"\n', '    program = "vllm-disagg"\n', "tests/unit/test_cli.py"),
@@ -980,4 +980,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("SIGHUP ends a worker that starts", "proxy/workers/supervisor.py", "        if not self.ready.is_set():\n            self._renewal_due = True\n        elif", "        if", "tests/proxy/workers/test_supervisor.py"),
     ("a worker that starts never renews its files", "proxy/workers/supervisor.py", "        if self._renewal_due:\n", "        if False:\n", "tests/proxy/workers/test_supervisor.py"),
     ("a worker that ends before it is ready ends the proxy without a line", "proxy/workers/supervisor.py", "            if status != REFUSED_EXIT_STATUS:  # such", "            if False:  # such", "tests/proxy/workers/test_supervisor.py"),
+    ("OpenSSL reads a pass phrase in the event loop", "proxy/http/tls.py", "        trial.load_cert_chain(certfile, keyfile or None, refuse_pass_phrase)\n", "        trial.load_cert_chain(certfile, keyfile or None)\n", "tests/proxy/test_renewal.py"),
+    ("a SIGHUP that failed in part is reported as done", "proxy/main.py", "                failures += 1\n", "", "tests/proxy/test_renewal.py"),
 ]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import shutil
 import signal
 import ssl
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import trustme
+from cryptography.hazmat.primitives import serialization
 
 from proxy_world import Call, Client, ScriptedEngine, World, until, world
 
@@ -108,10 +111,81 @@ async def test_a_new_certificate_is_used_and_an_open_stream_goes_on(
             await connect(w, old)
         files.write(with_key=False)
         w.renew()
-        assert "certificates not renewed" in caplog.text
+        fault = f"--ssl-certfile {files.chain}: no certificate and key that fit"
+        assert f"SIGHUP: {fault}; the old certificate is used" in caplog.text
         (await connect(w, new)).close()
         script.go.set()
         assert b"[DONE]" in await stream.reader.readuntil(b"0\r\n\r\n")
+
+
+def encrypt(key: Path) -> None:
+    """Writes a key anew with a pass phrase."""
+    found = serialization.load_pem_private_key(key.read_bytes(), None)
+    encrypted = found.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.BestAvailableEncryption(b"secret"),
+    )
+    key.write_bytes(encrypted)
+
+
+ENCRYPTED = "the key is encrypted; give one without a pass phrase"
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_an_encrypted_key_is_refused_and_no_pass_phrase_is_read(
+    tmp_path: Path, apart: bool
+) -> None:
+    files = Files(tmp_path)
+    files.write()
+    encrypt(files.key)
+    keyfile = str(files.key)
+    fault = f"--ssl-keyfile {keyfile}: {ENCRYPTED}"
+    if not apart:
+        files.chain.write_bytes(files.chain.read_bytes() + files.key.read_bytes())
+        keyfile = ""
+        fault = f"--ssl-certfile {files.chain}: {ENCRYPTED}"
+    flags = ["--decode=http://d", f"--ssl-certfile={files.chain}", f"--ssl-keyfile={keyfile}"]
+    # Without a terminal and with an empty input OpenSSL would end, but not with this line.
+    made = subprocess.run(
+        [sys.executable, "-m", "vllm_disagg.cli", "proxy", "--port=0", *flags],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        start_new_session=True,
+        text=True,
+    )
+    assert (made.returncode, made.stderr) == (2, f"vllm-disagg proxy: {fault}\n")
+
+
+async def test_each_file_that_is_not_renewed_is_a_line_of_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    files = Files(tmp_path)
+    files.write()
+    trusted = tmp_path / "ca.pem"
+    trustme.CA().cert_pem.write_to_path(str(trusted))
+    async with world(
+        prefill=0,
+        ready=False,
+        certfile=str(files.chain),
+        keyfile=str(files.key),
+        upstream_ca=str(trusted),
+    ) as w:
+        new = files.write()
+        trusted.write_text("none")
+        w.renew()
+        assert f"--upstream-ca {trusted}: " in caplog.text
+        assert "the old certificates are trusted" in caplog.text
+        assert "the old certificate is used" not in caplog.text
+        assert "opened anew" not in caplog.text
+        (await connect(w, new)).close()
+        encrypt(files.key)
+        caplog.clear()
+        w.renew()
+        line = f"--ssl-keyfile {files.key}: {ENCRYPTED}; the old certificate is used"
+        assert line in caplog.text
+        (await connect(w, new)).close()
 
 
 @pytest.mark.parametrize("workers", [1, 2])

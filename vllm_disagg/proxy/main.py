@@ -241,20 +241,33 @@ class _ServedFiles:
 
     def renew(self) -> None:
         """Opens each file; one that cannot be used is logged, and its old content stays."""
-        settings = self._settings
-        try:
-            self.access_log.reopen()
-        except ConfigError as error:
-            log.error("proxy: SIGHUP: %s; lines go to the old file", error)
-        try:
-            if self.listener_tls:
-                tls.load_chain(self.listener_tls, settings.certfile, settings.keyfile)
-            if self.upstream_tls:
-                self.upstream_tls.load_verify_locations(settings.upstream_ca)
-        except OSError as error:  # SSLError is one
-            log.error("proxy: SIGHUP: certificates not renewed: %s; the old ones are used", error)
-        else:
+        renewals: list[tuple[Callable[[], None], str]] = [
+            (self.access_log.reopen, "lines go to the old file"),
+            (self._renew_certificate, "the old certificate is used"),
+            (self._renew_upstream_trust, "the old certificates are trusted"),
+        ]
+        failures = 0
+        for renew, consequence in renewals:
+            try:
+                renew()
+            except ConfigError as error:
+                failures += 1
+                log.error("proxy: SIGHUP: %s; %s", error, consequence)
+        if not failures:
             log.info("proxy: SIGHUP: access log and certificates are opened anew")
+
+    def _renew_certificate(self) -> None:
+        if self.listener_tls:
+            settings = self._settings
+            tls.load_chain(self.listener_tls, settings.certfile, settings.keyfile)
+
+    def _renew_upstream_trust(self) -> None:
+        ca_file = self._settings.upstream_ca
+        if self.upstream_tls:
+            try:
+                self.upstream_tls.load_verify_locations(ca_file)
+            except OSError as error:
+                raise ConfigError(f"--upstream-ca {ca_file}: {error}") from None
 
 
 def _sources(

@@ -9,7 +9,6 @@ import argparse
 import ipaddress
 import os
 import resource
-import ssl
 from typing import Any
 
 import msgspec
@@ -20,6 +19,7 @@ from ..fleet.conventions import PolicyName
 from ..fleet.keys import FleetKey
 from . import aliases
 from .flags import LogFormat, check_numbers, default
+from .http import tls
 from .http.addresses import Network, check_url, parse_networks
 from .http.limits import Limits
 from .membership.sources import parse_name, read_fleet
@@ -223,27 +223,8 @@ def _check_tls(args: argparse.Namespace) -> None:
     """Raises ConfigError when a TLS file cannot be used."""
     if args.ssl_keyfile and not args.ssl_certfile:
         raise ConfigError("--ssl-keyfile needs --ssl-certfile")
-    try:
-        if args.upstream_ca:
-            ssl.create_default_context(cafile=args.upstream_ca)
-    except OSError as error:  # SSLError is one
-        raise ConfigError(
-            f"--upstream-ca {args.upstream_ca}: {_reason(error, 'holds no certificates')}"
-        ) from None
-    try:
-        if args.ssl_certfile:
-            ssl.create_default_context().load_cert_chain(
-                args.ssl_certfile, args.ssl_keyfile or None
-            )
-    except OSError as error:
-        reason = _reason(error, "no certificate and key that fit")
-        raise ConfigError(f"--ssl-certfile {args.ssl_certfile}: {reason}") from None
-
-
-def _reason(error: OSError, tls_reason: str) -> str:
-    if isinstance(error, ssl.SSLError):
-        return tls_reason
-    return error.strerror or str(error)
+    tls.upstream_context(args.upstream_ca)
+    tls.listener_context(args.ssl_certfile, args.ssl_keyfile)
 
 
 def _origins(text: str) -> list[str]:

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import ssl
 
+from ...errors import ConfigError
+
 
 def listener_context(certfile: str, keyfile: str) -> ssl.SSLContext | None:
-    """Returns the context for clients' connections; None without a certificate."""
+    """Returns the context for clients' connections; None without a certificate.
+
+    Raises ConfigError as `load_chain` does.
+    """
     if not certfile:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -19,12 +24,42 @@ def listener_context(certfile: str, keyfile: str) -> ssl.SSLContext | None:
 
 
 def upstream_context(ca_file: str) -> ssl.SSLContext | None:
-    """Returns the context for connections to instances; None for the system's trust store."""
-    return ssl.create_default_context(cafile=ca_file) if ca_file else None
+    """Returns the context for connections to instances; None for the system's trust store.
+
+    Raises ConfigError when the file has no certificates.
+    """
+    if not ca_file:
+        return None
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as error:
+        reason = _reason(error, "holds no certificates")
+        raise ConfigError(f"--upstream-ca {ca_file}: {reason}") from None
 
 
 def load_chain(context: ssl.SSLContext, certfile: str, keyfile: str) -> None:
-    """Loads a certificate and its key; raises OSError and changes nothing if they do not fit."""
-    # OpenSSL replaces the certificate before it looks at the key, so a trial goes first.
-    ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile or None)
-    context.load_cert_chain(certfile, keyfile or None)
+    """Loads a certificate and its key; raises ConfigError and changes nothing if they do not fit.
+
+    The key must have no pass phrase.
+    """
+
+    def refuse_pass_phrase() -> str:
+        # Without this function OpenSSL reads a pass phrase from the terminal, and all else waits.
+        flag = f"--ssl-keyfile {keyfile}" if keyfile else f"--ssl-certfile {certfile}"
+        raise ConfigError(f"{flag}: the key is encrypted; give one without a pass phrase")
+
+    try:
+        # OpenSSL replaces the certificate before it looks at the key, so a trial goes first.
+        trial = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        trial.load_cert_chain(certfile, keyfile or None, refuse_pass_phrase)
+        context.load_cert_chain(certfile, keyfile or None, refuse_pass_phrase)
+    except OSError as error:
+        reason = _reason(error, "no certificate and key that fit")
+        raise ConfigError(f"--ssl-certfile {certfile}: {reason}") from None
+
+
+def _reason(error: OSError, tls_reason: str) -> str:
+    """Describes why a file cannot be used."""
+    if isinstance(error, ssl.SSLError):
+        return tls_reason
+    return error.strerror or str(error)

@@ -498,7 +498,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("an answer without a request is another's", "proxy/http/upstream.py", "        if not self._state.has_request:\n            self._transport.abort()\n", "        pass\n", "tests/proxy/http/test_upstream.py::test_an_answer_that_nobody_asked_for_ends_the_connection"),
     ("only a name's last address is tried", "proxy/http/connection_pool.py", "for address in allowed[:-1]:", "for address in allowed[:0]:", "tests/proxy/http/test_upstream.py::test_any_allowed_address_of_a_name_may_accept"),
     ("a name's last address is not tried", "proxy/http/connection_pool.py", "        return await self._open_to(allowed[-1])", "        return await self._open_to(allowed[0])", "tests/proxy/http/test_upstream.py::test_any_allowed_address_of_a_name_may_accept"),
-    ("an address's certificate is asked for", "proxy/http/connection_pool.py", "server_hostname=host if self._tls", "server_hostname=address if self._tls", "tests/proxy/http/test_tls.py::test_a_name_that_is_looked_up_here_has_its_own_certificate"),
+    ("an address's certificate is asked for", "proxy/http/connection_pool.py", "server_hostname=host if tls", "server_hostname=address if tls", "tests/proxy/http/test_tls.py::test_a_name_that_is_looked_up_here_has_its_own_certificate"),
     ("a compressed stream begins with its head", "proxy/requests/leg_answers.py", "        await answer.first_byte()\n", "        pass\n", "tests/proxy/requests/test_before_first_content.py::test_a_compressed_stream_begins_with_its_first_byte"),
     ("a last event without its blank line is none", "proxy/requests/leg_answers.py", "        detector.feed(b\"\\n\\n\")  # the end", "        # the end", "tests/proxy/requests/test_before_first_content.py::test_the_end_of_the_body_ends_its_last_event"),
     ("a P that is full is a failure", "proxy/requests/plans.py", "            if failure.reason != \"busy\":\n", "            if True:\n", "tests/proxy/requests/test_relay.py::test_when_every_prefill_instance_is_full_the_client_gets_429"),
@@ -982,4 +982,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a worker that ends before it is ready ends the proxy without a line", "proxy/workers/supervisor.py", "            if status != REFUSED_EXIT_STATUS:  # such", "            if False:  # such", "tests/proxy/workers/test_supervisor.py"),
     ("OpenSSL reads a pass phrase in the event loop", "proxy/http/tls.py", "        trial.load_cert_chain(certfile, keyfile or None, refuse_pass_phrase)\n", "        trial.load_cert_chain(certfile, keyfile or None)\n", "tests/proxy/test_renewal.py"),
     ("a SIGHUP that failed in part is reported as done", "proxy/main.py", "                failures += 1\n", "", "tests/proxy/test_renewal.py"),
+    ("an authority that was removed is trusted on", "proxy/http/tls.py", "        self.context = upstream_context(self._ca_file)\n", "        self.context.load_verify_locations(self._ca_file)\n", "tests/proxy/http/test_tls.py"),
+    ("a kept connection outlives the trust in its certificate", "proxy/http/connection_pool.py", "            if is_fresh and connection.tls is self._tls():\n", "            if is_fresh:\n", "tests/proxy/http/test_tls.py"),
 ]

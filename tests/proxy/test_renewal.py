@@ -175,8 +175,8 @@ async def test_each_file_that_is_not_renewed_is_a_line_of_its_own(
         new = files.write()
         trusted.write_text("none")
         w.renew()
-        assert f"--upstream-ca {trusted}: " in caplog.text
-        assert "the old certificates are trusted" in caplog.text
+        fault = f"--upstream-ca {trusted}: holds no certificates"
+        assert f"SIGHUP: {fault}; the old certificates are trusted" in caplog.text
         assert "the old certificate is used" not in caplog.text
         assert "opened anew" not in caplog.text
         (await connect(w, new)).close()

@@ -8,7 +8,6 @@ import gc
 import logging
 import resource
 import signal
-import ssl
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -22,6 +21,7 @@ from .http import tls
 from .http.addresses import AllowedNetworks
 from .http.connection_pool import ConnectionPool
 from .http.server import Server
+from .http.tls import UpstreamTrust
 from .membership import kubernetes
 from .membership.discovery import Discovery
 from .membership.members import Members
@@ -92,7 +92,7 @@ async def serve(
     members = Members(
         fleet,
         pools,
-        connect=_connector(files.upstream_tls, networks),
+        connect=_connector(files.trust, networks),
         watch=lambda instance: discovery.watch(instance, settings.probe_interval),
         on_change=prefill_queue.wake,
     )
@@ -210,10 +210,10 @@ def _end(tasks: list[asyncio.Task[None]], members: Members) -> None:
 
 
 def _connector(
-    upstream_tls: ssl.SSLContext | None, networks: AllowedNetworks
+    trust: UpstreamTrust | None, networks: AllowedNetworks
 ) -> Callable[[str, bool], ConnectionPool]:
     """Returns the function that makes the pool of a URL, which the operator has named or not."""
-    return lambda url, named: ConnectionPool(url, upstream_tls, None if named else networks)
+    return lambda url, named: ConnectionPool(url, trust, None if named else networks)
 
 
 def _start_bus(
@@ -237,14 +237,14 @@ class _ServedFiles:
         self._settings = settings
         self.access_log = AccessLog(settings.access_log)
         self.listener_tls = tls.listener_context(settings.certfile, settings.keyfile)
-        self.upstream_tls = tls.upstream_context(settings.upstream_ca)
+        self.trust = UpstreamTrust(settings.upstream_ca) if settings.upstream_ca else None
 
     def renew(self) -> None:
         """Opens each file; one that cannot be used is logged, and its old content stays."""
         renewals: list[tuple[Callable[[], None], str]] = [
             (self.access_log.reopen, "lines go to the old file"),
             (self._renew_certificate, "the old certificate is used"),
-            (self._renew_upstream_trust, "the old certificates are trusted"),
+            (self._renew_trust, "the old certificates are trusted"),
         ]
         failures = 0
         for renew, consequence in renewals:
@@ -261,13 +261,9 @@ class _ServedFiles:
             settings = self._settings
             tls.load_chain(self.listener_tls, settings.certfile, settings.keyfile)
 
-    def _renew_upstream_trust(self) -> None:
-        ca_file = self._settings.upstream_ca
-        if self.upstream_tls:
-            try:
-                self.upstream_tls.load_verify_locations(ca_file)
-            except OSError as error:
-                raise ConfigError(f"--upstream-ca {ca_file}: {error}") from None
+    def _renew_trust(self) -> None:
+        if self.trust:
+            self.trust.renew()
 
 
 def _sources(

@@ -223,7 +223,8 @@ def _check_tls(args: argparse.Namespace) -> None:
     """Raises ConfigError when a TLS file cannot be used."""
     if args.ssl_keyfile and not args.ssl_certfile:
         raise ConfigError("--ssl-keyfile needs --ssl-certfile")
-    tls.upstream_context(args.upstream_ca)
+    if args.upstream_ca:
+        tls.upstream_context(args.upstream_ca)
     tls.listener_context(args.ssl_certfile, args.ssl_keyfile)
 
 

@@ -20,6 +20,7 @@ from vllm_disagg.proxy.http.connection_pool import ConnectionPool
 from vllm_disagg.proxy.http.limits import Limits
 from vllm_disagg.proxy.http.request import HttpRequest
 from vllm_disagg.proxy.http.server import Connection, Server
+from vllm_disagg.proxy.http.tls import UpstreamTrust
 from vllm_disagg.proxy.http.upstream_response import Unreachable
 
 
@@ -72,13 +73,10 @@ class SecureEngine(ScriptedEngine):
 async def test_a_name_that_is_looked_up_here_has_its_own_certificate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    authority, listener, trust = (
-        trustme.CA(),
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
-        ssl.create_default_context(),
-    )
+    authority, listener = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    trust = UpstreamTrust()
     authority.issue_cert("engine.example").configure_cert(listener)
-    authority.configure_trust(trust)
+    authority.configure_trust(trust.context)
 
     async def look_up(_: str, port: int, **__: object) -> list[object]:
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
@@ -111,6 +109,38 @@ async def test_instances_over_tls(papers: Papers) -> None:
                 await until(partial(_not_trusted, w))
     with pytest.raises(Unreachable, match="TLS"):
         await ConnectionPool(d.url).send("GET", "/health", [])
+    await d.stop()
+
+
+async def test_an_authority_that_was_removed_is_trusted_no_more(
+    papers: Papers, tmp_path: Path
+) -> None:
+    d = SecureEngine("d", "decode")
+    await d.start_secure(papers.listener())
+    trusted = tmp_path / "ca.pem"
+    trusted.write_bytes(Path(papers.ca).read_bytes())
+    trust = UpstreamTrust(str(trusted))
+    pool = ConnectionPool(d.url, trust)
+
+    async def ask() -> int:
+        answer = await pool.send("GET", "/health", [])
+        await answer.read()
+        answer.close()
+        return answer.status
+
+    assert await ask() == 200
+    (kept,) = pool.connections
+    assert await ask() == 200 and pool.connections == {kept}
+    trustme.CA().cert_pem.write_to_path(str(trusted))
+    trust.renew()
+    with pytest.raises(Unreachable, match="TLS"):
+        await ask()
+    trusted.write_text("none")
+    with pytest.raises(ConfigError, match="holds no certificates"):
+        trust.renew()
+    with pytest.raises(Unreachable, match="TLS"):
+        await ask()
+    pool.close()
     await d.stop()
 
 

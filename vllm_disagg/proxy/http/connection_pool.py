@@ -19,6 +19,7 @@ from .addresses import AllowedNetworks, check_url, split_rank
 from .headers import RANK_HEADER, Headers, head
 from .reasons import Reason
 from .stall_timer import patient
+from .tls import UpstreamTrust
 from .upstream import CLOSED_DETAIL, UpstreamConnection
 from .upstream_response import Unreachable, UpstreamResponse
 
@@ -38,11 +39,11 @@ class ConnectionPool:
     """
 
     def __init__(
-        self, url: str, tls: ssl.SSLContext | None = None, networks: AllowedNetworks | None = None
+        self, url: str, trust: UpstreamTrust | None = None, networks: AllowedNetworks | None = None
     ) -> None:
         """Raises ConfigError for a bad URL.
 
-        `tls`: trusted certificates for an https URL; by default those of this system.
+        `trust`: certificates for an https URL; by default those of this system.
         `networks`: allowed networks of the instance; by default any.
         """
         base, rank = split_rank(check_url(url, "URL"))
@@ -50,7 +51,7 @@ class ConnectionPool:
         parts = urlsplit(base)
         secure = parts.scheme == "https"
         self._address = (str(parts.hostname), parts.port or (443 if secure else 80))
-        self._tls = (tls or ssl.create_default_context()) if secure else None
+        self._trust = (trust or UpstreamTrust()) if secure else None
         self._host = parts.netloc.encode()
         self._networks = networks
         self.connections: set[UpstreamConnection] = set()
@@ -129,10 +130,16 @@ class ConnectionPool:
         now = asyncio.get_running_loop().time()
         while self._idle:
             connection = self._idle.pop()
-            if connection.is_open and now - connection.idle_since <= IDLE_SECONDS:
+            is_fresh = connection.is_open and now - connection.idle_since <= IDLE_SECONDS
+            # An authority that is trusted no more may have signed an earlier certificate.
+            if is_fresh and connection.tls is self._tls():
                 return connection
             connection.close()
         return None
+
+    def _tls(self) -> ssl.SSLContext | None:
+        """Returns the context for new connections; None for an http URL."""
+        return self._trust.context if self._trust else None
 
     async def _connect(self) -> UpstreamConnection:
         if self.closed:
@@ -174,13 +181,15 @@ class ConnectionPool:
 
     async def _open_to(self, address: str) -> UpstreamConnection:
         host, port = self._address
+        tls = self._tls()
         _, connection = await asyncio.get_running_loop().create_connection(
             lambda: UpstreamConnection(self),
             address,
             port,
-            ssl=self._tls,
-            server_hostname=host if self._tls else None,  # the name that the certificate must have
+            ssl=tls,
+            server_hostname=host if tls else None,  # the name that the certificate must have
         )
+        connection.tls = tls
         return connection
 
 

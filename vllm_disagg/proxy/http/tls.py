@@ -1,7 +1,8 @@
 """Makes the TLS contexts of the proxy, and renews their certificates while it serves.
 
-A context is changed in place: a connection that has been opened keeps its certificate, the next one
-gets the new one.
+The listener's context is changed in place, and `UpstreamTrust` makes a new one, since certificates
+cannot be removed from a context. A connection that has been opened keeps its certificate, the next
+one gets the new one.
 """
 
 from __future__ import annotations
@@ -23,15 +24,23 @@ def listener_context(certfile: str, keyfile: str) -> ssl.SSLContext | None:
     return context
 
 
-def upstream_context(ca_file: str) -> ssl.SSLContext | None:
-    """Returns the context for connections to instances; None for the system's trust store.
+class UpstreamTrust:
+    """Holds the context for connections to instances. Empty: the system's trust store."""
 
-    Raises ConfigError when the file has no certificates.
-    """
-    if not ca_file:
-        return None
+    def __init__(self, ca_file: str = "") -> None:
+        """Raises ConfigError when the file has no certificates."""
+        self._ca_file = ca_file
+        self.context = upstream_context(ca_file)
+
+    def renew(self) -> None:
+        """Trusts the file's present certificates alone; raises ConfigError and keeps the old."""
+        self.context = upstream_context(self._ca_file)
+
+
+def upstream_context(ca_file: str) -> ssl.SSLContext:
+    """Returns a context that trusts a file's certificates; raises ConfigError without any."""
     try:
-        return ssl.create_default_context(cafile=ca_file)
+        return ssl.create_default_context(cafile=ca_file or None)
     except OSError as error:
         reason = _reason(error, "holds no certificates")
         raise ConfigError(f"--upstream-ca {ca_file}: {reason}") from None

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import Protocol, cast
@@ -87,6 +88,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._exchanges = 0  # so far
         self._given_up = False  # with its instance
         self._reading_paused = False
+        self.tls: ssl.SSLContext | None = None  # with which it was opened
         self.body_sink: Callable[[bytes], None] | None = None  # of the answer's body, in `pipe`
         self.on_send_pause: Callable[[bool], None] | None = None
         self.idle_since = 0.0

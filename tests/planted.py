@@ -984,4 +984,8 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a SIGHUP that failed in part is reported as done", "proxy/main.py", "                failures += 1\n", "", "tests/proxy/test_renewal.py"),
     ("an authority that was removed is trusted on", "proxy/http/tls.py", "        self.context = upstream_context(self._ca_file)\n", "        self.context.load_verify_locations(self._ca_file)\n", "tests/proxy/http/test_tls.py"),
     ("a kept connection outlives the trust in its certificate", "proxy/http/connection_pool.py", "            if is_fresh and connection.tls is self._tls():\n", "            if is_fresh:\n", "tests/proxy/http/test_tls.py"),
+    ("a full disk ends a SIGHUP half-way", "proxy/telemetry/access_log.py", "        except OSError as error:\n            self._lost += len(lines)\n", "        except ZeroDivisionError as error:\n            self._lost += len(lines)\n", "tests/proxy/telemetry/test_access_log.py"),
+    ("a full disk fills the log", "proxy/telemetry/access_log.py", "            if time.monotonic() - self._loss_logged_at >= LOSS_PERIOD_SECONDS:\n", "            if True:\n", "tests/proxy/telemetry/test_access_log.py"),
+    ("lines lost at the end are not counted", "proxy/telemetry/access_log.py", "        if self._lost:\n", "        if False:\n", "tests/proxy/telemetry/test_access_log.py"),
+    ("lines wait in a closed file when the log cannot be opened anew", "proxy/telemetry/access_log.py", "        renewed = self._open()\n        self.flush()\n        with", "        self._file.close()\n        renewed = self._open()\n        self.flush()\n        with", "tests/proxy/telemetry/test_access_log.py"),
 ]

@@ -1,9 +1,16 @@
-"""Writes one JSON line for each request that has ended."""
+"""Writes one JSON line for each request that has ended.
+
+Lines that cannot be written, as on a full disk, are lost and counted: requests go on.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import sys
+import time
+from contextlib import suppress
 from typing import TextIO
 
 import msgspec
@@ -11,6 +18,9 @@ import msgspec
 from ...errors import ConfigError
 
 FLUSH_SECONDS = 0.5  # until a line is written
+LOSS_PERIOD_SECONDS = 10.0  # between two log lines about lines that were lost
+
+log = logging.getLogger(__name__)
 
 
 class AccessLog:
@@ -22,6 +32,8 @@ class AccessLog:
     def __init__(self, path: str) -> None:
         self._path = path
         self._lines: list[bytes] = []
+        self._lost = 0  # lines since the last log line about them
+        self._loss_logged_at = -LOSS_PERIOD_SECONDS
         self._file: TextIO | None = sys.stdout if path == "-" else None
         if path and not self._file:
             self._file = self._open()
@@ -38,23 +50,35 @@ class AccessLog:
         self._lines.append(msgspec.json.encode(line))
 
     def flush(self) -> None:
-        """Writes all lines added so far."""
+        """Writes all lines added so far; logs how many are lost."""
         lines = self._lines
         self._lines = []
-        if lines and self._file:
-            self._file.write(b"\n".join(lines).decode() + "\n")
-            self._file.flush()
+        if not (lines and self._file):
+            return
+        try:
+            _write(self._file, b"\n".join(lines) + b"\n")
+        except OSError as error:
+            self._lost += len(lines)
+            if time.monotonic() - self._loss_logged_at >= LOSS_PERIOD_SECONDS:
+                self._log_loss(str(error.strerror or error))
+
+    def _log_loss(self, reason: str) -> None:
+        log.error("access log: %s: %s; %d lines are lost", self._path, reason, self._lost)
+        self._lost = 0
+        self._loss_logged_at = time.monotonic()
 
     def reopen(self) -> None:
         """Writes the lines so far, and opens the file of this name anew, as after a rotation.
 
         Raises ConfigError when it cannot be opened; the old file is used further then.
         """
-        self.flush()
         if self._file is None or self._file is sys.stdout:
+            self.flush()
             return
         renewed = self._open()
-        self._file.close()
+        self.flush()
+        with suppress(OSError):  # of a disk that reports at the end that it is full
+            self._file.close()
         self._file = renewed
 
     def _open(self) -> TextIO:
@@ -66,6 +90,16 @@ class AccessLog:
     def close(self) -> None:
         """Writes the last lines and closes the file; standard output stays open."""
         self.flush()
+        if self._lost:
+            self._log_loss("the file could not be written")
         if self._file is not sys.stdout and self._file is not None:
-            self._file.close()
+            with suppress(OSError):
+                self._file.close()
         self._file = None
+
+
+def _write(file: TextIO, data: bytes) -> None:
+    """Writes past the file's buffer, which keeps and repeats what a full disk refused."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(file.fileno(), rest) :]

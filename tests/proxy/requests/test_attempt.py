@@ -27,6 +27,7 @@ from vllm_disagg.proxy.requests.attempt import (
 from vllm_disagg.proxy.routing.fleet import Fleet, Instance
 from vllm_disagg.proxy.routing.policies import Policy, RoutingQuery
 from vllm_disagg.proxy.routing.prefill_queue import PrefillQueue
+from vllm_disagg.proxy.telemetry.logs import FailedLegLog
 from vllm_disagg.proxy.telemetry.meter import HistogramBuckets, TrafficCounters
 
 PROMPT_BYTES = 7
@@ -60,7 +61,7 @@ class Pair:
         context = self.context(**fields)
         pair = await self.queue.acquire(context.query)
         assert pair and self.places == (1, 1, PROMPT_BYTES)
-        return Attempt(context, self.progress, pair, self.queue)
+        return Attempt(context, self.progress, pair, self.queue, FailedLegLog())
 
     def context(self, **fields: object) -> RequestContext:
         """Returns a request with these fields in its body."""
@@ -93,7 +94,7 @@ async def test_a_decode_instance_alone_gives_back_one_place() -> None:
     pair = Pair()
     context = pair.context()
     pair.decode.add_request(context.query.prompt_bytes)
-    with Attempt(context, pair.progress, pair.decode, pair.queue) as attempt:
+    with Attempt(context, pair.progress, pair.decode, pair.queue, FailedLegLog()) as attempt:
         assert attempt.server is attempt.decode is pair.decode and attempt.pair is None
     assert pair.places == (0, 0, 0)
     assert (pair.progress.history.attempts, pair.progress.history.pair_attempts) == (1, 0)

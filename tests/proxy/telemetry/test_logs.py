@@ -12,7 +12,12 @@ import pytest
 
 from proxy_world import Call, world
 from vllm_disagg.proxy.http.request import HttpRequest
-from vllm_disagg.proxy.telemetry.logs import MAX_FAILURE_LINES, FailedRequestLog, JsonFormatter
+from vllm_disagg.proxy.telemetry.logs import (
+    MAX_FAILURE_LINES,
+    FailedLegLog,
+    FailedRequestLog,
+    JsonFormatter,
+)
 
 
 async def reset(call: Call) -> None:
@@ -78,6 +83,63 @@ async def test_failed_requests_are_limited_to_a_summary(caplog: pytest.LogCaptur
     log.write(request, 502, ("", "http://d"), "reset")
     log.end_period()
     assert len(failures(caplog)) == MAX_FAILURE_LINES + 1
+
+
+async def test_failed_legs_of_an_outage_are_limited_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with world(prefill=0, decode=2) as w:
+        for engine in w.decodes:
+            engine.script = fail
+        caplog.clear()
+        for _ in range(3 * MAX_FAILURE_LINES):
+            assert (await w.post()).status == 500
+        lines = [r for r in caplog.records if "another attempt follows" in r.getMessage()]
+        assert 0 < len(lines) <= 2 * MAX_FAILURE_LINES  # a period may end in between
+
+
+async def test_failed_legs_above_the_limit_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    log = FailedLegLog()
+    for _ in range(MAX_FAILURE_LINES + 7):
+        log.write(HttpRequest(), "http://d", "decode", "reset")
+    log.end_period()
+    assert caplog.text.count("http://d failed a decode leg: reset") == MAX_FAILURE_LINES
+    assert "relay: 7 more legs failed within 1 s" in caplog.text
+
+
+async def fail(call: Call) -> None:
+    await call.json({"error": {"message": "out of order"}}, 500)
+
+
+@pytest.mark.parametrize(
+    ("given", "logged"),
+    [
+        (b"a failed: GET / answered 200", "a_failed:_GET_/_answered_200"),
+        (b"\xc3\xa9\x1b[31m", "___[31m"),
+        (b"x" * 9000, "x" * 128),
+        (b"Root=1-67/a+b@c", "Root=1-67/a+b@c"),
+    ],
+)
+async def test_an_id_has_one_spelling_in_all_logs(
+    given: bytes, logged: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "access.log"
+    request = HttpRequest(method="POST", path="/v1/responses/" + "A" * 9000)
+    request.set_headers([(b"x-request-id", given)])
+    FailedRequestLog().write(request, 502, ("", "http://d"), "reset")
+    (line,) = failures(caplog)
+    assert line.startswith(f"request {logged} failed: POST /v1/responses/AAA")
+    assert len(line) < 1500
+    async with world(prefill=0, access_log=str(path), ready=False) as w:
+        for target in ("/v1/models", "/v1/responses/" + "A" * 9000):
+            head = f"GET {target} HTTP/1.1\r\nhost: localhost\r\nx-request-id: ".encode()
+            client = await w.connect()
+            client.writer.write(head + given.replace(b"\x1b", b"\xa0") + b"\r\n\r\n")
+            await client.reader.readuntil(b"\r\n\r\n")
+    for entry in map(json.loads, path.read_text().splitlines()):
+        assert entry["id"] == logged and len(entry["path"]) <= 1024
 
 
 async def test_each_refusal_is_counted_and_has_an_id(tmp_path: Path) -> None:

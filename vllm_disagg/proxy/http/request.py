@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,11 @@ from .headers import Headers
 
 REQUEST_ID_HEADER = b"x-request-id"
 MAX_LOGGED_ID_BYTES = 128  # the client may have chosen the id
+MAX_LOGGED_PATH_CHARACTERS = 1024
 Refusal = tuple[int, str]  # status and message of an error
+
+# All but visible ASCII: with spaces an id could pass for other words of a log line.
+_UNLOGGED = re.compile(r"[^!-~]")
 
 
 class HttpRequest(msgspec.Struct, eq=False):
@@ -51,7 +56,13 @@ class HttpRequest(msgspec.Struct, eq=False):
     @property
     def request_id(self) -> str:
         """Returns the request's id for log lines and error bodies, empty if it has none yet."""
-        return self.header(REQUEST_ID_HEADER)[:MAX_LOGGED_ID_BYTES].decode("ascii", "replace")
+        text = self.header(REQUEST_ID_HEADER)[:MAX_LOGGED_ID_BYTES].decode("latin-1")
+        return _UNLOGGED.sub("_", text)
+
+    @property
+    def logged_path(self) -> str:
+        """Returns the path for log lines, cut to a length that no client can exceed."""
+        return self.path[:MAX_LOGGED_PATH_CHARACTERS]
 
     @property
     def target(self) -> str:

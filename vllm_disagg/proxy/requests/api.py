@@ -202,7 +202,7 @@ class Api:
                 "api: request %s: %s %s failed by an error of the proxy; answered with 500",
                 request.request_id,
                 request.method,
-                request.path,
+                request.logged_path,
             )
             answer_error(client, 500, "the proxy failed; its log says why")
         finally:

@@ -14,7 +14,6 @@ back, whatever ends it:
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Coroutine
 from typing import Any, Literal, NamedTuple
 
@@ -29,12 +28,11 @@ from ..routing.fleet import Instance
 from ..routing.pairing import InstancePair
 from ..routing.policies import RoutingQuery
 from ..routing.prefill_queue import PrefillQueue
+from ..telemetry.logs import FailedLegLog
 from ..telemetry.meter import TrafficCounters
 from .bodies import Body
 from .failover import DEATH_REASONS, AttemptHistory
 from .streams import StreamRecorder
-
-log = logging.getLogger(__name__)
 
 LegName = Literal["prefill", "decode"]
 AttemptPlan = InstancePair | Instance  # both legs, or a decode instance alone
@@ -114,6 +112,7 @@ class Attempt:
         progress: RequestProgress,
         plan: AttemptPlan,
         prefill_queue: PrefillQueue,
+        failed_legs: FailedLegLog,
     ) -> None:
         """`plan`: its places are taken already, and belong to this attempt from here on."""
         self.context = context
@@ -127,6 +126,7 @@ class Attempt:
         # A pair whose place at P is taken, and not handed to a concurrent prefill leg.
         self._unstarted_pair = self.pair
         self._prefill_queue = prefill_queue
+        self._failed_legs = failed_legs
         self._prefill_leg: asyncio.Task[LegOutcome] | None = None
         self._open_answers: list[UpstreamResponse] = []
 
@@ -185,14 +185,7 @@ class Attempt:
         """
         request = self.context.request
         request.failure = f"{leg.instance.url} failed a {leg.name} leg: {detail}"
-        # If no attempt is left, the request's own line is a warning (`FailedRequestLog`).
-        log.info(
-            "relay: request %s: %s failed a %s leg: %s; another attempt follows, if one is left",
-            request.request_id,
-            leg.instance.url,
-            leg.name,
-            detail,
-        )
+        self._failed_legs.write(request, leg.instance.url, leg.name, detail)
         now = asyncio.get_running_loop().time()
         self.progress.failed_instances.append(leg.instance)
         if reason == "5xx":

@@ -55,6 +55,7 @@ from ..routing.fleet import Fleet
 from ..routing.policies import Policy
 from ..routing.prefill_queue import PrefillQueue
 from ..settings import ProxySettings
+from ..telemetry.logs import FailedLegLog
 from ..telemetry.meter import TrafficCounters
 from ..telemetry.metrics import Metrics
 from ..telemetry.tracing import Tracing
@@ -87,6 +88,7 @@ class Relay:
         self.metrics = metrics
         self.tracing = Tracing(settings.traces_endpoint)
         self._prefill_queue = prefill_queue
+        self._failed_legs = FailedLegLog()
         completeness = CompletenessCheck(pools, next(iter(settings.api_keys), ""))
         self.forwarder = Forwarder(fleet, policy, pools, completeness)
         self._plans = AttemptPlans(fleet, policy, prefill_queue, metrics, settings)
@@ -114,7 +116,9 @@ class Relay:
         progress = RequestProgress()
         plan = await self._plans.first_plan(context)
         while True:
-            with Attempt(context, progress, plan, self._prefill_queue) as attempt:
+            with Attempt(
+                context, progress, plan, self._prefill_queue, self._failed_legs
+            ) as attempt:
                 result = await self._run(attempt)
                 if isinstance(result, int):
                     return result

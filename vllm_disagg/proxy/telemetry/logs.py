@@ -1,7 +1,7 @@
 """Sets up the proxy's log on standard error: its level, and text or JSON lines.
 
-Failed requests have one WARNING each (`FailedRequestLog`), with a limit: an outage that fails
-thousands of requests must not fill a disk or hide other lines.
+Failed requests have one WARNING each (`FailedRequestLog`), and failed legs one INFO line. Both have
+a limit: an outage that fails thousands of requests must not fill a disk or hide other lines.
 """
 
 from __future__ import annotations
@@ -48,16 +48,19 @@ def set_up(level: str, log_format: LogFormat) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
-class FailedRequestLog:
-    """Writes one WARNING for each failed request, and a summary of those above the limit."""
+class LimitedLog:
+    """Writes a limited number of lines in each period, and a summary of those above the limit."""
 
-    def __init__(self) -> None:
+    def __init__(self, level: int, summary: str) -> None:
+        """`summary`: takes the number of lines left out, and the period in seconds."""
+        self._level = level
+        self._summary = summary
         self._lines = 0  # in the present period
         self._left_out = 0
         self._period: asyncio.TimerHandle | None = None
 
-    def write(self, request: HttpRequest, status: int, pair: tuple[str, str], reason: str) -> None:
-        """Logs a failed request. `pair`: URLs of P and D, empty where there was none."""
+    def write_line(self, text: str, *values: object) -> None:
+        """Logs a line, or counts it when the period has its lines."""
         if not self._period:
             loop = asyncio.get_running_loop()
             self._period = loop.call_later(FAILURE_PERIOD_SECONDS, self.end_period)
@@ -65,21 +68,10 @@ class FailedRequestLog:
             self._left_out += 1
             return
         self._lines += 1
-        prefill, decode = pair
-        log.warning(
-            "request %s failed: %s %s answered %d; prefill %s, decode %s; rung %s; %s",
-            request.request_id,
-            request.method,
-            request.path,
-            status,
-            prefill or "-",
-            decode or "-",
-            request.rung or "first attempt",
-            reason or "the instance's own answer",
-        )
+        log.log(self._level, text, *values)
 
     def end_period(self) -> None:
-        """Begins a new period; logs how many failed requests have no line in the last one."""
+        """Begins a new period; logs how many lines of the last one are left out."""
         left_out = self._left_out
         if self._period:
             self._period.cancel()
@@ -87,9 +79,47 @@ class FailedRequestLog:
         self._lines = 0
         self._left_out = 0
         if left_out:
-            log.warning(
-                "%d more requests failed within %g s; the access log and"
-                " vllm_disagg_requests_total have all of them",
-                left_out,
-                FAILURE_PERIOD_SECONDS,
-            )
+            log.log(self._level, self._summary, left_out, FAILURE_PERIOD_SECONDS)
+
+
+class FailedRequestLog(LimitedLog):
+    """Writes one WARNING for each failed request."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            logging.WARNING,
+            "%d more requests failed within %g s; the access log and"
+            " vllm_disagg_requests_total have all of them",
+        )
+
+    def write(self, request: HttpRequest, status: int, pair: tuple[str, str], reason: str) -> None:
+        """Logs a failed request. `pair`: URLs of P and D, empty where there was none."""
+        prefill, decode = pair
+        self.write_line(
+            "request %s failed: %s %s answered %d; prefill %s, decode %s; rung %s; %s",
+            request.request_id,
+            request.method,
+            request.logged_path,
+            status,
+            prefill or "-",
+            decode or "-",
+            request.rung or "first attempt",
+            reason or "the instance's own answer",
+        )
+
+
+class FailedLegLog(LimitedLog):
+    """Writes one INFO line for each failed leg: another attempt may still serve its request."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO, "relay: %d more legs failed within %g s")
+
+    def write(self, request: HttpRequest, url: str, leg: str, detail: str) -> None:
+        """Logs a failed leg. If no attempt is left, the request's own line is a WARNING."""
+        self.write_line(
+            "relay: request %s: %s failed a %s leg: %s; another attempt follows, if one is left",
+            request.request_id,
+            url,
+            leg,
+            detail,
+        )

@@ -16,7 +16,6 @@ from .meter import TrafficCounters, now
 from .metrics import Metrics
 from .tracing import Tracing
 
-MAX_LOGGED_CHARACTERS = 1024  # of a refused request's path
 MAX_RECENT_REQUESTS = 50
 
 
@@ -103,10 +102,10 @@ class RequestRecorder:
         if self._log.is_on:
             line = {
                 "time": round(time.time(), 3),
-                "id": request.header(b"x-request-id").decode("latin-1"),
+                "id": request.request_id,
                 "client": client.peer,
                 "method": request.method,
-                "path": request.path,
+                "path": request.logged_path,
                 "status": status,
                 "bytes_in": len(request.body) + meter.received,
                 "bytes_out": meter.sent,
@@ -123,7 +122,7 @@ class RequestRecorder:
                     "id": request.request_id,
                     "client": client.peer,
                     "method": request.method,
-                    "path": request.path[:MAX_LOGGED_CHARACTERS],
+                    "path": request.logged_path,
                     "status": status,
                     "mode": "refused",
                     "outcome": outcome,

@@ -11,6 +11,7 @@ from functools import wraps
 from typing import Any
 
 from vllm_disagg import config
+from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet import keys
 
 CONNECTOR = "DisaggConnector"
@@ -45,16 +46,38 @@ def check(extra: dict[str, Any]) -> None:
 
 
 def settings_in(transfer: Any) -> list[dict[str, Any]]:
-    """Returns the settings of each use of this connector, also as a child of MultiConnector."""
+    """Returns the settings of each use of this connector, also as a child of MultiConnector.
+
+    Raises ConfigError for settings in which the uses cannot be found.
+    """
     if transfer is None:
         return []
-    extra = transfer.kv_connector_extra_config
     if transfer.kv_connector == CONNECTOR:
-        return [extra]
+        return [_settings(transfer.kv_connector_extra_config)]
     if transfer.kv_connector != "MultiConnector":
         return []
+    children = _settings(transfer.kv_connector_extra_config).get("connectors", [])
+    if not isinstance(children, list):
+        raise ConfigError(
+            f"kv_connector_extra_config: connectors of MultiConnector is {children!r},"
+            " but must be a list"
+        )
     found: list[dict[str, Any]] = []
-    for child in extra.get("connectors", []):
+    for child in children:
+        if not isinstance(child, dict):
+            raise ConfigError(
+                f"kv_connector_extra_config: connectors of MultiConnector has {child!r},"
+                " but each must be an object with kv_connector"
+            )
         if child.get("kv_connector") == CONNECTOR:
-            found.append(child.get("kv_connector_extra_config", {}))
+            found.append(_settings(child.get("kv_connector_extra_config")))
     return found
+
+
+def _settings(extra: Any) -> dict[str, Any]:
+    """Returns the settings of one connector; raises ConfigError if they are no JSON object."""
+    if extra is None:
+        return {}
+    if not isinstance(extra, dict):
+        raise ConfigError(f"kv_connector_extra_config is {extra!r}, but must be an object")
+    return extra

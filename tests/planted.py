@@ -992,4 +992,10 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a path of any length is logged", "proxy/http/request.py", "        return self.path[:MAX_LOGGED_PATH_CHARACTERS]\n", "        return self.path\n", "tests/proxy/telemetry/test_logs.py"),
     ("lines of attempts pass the limit of an outage", "proxy/requests/relay.py", "plan, self._prefill_queue, self._failed_legs\n", "plan, self._prefill_queue, FailedLegLog()\n", "tests/proxy/telemetry/test_logs.py"),
     ("an id has another spelling in the access log", "proxy/telemetry/record.py", "                \"id\": request.request_id,\n                \"client\": client.peer,\n                \"method\": request.method,\n                \"path\": request.logged_path,\n                \"status\": status,\n                \"bytes_in\"", "                \"id\": request.header(b\"x-request-id\").decode(\"latin-1\"),\n                \"client\": client.peer,\n                \"method\": request.method,\n                \"path\": request.logged_path,\n                \"status\": status,\n                \"bytes_in\"", "tests/proxy/telemetry/test_logs.py"),
+    ("children of another shape are a traceback", "kv_connectors/early_check.py", "        if not isinstance(child, dict):\n", "        if False:\n", "tests/connector/test_early_check.py"),
+    ("settings of another shape are a traceback", "kv_connectors/early_check.py", "    if not isinstance(extra, dict):\n", "    if False:\n", "tests/connector/test_early_check.py"),
+    ("a key file's name with NUL is a traceback", "fleet/keys.py", "    except ValueError:\n        raise ConfigError(f\"key file {path!r}", "    except ZeroDivisionError:\n        raise ConfigError(f\"key file {path!r}", "tests/fleet/test_key_modes.py"),
+    ("an engine registers at a URL without a host", "config.py", "    return bool(parts.hostname) and port != 0\n", "    return port != 0\n", "tests/unit/test_config.py"),
+    ("an empty port is one", "config.py", " or parts.netloc.endswith(\":\"):", ":", "tests/unit/test_config.py"),
+    ("digits of other scripts are a number", "setting_values.py", ", re.ASCII)", ")", "tests/unit/test_config.py"),
 ]

@@ -6,6 +6,7 @@ import ipaddress
 from collections.abc import Mapping
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -44,6 +45,19 @@ def unreachable(address: Address) -> str:
     if address.version == 4 and (address.is_reserved or address.packed[0] == 0):
         return "is reserved"
     return ""
+
+
+def is_http_url(text: str) -> bool:
+    """Return whether a text is http(s)://HOST[:PORT], which a path may follow."""
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:  # a port that is no number, or no IPv6 address in brackets
+        return False
+    # An empty port is no number either, and `urlsplit` accepts it.
+    if parts.scheme not in ("http", "https") or parts.netloc.endswith(":"):
+        return False
+    return bool(parts.hostname) and port != 0
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -104,7 +118,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "register needs key_file: only the holder of the fleet key is a member of the fleet"
             )
         for url in (*self.proxies, *filter(None, [self.advertise])):
-            if not url.startswith(("http://", "https://")):
+            if not is_http_url(url):
                 raise ConfigError(
                     f"register and advertise: {url!r} is not a URL; it looks like http://HOST:PORT"
                 )

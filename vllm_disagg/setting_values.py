@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 SECONDS_BY_UNIT: Mapping[str, float] = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0}
 BYTES_BY_UNIT: Mapping[str, float] = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
-_QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
+_QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", re.ASCII)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ pytest.importorskip("vllm")
 from vllm.config import KVTransferConfig, VllmConfig
 
 import kv_connectors
+from kv_connectors import early_check
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet import keys
+
+CHILD = {"kv_connector": "DisaggConnector", "kv_role": "kv_both"}
 
 
 @pytest.fixture(autouse=True)
@@ -66,3 +70,33 @@ def test_right_settings_and_other_connectors_pass(
     VllmConfig(kv_transfer_config=use({"lease": "soon"}, "NixlConnector"))
     VllmConfig()
     assert len(completed) == 3
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"connectors": None}, "connectors of MultiConnector is None, but must be a list"),
+        ({"connectors": "x"}, "connectors of MultiConnector is 'x'"),
+        ({"connectors": {"a": 1}}, "connectors of MultiConnector is {'a': 1}"),
+        ({"connectors": [None]}, "connectors of MultiConnector has None, but each must be"),
+        ([1], "kv_connector_extra_config is [1], but must be an object"),
+        (
+            {"connectors": [{**CHILD, "kv_connector_extra_config": [1]}]},
+            "kv_connector_extra_config is [1], but must be an object",
+        ),
+        ({"connectors": [{**CHILD, "kv_connector_extra_config": None}]}, "no fleet key: set"),
+    ],
+)
+def test_settings_of_another_shape_are_a_line(extra: object, words: str) -> None:
+    transfer = SimpleNamespace(kv_connector="MultiConnector", kv_connector_extra_config=extra)
+    with pytest.raises(ConfigError) as raised:
+        for found in early_check.settings_in(transfer):
+            early_check.check(found)
+    assert words in str(raised.value)
+
+
+def test_settings_may_be_null() -> None:
+    multi = SimpleNamespace(kv_connector="MultiConnector", kv_connector_extra_config=None)
+    assert early_check.settings_in(multi) == []
+    own = SimpleNamespace(kv_connector="DisaggConnector", kv_connector_extra_config=None)
+    assert early_check.settings_in(own) == [{}]

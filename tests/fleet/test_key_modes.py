@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet import keys
 
 
@@ -37,3 +38,10 @@ def test_a_secret_of_root_may_be_read_by_the_group_of_a_pod(
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     keys.warn_of_mode(path)
     assert bool(caplog.records) == warned
+
+
+def test_a_name_that_no_file_can_have_is_a_line() -> None:
+    with pytest.raises(ConfigError, match="no file can have this name"):
+        keys.load("a\0b")
+    with pytest.raises(ConfigError, match=r"^--api-key-file .a.+ no file can have this name"):
+        keys.read_lines("a\0b", "--api-key-file")

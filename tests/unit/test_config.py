@@ -23,6 +23,7 @@ BASE = {"insecure": True}
         ("s", SECONDS_BY_UNIT, None),
         ("-1s", SECONDS_BY_UNIT, None),
         ("10s", BYTES_BY_UNIT, None),
+        ("\u0663s", SECONDS_BY_UNIT, None),
     ],
 )
 def test_quantities(text: str, units: dict[str, float], number: float | None) -> None:
@@ -63,6 +64,28 @@ def test_a_mistake_is_one_line_that_names_it(name: str, value: object, words: st
     message = str(raised.value)
     assert message.startswith("kv_connector_extra_config: ")
     assert words in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("register", "advertise", "wrong"),
+    [
+        ("http://:x", "http://10.0.0.1:8000", "http://:x"),
+        ("http://proxy:8000", "http://", "http://"),
+        ("http://proxy:8000, ftp://proxy", "http://e:1", "ftp://proxy"),
+        ("http://proxy:", "http://e:1", "http://proxy:"),
+        ("http://proxy:99999", "http://e:1", "http://proxy:99999"),
+        ("http://[::1", "http://e:1", "http://[::1"),
+        ("http://proxy:8000,https://proxy.example/", "http://[::1]:8000@1", ""),
+    ],
+)
+def test_urls_have_a_host_and_a_port_that_is_one(register: str, advertise: str, wrong: str) -> None:
+    extra = {"key_file": "k", "register": register, "advertise": advertise}
+    if not wrong:
+        config.parse(extra)
+        return
+    with pytest.raises(ConfigError) as raised:
+        config.parse(extra)
+    assert f"register and advertise: {wrong!r} is not a URL" in str(raised.value)
 
 
 def test_only_near_names_are_suggested() -> None:

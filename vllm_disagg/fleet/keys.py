@@ -102,6 +102,8 @@ def load(path: str, *, insecure: bool = False) -> FleetKey:
         ) from None
     except UnicodeDecodeError:
         text = ""
+    except ValueError:
+        raise ConfigError(f"key file {path!r}: no file can have this name") from None
     warn_of_mode(path)
     lines = text.split() or [""]
     if len(lines) > MAX_KEYS:
@@ -130,6 +132,8 @@ def read_lines(path: str, flag: str) -> list[str]:
         raise ConfigError(f"{flag} {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{flag} {path}: not a text file") from None
+    except ValueError:
+        raise ConfigError(f"{flag} {path!r}: no file can have this name") from None
     found = [line.strip() for line in text.splitlines() if line.strip()]
     if not found:
         raise ConfigError(f"{flag} {path}: the file has no key; write one key a line")

@@ -998,4 +998,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("an engine registers at a URL without a host", "config.py", "    return bool(parts.hostname) and port != 0\n", "    return port != 0\n", "tests/unit/test_config.py"),
     ("an empty port is one", "config.py", " or parts.netloc.endswith(\":\"):", ":", "tests/unit/test_config.py"),
     ("digits of other scripts are a number", "setting_values.py", ", re.ASCII)", ")", "tests/unit/test_config.py"),
+    ("a failure of DNS cuts running streams", "proxy/http/connection_pool.py", "socket.EAI_AGAIN, ", "", "tests/proxy/http/test_upstream.py"),
+    ("workers each print one mistake", "proxy/main.py", "            AccessLog(settings.access_log).close()\n", "", "tests/proxy/workers/test_supervisor.py"),
 ]

@@ -47,13 +47,13 @@ KEY_NAMES = "VLLM_API_KEY or OPENAI_API_KEY"
 _Page = TypeVar("_Page", bound=msgspec.Struct)
 
 
-class _ServedModel(msgspec.Struct):
+class _ModelRow(msgspec.Struct):
     id: str
     max_model_len: int | None = None
 
 
-class _ServedModelList(msgspec.Struct):
-    data: list[_ServedModel]
+class _ModelPage(msgspec.Struct):
+    data: list[_ModelRow]
 
 
 class _VersionPage(msgspec.Struct):
@@ -147,7 +147,7 @@ class InstanceExam:
                 f"put its --api-key into the environment as {KEY_NAMES}",
             )
             return False
-        models = _read(answer, _ServedModelList)
+        models = _read(answer, _ModelPage)
         if models is None or not models.data:
             self._fail(f"GET /v1/models answered {answer.status}: no vLLM", remedies.START)
             return False

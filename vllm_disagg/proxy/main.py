@@ -332,6 +332,8 @@ def run(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         if settings.workers > 1 and not settings.place:
+            # A mistake is found here, before each worker finds it.
+            AccessLog(settings.access_log).close()
             return supervisor.run(
                 sys.argv[1:],
                 settings.workers,

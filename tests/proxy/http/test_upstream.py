@@ -304,3 +304,18 @@ async def test_any_allowed_address_of_a_name_may_accept(
         ConnectionPool(f"http://engine.example:{e.port}", networks=AllowedNetworks())
     )
     await e.stop()
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"), [(socket.EAI_AGAIN, "local"), (socket.EAI_NONAME, "refused")]
+)
+async def test_dns_that_does_not_answer_shows_nothing_about_an_instance(
+    monkeypatch: pytest.MonkeyPatch, code: int, reason: str
+) -> None:
+    async def look_up(*_: object, **__: object) -> list[object]:
+        raise socket.gaierror(code, "no look-up")
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
+    with pytest.raises(Unreachable, match="no look-up") as raised:
+        await ask(ConnectionPool("http://engine.example:80", networks=AllowedNetworks()))
+    assert raised.value.reason == reason

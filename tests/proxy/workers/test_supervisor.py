@@ -244,11 +244,15 @@ async def _is_one_status(w: World) -> bool:
     )
 
 
-@pytest.mark.parametrize("slip", ["taken", "setting"])
+@pytest.mark.parametrize("slip", ["taken", "setting", "log"])
 async def test_what_no_worker_can_do_ends_all(tmp_path: Path, slip: str) -> None:
     async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as taken:
         port = taken.sockets[0].getsockname()[1]
-        flags = ["--port", str(port)] if slip == "taken" else ["--queue-timeout", "0"]
+        flags = {
+            "taken": ["--port", str(port)],
+            "setting": ["--queue-timeout", "0"],
+            "log": ["--access-log", str(tmp_path / "none" / "access.log")],
+        }[slip]
         process = await start(tmp_path, "--decode", "http://127.0.0.1:1", *flags)
         _, error = await asyncio.wait_for(process.communicate(), 30)
         assert process.returncode == (1 if slip == "taken" else 2)

@@ -26,7 +26,11 @@ from .upstream_response import Unreachable, UpstreamResponse
 IDLE_SECONDS = 4.0  # below vLLM's VLLM_HTTP_TIMEOUT_KEEP_ALIVE
 CONNECT_SECONDS = 2.0
 # Of a connection that this process cannot open, to whatever instance.
-LOCAL_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+LOCAL_ERRORS = (
+    *(errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM),
+    # Of a look-up that got no answer from DNS. An unknown name (EAI_NONAME) is an answer.
+    *(socket.EAI_AGAIN, socket.EAI_MEMORY, socket.EAI_SYSTEM),
+)
 FULL_STATUSES = (429, 503)  # answers of an API server whose engine takes no more requests
 
 _LEFT_DETAIL = "it has left the fleet"

@@ -5,7 +5,7 @@ state their running and waiting requests on /metrics.
 
     asked proxies to drain it (--proxy) -> waited until others noticed (--notice)
       -> no request at IDLE_LOOKS looks in a row: exit status 0
-      -> it ended meanwhile: exit status 0
+      -> nothing listens at its address any more: exit status 0
       -> --timeout: exit status 1
 """
 
@@ -90,22 +90,27 @@ def _wait(url: str, requests: float, notice: float, timeout: float) -> int:
     """Waits until the server is idle or the time is over; returns the exit status."""
     began = time.monotonic()
     idle_looks = 0
+    state = f"{requests:g} requests"
     while True:
         waited = time.monotonic() - began
-        idle_looks = idle_looks + 1 if waited >= notice and not requests else 0
+        idle_looks = idle_looks + 1 if waited >= notice and requests == 0 else 0
         if idle_looks >= IDLE_LOOKS:
             print(f"{url} has no requests, after {waited:.1f} s")
             return 0
         if waited >= timeout:
-            count = f"{requests:g} requests"
-            print(f"vllm-disagg drain: {url} has {count} after {timeout:g} s", file=sys.stderr)
+            print(f"vllm-disagg drain: {url} has {state} after {timeout:g} s", file=sys.stderr)
             return 1
         time.sleep(LOOK_SECONDS)
         try:
             requests = count_requests(url)
-        except ConfigError as error:
-            print(f"{url} has ended: {error}")
+            state = f"{requests:g} requests"
+        except http_client.NotListening:
+            print(f"{url} has ended: no process listens there any more")
             return 0
+        except ConfigError as error:
+            # A server with too much to do answers late, or with 503.
+            requests = float("nan")
+            state = f"an unknown number of requests ({error})"
 
 
 def count_requests(url: str) -> float:

@@ -12,6 +12,10 @@ PAGE_TIMEOUT_SECONDS = 10.0
 MAX_PAGE_BYTES = 16 << 20
 
 
+class NotListening(ConfigError):
+    """No process listens at the address."""
+
+
 def address(flag: str, url: str) -> str:
     """Returns the URL up to its port. Raises ConfigError with the name of the flag."""
     try:
@@ -55,7 +59,7 @@ def headers(key: str = "") -> dict[str, str]:
 def get(
     url: str, path: str, server: str = "a vLLM, or a proxy in front of one", key_name: str = ""
 ) -> bytes:
-    """Requests a page of a `server`. Raises ConfigError on any failure.
+    """Requests a page of a `server`. Raises ConfigError on any failure, or its NotListening.
 
     `key_name` names an environment variable with a key that takes precedence over OPENAI_API_KEY.
     """
@@ -64,6 +68,8 @@ def get(
         connection.request("GET", path, headers=headers(os.environ.get(key_name, "")))
         answer = connection.getresponse()
         content = answer.read(MAX_PAGE_BYTES)
+    except ConnectionRefusedError as error:
+        raise NotListening(f"cannot reach {url}: {reason(error)}: is it running?") from None
     except (OSError, http.client.HTTPException, UnicodeError) as error:
         # UnicodeError: the name of the host is invalid.
         raise ConfigError(f"cannot reach {url}: {reason(error)}: is it running?") from None

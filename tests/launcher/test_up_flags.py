@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -12,7 +15,7 @@ from huggingface_hub import constants, errors
 
 from vllm_disagg import cli
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.launcher import backoff, config_file, flags, main, model_check
+from vllm_disagg.launcher import backoff, config_file, flags, main, model_check, plan
 from vllm_disagg.launcher.phases import StartProgress
 from vllm_disagg.proxy import settings
 from vllm_disagg.proxy.flags import add_arguments as add_proxy_arguments
@@ -113,8 +116,13 @@ def test_a_file_has_flags_and_the_command_line_wins(tmp_path: Path) -> None:
         ("- a\n", "not a mapping of flags to values"),
         ("a: [\n", "not YAML in line 2"),
         ("spill: maybe\n", "spill is 'maybe', but must be true or false"),
-        ("prefill: true\n", "prefill is True, but must be a text, a number or a list"),
-        ("api-key: [{a: 1}]\n", "api-key is {'a': 1}, but must be a text or a number"),
+        ("spill: [a]\n", "spill is ['a'], but must be true or false"),
+        ("prefill: [1, 2]\n", "prefill is a list, but takes one value"),
+        ("prefill: []\n", "prefill is a list, but takes one value"),
+        ("prefill: true\n", "true is not a number of 1 or more"),
+        ("api-key: [{a: 1}]\n", "api-key is {'a': '1'}, but must be a text or a number"),
+        ('log-dir: "a\\0b"\n', "log-dir is 'a\\x00b', but must be a text or a number"),
+        ("a: " + "[" * 2_000, "too deep"),
         ("config: other.yaml\n", "no flag of up is named 'config'"),
         ("worker: x\n", "no flag of up is named 'worker'"),
         (b"\xff\xfe", "not a text file"),
@@ -126,6 +134,15 @@ def test_a_file_that_cannot_be_used(
     path = tmp_path / "up.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     assert words in refused(capsys, f"--config={path}")
+
+
+def test_values_of_a_file_stay_as_they_are_written(tmp_path: Path) -> None:
+    """YAML has octal numbers, dates, and a `no` that means false."""
+    path = tmp_path / "up.yaml"
+    path.write_text("model: 2026-11-23\napi-key: 00123\nrestart: no\n")
+    args = parsed("--config", "none.yaml", "--config", str(path))
+    assert (args.model, args.restart) == ("2026-11-23", "no")
+    assert flags.options(args, 1).api_keys == ["00123"]
 
 
 def test_a_file_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,6 +197,11 @@ def test_one_line_for_files_that_cannot_be_used(
     ):
         said = refused(capsys, *start, *words)
         assert said.startswith(words[0]) and below in said
+    os.mkfifo(tmp_path / "pipe")
+    signal.alarm(5)  # its signal ends this process, instead of a test that hangs
+    said = refused(capsys, *start, "--access-log", str(tmp_path / "pipe"))
+    signal.alarm(0)
+    assert "No such device or address" in said
     assert "in --decode-args: give it before --" in refused(
         capsys, *start, "--decode-args", "--tensor-parallel-size 2"
     )
@@ -233,7 +255,12 @@ def test_a_name_that_no_hub_has(
 def test_names_that_need_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = on_hub(monkeypatch, tmp_path, missing())
     model_check.check("s3://bucket/model", [])
-    model_check.check("a/b", ["--load-format=runai_streamer"])
+    for flag in ("--load-format=x", "--load_format", "--config", "--revision", "--hf-token"):
+        model_check.check("a/b", [flag, "value"])
+    for name in ("VLLM_USE_MODELSCOPE", "VLLM_MODEL_REDIRECT_PATH"):
+        monkeypatch.setenv(name, "true")
+        model_check.check("a/b", [])
+        monkeypatch.delenv(name)
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: "/cached")
     model_check.check("a/b", [])
     assert asked == []
@@ -242,6 +269,23 @@ def test_names_that_need_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):
         model_check.check("a/b", [])
     assert asked == []
+
+
+def test_a_hub_that_refuses_to_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mirror may have files only: vLLM finds out."""
+    error = errors.HfHubHTTPError.__new__(errors.HfHubHTTPError)
+    asked = on_hub(monkeypatch, tmp_path, error)
+    model_check.check("a/b", [])
+    assert asked == ["a/b"]
+
+
+def test_folders_and_names_that_no_model_has(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the folder holds no"):
+        model_check.check(str(tmp_path), [])
+    (tmp_path / "params.json").touch()
+    model_check.check(str(tmp_path), [])
+    with pytest.raises(ConfigError, match="not a name that a model can have"):
+        model_check.check("a--b/c", [])
 
 
 def test_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,6 +331,81 @@ def test_pauses_grow_until_a_child_runs_steadily() -> None:
     assert short == [1, 2, 4, 8, 16, 32, 60, 60]
     assert made.pause("p", 1.0) == 1.0, "each child has its own"
     assert made.pause("d", backoff.STEADY_SECONDS) == 1.0
+
+
+# Starting again -----------------------------------------------------------------------------------
+
+
+class ScriptedChildren:
+    """Children that start, or cannot."""
+
+    def __init__(self) -> None:
+        self.failures: list[str] = []
+        self.started: list[str] = []
+
+    def start(self, command: plan.ChildCommand, argv: list[str]) -> None:
+        if self.failures:
+            raise ConfigError(self.failures.pop())
+        self.started.append(command.name)
+
+    def drop(self, child: object) -> None:
+        """Forgets a child, as ChildProcesses does."""
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ScriptedChildren, SimpleNamespace]:
+    """Returns the watch of a proxy without engines, its children, and its clock and readiness."""
+    world = SimpleNamespace(now=100.0, is_ready=False, lines=[])
+    clock = SimpleNamespace(monotonic=lambda: world.now)
+    monkeypatch.setattr(main, "time", clock)
+    monkeypatch.setattr(main, "_probe", lambda _: (world.is_ready, ""))
+    monkeypatch.setattr(main, "_say_ready", lambda *_: world.lines.append("ready"))
+    command = plan.ChildCommand("proxy", ["true"], {}, "127.0.0.1", 1, "/health")
+    launch: Any = SimpleNamespace(engines=[], proxy=command)
+    children: Any = ScriptedChildren()
+    console: Any = SimpleNamespace(write_line=world.lines.append)
+    signals: Any = None
+    watch = main._Watch(launch, children, signals, console, restarts=True)
+    return watch, children, world
+
+
+def ended(world: SimpleNamespace, started_at: float) -> Any:
+    """Returns the end of the child that started then."""
+    return SimpleNamespace(child=SimpleNamespace(name="proxy", started_at=started_at))
+
+
+def test_a_child_that_cannot_be_started_is_tried_again(watched: Any) -> None:
+    watch, children, world = watched
+    children.failures = ["proxy: no more processes"]
+    watch._on_end(ended(world, 0.0))
+    world.now += 1
+    watch._start_due()
+    assert children.started == [] and "no more processes; next try in 2 s" in world.lines[-1]
+    world.now += 2
+    watch._start_due()
+    assert children.started == ["proxy"]
+
+
+def test_a_long_start_that_fails_is_no_steady_run(watched: Any) -> None:
+    """Each start takes longer than a steady run has to; only the last one succeeds."""
+    watch, _, world = watched
+    world.now += backoff.STEADY_SECONDS
+    pauses = []
+    for is_ready in (False, False, True, False):
+        watch._on_end(ended(world, world.now))
+        pauses.append(watch._due["proxy"] - world.now)
+        world.now += 60
+        watch._start_due()
+        world.now += backoff.STEADY_SECONDS
+        world.is_ready = is_ready
+        watch._check_started()
+        world.now += backoff.STEADY_SECONDS * is_ready
+    watch._on_end(ended(world, world.now))
+    watch._start_due()
+    watch._on_end(ended(world, world.now))
+    watch._check_started()
+    assert pauses == [1, 2, 4, 1]
+    assert world.lines.count("ready") == 1, "an ended child is no longer expected to be ready"
 
 
 def test_the_reference_names_all_flags() -> None:

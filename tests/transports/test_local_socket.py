@@ -14,7 +14,7 @@ from vllm_disagg.transports import local_socket
 
 def bound(folder: str, *, listens: bool, age: float) -> socket.socket:
     made = socket.socket(socket.AF_UNIX)
-    path = f"{folder}/{local_socket.NAME}"
+    path = local_socket.path_in(folder)
     made.bind(path)
     if listens:
         made.listen()
@@ -46,6 +46,18 @@ def test_what_is_no_socket_of_ours_stays(tmp_path: Path, monkeypatch: pytest.Mon
     before = sorted(tmp_path.rglob("*"))
     created = Path(local_socket.create_folder())
     assert sorted(path for path in tmp_path.rglob("*") if path != created) == before
+
+
+def test_sockets_of_other_machines_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several machines may share the folder; a connection to another's socket is refused."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(local_socket, "machine_id", lambda: "another machine")
+    folder = local_socket.create_folder()
+    bound(folder, listens=False, age=9.0).close()
+    monkeypatch.undo()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    local_socket.remove_stale()
+    assert os.path.exists(folder)
 
 
 def test_a_killed_worker_leaves_no_folder_to_the_next_one(

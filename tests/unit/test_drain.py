@@ -112,11 +112,28 @@ def test_a_request_that_does_not_end(servers: Any, capsys: pytest.CaptureFixture
 
 
 def test_a_server_that_ends_meanwhile_has_no_requests(
-    servers: Any, capsys: pytest.CaptureFixture[str]
+    servers: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = servers(engine_page(1), "gone")
+    server = servers(engine_page(1))
+    look = drain.count_requests
+
+    def look_and_end(url: str) -> float:
+        found = look(url)
+        server.close()
+        return found
+
+    monkeypatch.setattr(drain, "count_requests", look_and_end)
     assert cli.main(["drain", server.url]) == 0
     assert "has ended" in capsys.readouterr().out
+
+
+def test_a_server_that_answers_badly_may_have_requests(
+    servers: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may be the very load that keeps it from answering."""
+    server = servers(engine_page(0), "busy", engine_page(0), "busy")
+    assert cli.main(["drain", server.url, "--timeout", "0.05"]) == 1
+    assert "has an unknown number of requests" in capsys.readouterr().err
 
 
 def test_the_proxies_are_asked_first(servers: Any, monkeypatch: pytest.MonkeyPatch) -> None:

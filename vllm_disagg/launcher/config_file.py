@@ -7,7 +7,8 @@
     api-key: [one, two]
     no-api-key: true
 
-A flag on the command line replaces that of the file; one that may be repeated adds to it.
+A flag on the command line replaces that of the file; one that may be repeated adds to it. A switch
+that the file turns on stays on.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ..setting_values import did_you_mean
 FLAG = "--config"
 # Their values begin with dashes, which argparse takes for flags unless they follow an =.
 ARGUMENT_FLAGS = ("--prefill-args", "--decode-args")
+SWITCH = {"true": True, "false": False}
 
 
 def expand(words: list[str], parser: argparse.ArgumentParser) -> list[str]:
@@ -84,33 +86,36 @@ def _words(path: str, actions: dict[str, argparse.Action]) -> list[str]:
             raise ConfigError(
                 f"{FLAG} {path}: no flag of up is named {name!r}{did_you_mean(name, names)}"
             )
-        is_switch = actions[name].nargs == 0
-        if is_switch != isinstance(value, bool):
-            expected = "true or false" if is_switch else "a text, a number or a list"
-            raise ConfigError(f"{FLAG} {path}: {name} is {value!r}, but must be {expected}")
-        if is_switch:
-            words += [f"--{name}"] if value else []
+        if actions[name].nargs == 0:
+            if not isinstance(value, str) or value not in SWITCH:
+                raise ConfigError(f"{FLAG} {path}: {name} is {value!r}, but must be true or false")
+            words += [f"--{name}"] if SWITCH[value] else []
             continue
         values = value if isinstance(value, list) else [value]
-        if name in {flag.removeprefix("--") for flag in ARGUMENT_FLAGS}:
-            values = [shlex.join(map(str, value)) if isinstance(value, list) else value]
         for one in values:
-            if not isinstance(one, str | int | float) or isinstance(one, bool):
+            if not isinstance(one, str) or "\0" in one:
                 raise ConfigError(
                     f"{FLAG} {path}: {name} is {one!r}, but must be a text or a number"
                 )
-            words.append(f"--{name}={one}")
+        if f"--{name}" in ARGUMENT_FLAGS and isinstance(value, list):
+            values = [shlex.join(values)]
+        if len(values) != 1 and not isinstance(actions[name], argparse._AppendAction):
+            raise ConfigError(f"{FLAG} {path}: {name} is a list, but takes one value")
+        words += [f"--{name}={one}" for one in values]
     return words
 
 
 def _read(path: str) -> dict[Any, Any]:
     """Returns the mapping of a YAML file."""
     try:
-        found = yaml.safe_load(Path(path).read_text())
+        # All values are texts: YAML would turn a key 00123 into 83, and `no` into false.
+        found = yaml.load(Path(path).read_text(), Loader=yaml.BaseLoader)
     except OSError as error:
         raise ConfigError(f"{FLAG} {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{FLAG} {path}: not a text file") from None
+    except RecursionError:
+        raise ConfigError(f"{FLAG} {path}: too deep") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}" if mark else ""

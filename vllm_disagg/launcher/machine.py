@@ -60,10 +60,12 @@ def check_log_file(flag: str, path: str) -> None:
     if path in ("", "-"):
         return
     try:
-        with open(path, "a"):
-            pass
-    except OSError as error:
-        raise ConfigError(f"{flag} {path}: {error.strerror}") from None
+        # Without waiting: a pipe may have no reader.
+        opened = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"{flag} {path!r}: {reason}") from None
+    os.close(opened)
 
 
 def free_ports(count: int) -> list[int]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..errors import DisaggError
+from ..errors import ConfigError, DisaggError
 from ..fleet import keys
 from ..proxy import flags as proxy_flags
 from ..proxy import settings as proxy_settings
@@ -70,7 +70,8 @@ def run(args: argparse.Namespace) -> int:
     console = SharedConsole(sys.stderr)
     options = flags.options(args, args.port or machine.free_ports(1)[0])
     facts = machine.examine()
-    model_check.check(options.model, [*options.extra, *options.role_extra.get("prefill", [])])
+    if not args.dry_run:  # commands may be printed where no hub is
+        model_check.check(options.model, [*options.extra, *options.role_extra.get("prefill", [])])
     engine_ports = machine.free_ports(options.prefill + options.decode)
     launch = plan.make(options, facts, engine_ports, KEY_FILE)
     _check_proxy(launch.proxy)
@@ -223,6 +224,7 @@ class _Watch:
         self._backoff = RestartBackoff()
         self._due: dict[str, float] = {}  # when to start a child again, by its name
         self._starting: set[str] = set()  # started again, and not ready yet
+        self._ready_at = dict.fromkeys(self._commands, time.monotonic())
 
     def run(self) -> None:
         """Watches until a signal or, without restarts, the end of a child."""
@@ -239,7 +241,8 @@ class _Watch:
     def _on_end(self, error: ChildExited) -> None:
         name = error.child.name
         now = time.monotonic()
-        pause = self._backoff.pause(name, now - error.child.started_at)
+        # A long start that fails again and again is no steady run.
+        pause = self._backoff.pause(name, now - self._ready_at.pop(name, now))
         self._console.write_line(f"vllm-disagg up: {error}; it starts again in {pause:.0f} s")
         self._children.drop(error.child)
         self._starting.discard(name)
@@ -250,13 +253,21 @@ class _Watch:
         for name in [name for name, when in self._due.items() if now >= when]:
             del self._due[name]
             command = self._commands[name]
-            self._children.start(command, _argv(command))
+            try:
+                self._children.start(command, _argv(command))
+            except ConfigError as error:
+                # Such as too many processes, for now: the others go on.
+                pause = self._backoff.pause(name, 0.0)
+                self._console.write_line(f"vllm-disagg up: {error}; next try in {pause:.0f} s")
+                self._due[name] = now + pause
+                continue
             self._starting.add(name)
 
     def _check_started(self) -> None:
         for name in sorted(self._starting):
             if _probe(self._commands[name])[0]:
                 self._starting.discard(name)
+                self._ready_at[name] = time.monotonic()
                 _say_ready(self._commands[name], self._children, self._console)
 
 
@@ -272,7 +283,7 @@ def _probe(command: ChildCommand) -> tuple[bool, str]:
     connection = http.client.HTTPConnection(command.host, command.port, timeout=2)
     if command.is_https:
         # The certificate is for the address that clients use, and the child is our own.
-        context = ssl.create_default_context()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
         connection = http.client.HTTPSConnection(

@@ -15,7 +15,15 @@ HUB_TIMEOUT_SECONDS = 8.0
 # One of them is in each repository that vLLM can serve.
 CONFIG_FILES = ("config.json", "params.json")
 # With them vLLM takes the configuration from elsewhere, or loads a file of a repository.
-OTHER_SOURCES = ("--hf-config-path", "--load-format", "--config-format", "--hf-overrides")
+OTHER_SOURCES = (
+    "--config",
+    "--config-format",
+    "--hf-config-path",
+    "--hf-overrides",
+    "--hf-token",
+    "--load-format",
+    "--revision",
+)
 
 
 def check(model: str, extra: Sequence[str]) -> None:
@@ -36,7 +44,8 @@ def check(model: str, extra: Sequence[str]) -> None:
         )
     is_elsewhere = any(word.partition("=")[0].replace("_", "-") in OTHER_SOURCES for word in extra)
     is_from_modelscope = os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true")
-    if HUB_NAME.fullmatch(model) and not (path.is_file() or is_elsewhere or is_from_modelscope):
+    is_elsewhere |= is_from_modelscope or bool(os.environ.get("VLLM_MODEL_REDIRECT_PATH"))
+    if HUB_NAME.fullmatch(model) and not (path.is_file() or is_elsewhere):
         _check_hub(model)
 
 
@@ -63,6 +72,8 @@ def _check_hub(model: str) -> None:
             f"--model {model}: the Hugging Face hub has no such model, or only for a token with"
             f" access (HF_TOKEN){hint}"
         ) from None
+    except errors.HfHubHTTPError:
+        return  # too many requests, or a mirror that has files only: vLLM finds out
     except Exception as error:  # of whichever HTTP library it uses
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ConfigError(

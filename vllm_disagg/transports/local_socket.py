@@ -6,6 +6,7 @@ does `vllm-disagg up` at its end.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 import stat
@@ -14,8 +15,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-PREFIX = "vllm-disagg-"
-NAME = "data"
+from .base import machine_id
+
+NAME = "data"  # of the socket in its folder
+MACHINE_DIGITS = 8
 # A socket that was bound a moment ago may not listen yet.
 YOUNG_SECONDS = 1.0
 
@@ -23,19 +26,34 @@ YOUNG_SECONDS = 1.0
 def create_folder() -> str:
     """Creates a folder that is accessible to this user alone, and returns its path."""
     remove_stale()
-    return tempfile.mkdtemp(prefix=PREFIX)
+    return tempfile.mkdtemp(prefix=_prefix())
+
+
+def path_in(folder: str | Path) -> str:
+    """Returns the path of the socket in a folder."""
+    return f"{folder}/{NAME}"
+
+
+def _prefix() -> str:
+    """Returns the beginning of this machine's folders.
+
+    Several machines may share the folder for temporary files, and each sees sockets of the others
+    as dead.
+    """
+    digits = hashlib.sha256(machine_id().encode()).hexdigest()[:MACHINE_DIGITS]
+    return f"vllm-disagg-{digits}-"
 
 
 def remove_folder(folder: str | Path) -> None:
     """Removes a folder with its socket; it may be gone already."""
     with suppress(OSError):
-        Path(folder, NAME).unlink(missing_ok=True)
+        Path(path_in(folder)).unlink(missing_ok=True)
         os.rmdir(folder)
 
 
 def remove_stale() -> None:
     """Removes this user's folders whose socket no process listens at."""
-    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}????????/{NAME}"):
+    for path in Path(tempfile.gettempdir()).glob(path_in(f"{_prefix()}????????")):
         if _is_stale(path):
             remove_folder(path.parent)
 

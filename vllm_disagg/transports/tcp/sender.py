@@ -134,7 +134,7 @@ class TcpSender:
         self._tokens[token] = receiver, note.attempt
         while len(self._tokens) > MAX_TOKENS:
             del self._tokens[next(iter(self._tokens))]
-        path = f"{self._socket_folder}/data"
+        path = local_socket.path_in(self._socket_folder)
         answer = notes.Listening(
             attempt=note.attempt,
             host=host,
@@ -195,7 +195,7 @@ class TcpSender:
             inet_listener = undo.enter_context(socket.socket(family))
             inet_listener.bind((host, 0))
             unix_listener = undo.enter_context(socket.socket(socket.AF_UNIX))
-            unix_listener.bind(f"{self._socket_folder}/data")
+            unix_listener.bind(local_socket.path_in(self._socket_folder))
             for listener in (inet_listener, unix_listener):
                 listener.setblocking(False)
                 listener.listen(MAX_PENDING_CONNECTIONS)

@@ -92,7 +92,7 @@ class ZmqTransport:
         port.poller.register(self._router, zmq.POLLIN)
         # For receivers on this machine, which need no TCP stack between two processes.
         self._socket_folder = local_socket.create_folder()
-        self.local = f"ipc://{self._socket_folder}/data"
+        self.local = f"ipc://{local_socket.path_in(self._socket_folder)}"
         self._router.bind(self.local)
         self.links: dict[str, zmq.Socket[bytes]] = {}
         self._were_up: set[str] = set()  # senders of `links` that have been connected

@@ -198,9 +198,11 @@ def test_one_line_for_files_that_cannot_be_used(
         said = refused(capsys, *start, *words)
         assert said.startswith(words[0]) and below in said
     os.mkfifo(tmp_path / "pipe")
-    signal.alarm(5)  # its signal ends this process, instead of a test that hangs
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.alarm(5)  # ends a start that hangs
     said = refused(capsys, *start, "--access-log", str(tmp_path / "pipe"))
     signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
     assert "No such device or address" in said
     assert "in --decode-args: give it before --" in refused(
         capsys, *start, "--decode-args", "--tensor-parallel-size 2"
@@ -400,9 +402,10 @@ def test_a_long_start_that_fails_is_no_steady_run(watched: Any) -> None:
         world.is_ready = is_ready
         watch._check_started()
         world.now += backoff.STEADY_SECONDS * is_ready
-    watch._on_end(ended(world, world.now))
+    world.now += 60
     watch._start_due()
     watch._on_end(ended(world, world.now))
+    world.is_ready = True
     watch._check_started()
     assert pauses == [1, 2, 4, 1]
     assert world.lines.count("ready") == 1, "an ended child is no longer expected to be ready"

@@ -27,7 +27,7 @@ from kv_connectors.gpu.staging import DeviceStaging, _checksum_seed
 
 LAYERS, BLOCKS, HEADS, WIDTH = 2, 5, 2, 8
 THEIRS, OURS = 32, 48  # tokens of a block
-EXTENT, IDS = Extent(0, LAYERS, 48, 128), [3, 1]
+EXTENT, IDS = Extent(0, LAYERS, 48, 144), [3, 1]
 FIRST = 32  # token of the sender's first block in the piece
 TRANSFER = "ab" * 16
 
@@ -60,7 +60,7 @@ class World:
         ]
         self.memory = DeviceMemory(planes, RankLayout([kind(OURS)], [0] * LAYERS), self.runtime)
         size = self.memory.size_on_wire(EXTENT, IDS, REMOTE)
-        assert size == LAYERS * 3 * HEADS * THEIRS * WIDTH
+        assert size == LAYERS * 4 * HEADS * THEIRS * WIDTH
         self.wire = np.random.default_rng(1).integers(1, 255, size, np.uint8)
 
     @property
@@ -140,7 +140,7 @@ def test_an_unknown_order_is_refused_in_one_line(
         assert not world.memory.write(EXTENT, IDS, [world.frame], RemoteLayout(unknown, FIRST))
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == (
-        "gpu: 3072 bytes were not written into GPU memory: blocks of which not every byte is known,"
+        "gpu: 4096 bytes were not written into GPU memory: blocks of which not every byte is known,"
         " in one plane, have no tiles"
     )
     assert not any(content.any() for content in world.blocks())

@@ -221,9 +221,13 @@ def links(fleet: Fleet, now: float, weights: Mapping[tuple[str, str], float]) ->
     """
     found = []
     states = {i.url: instance_state(fleet, i, now) for i in fleet.instances}
+    carried = {i.url: frozenset(transports(i)) for i in fleet.instances}
     for prefill in fleet.with_role("prefill"):
         for decode in fleet.with_role("decode"):
-            found.append(_link(prefill, decode, states))
+            link = _link(prefill, decode, states)
+            if link.state == "working":
+                link.transports = sorted(carried[prefill.url] & carried[decode.url])
+            found.append(link)
     if len(found) > MAX_LINKS:
         found.sort(key=lambda link: weights.get((link.prefill, link.decode), 0.0), reverse=True)
         found.sort(key=lambda link: link.state != "misfit")
@@ -240,7 +244,4 @@ def _link(prefill: Instance, decode: Instance, states: Mapping[str, InstanceStat
     if why := misfit(prefill, decode):
         link.state = "misfit"
         link.why = why
-        return link
-    both = set(transports(prefill)) & set(transports(decode))
-    link.transports = sorted(both)
     return link

@@ -324,17 +324,9 @@ class InstanceExam:
         self._report.ok(
             self._examined.name,
             f"{self._describe_server()}, DisaggConnector with {workers},"
-            f" {', '.join(transports_of(engine))}; {ports}",
+            f" {', '.join(engine.transports)}; {ports}",
         )
         return True
-
-
-def transports_of(engine: EngineInfo) -> list[str]:
-    """Returns the transports that each worker of an engine has; ZMQ is always among them."""
-    common: set[str] = set(engine.workers[0].carriers) if engine.workers else set()
-    for worker in engine.workers:
-        common &= set(worker.carriers)
-    return sorted(common | {"zmq"})
 
 
 def is_on_loopback(engine: EngineInfo) -> bool:

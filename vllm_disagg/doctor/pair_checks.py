@@ -10,7 +10,7 @@ from ..proxy.http.addresses import host_of, literal
 from ..proxy.routing.fleet import mismatch
 from . import remedies
 from .findings import Report
-from .instance_checks import ExaminedInstance, is_on_loopback, transports_of
+from .instance_checks import ExaminedInstance, is_on_loopback
 
 SET_HOST = "set host in its kv_connector_extra_config to an address that the other one reaches"
 SIDE_CHANNEL = "VLLM_NIXL_SIDE_CHANNEL_HOST"
@@ -83,8 +83,8 @@ def _unreadable(prefill: EngineInfo, decode: EngineInfo) -> str:
 
 
 def _compare_transports(name: str, prefill: EngineInfo, decode: EngineInfo, report: Report) -> None:
-    at_prefill = transports_of(prefill)
-    at_decode = transports_of(decode)
+    at_prefill = prefill.transports
+    at_decode = decode.transports
     if at_prefill != at_decode:
         report.warn(
             name,

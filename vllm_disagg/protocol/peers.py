@@ -44,6 +44,14 @@ class EngineInfo(msgspec.Struct, frozen=True):
     version: str = ""  # of vLLM, for operators
     failure_policy: str = ""  # vLLM's kv_load_failure_policy, for operators
 
+    @property
+    def transports(self) -> list[str]:
+        """The transports that each of its workers has; ZMQ is always among them."""
+        common: set[str] = set(self.workers[0].carriers) if self.workers else set()
+        for worker in self.workers:
+            common &= set(worker.carriers)
+        return sorted(common | {"zmq"})
+
 
 class EngineCard(msgspec.Struct, frozen=True):
     """The part of EngineInfo that the next probe needs.

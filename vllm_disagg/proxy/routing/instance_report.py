@@ -84,7 +84,7 @@ def report(fleet: Fleet, instance: Instance, clock: Clock) -> InstanceReport:
         version=instance.engine.version if instance.engine else "",
         connector=instance.connector,
         failure_policy=instance.engine.failure_policy if instance.engine else "",
-        transports=transports(instance),
+        transports=instance.engine.transports if instance.engine else [],
         kv_cache_usage=instance.kv_cache_usage if instance.is_usage_known else None,
         breaker=breaker_state(instance, clock.loop),
         state_since=clock.iso(instance.state_since),
@@ -151,14 +151,3 @@ def why_not(fleet: Fleet, instance: Instance, usable: bool) -> str:
     if instance.up and not usable:
         return "rests after failures"
     return fleet.pairing_problem(instance)
-
-
-def transports(instance: Instance) -> list[str]:
-    """Returns the transports that each worker of an instance has; ZMQ is always among them."""
-    if not instance.engine:
-        return []
-    common = {"zmq"}
-    workers = instance.engine.workers
-    if workers:
-        common |= set(workers[0].carriers).intersection(*(w.carriers for w in workers))
-    return sorted(common)

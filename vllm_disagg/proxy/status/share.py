@@ -18,7 +18,6 @@ from ..routing.instance_report import (
     LastFailure,
     breaker_state,
     misfit,
-    transports,
     why_not,
 )
 from ..routing.readiness import Readiness, judge_readiness
@@ -189,7 +188,7 @@ class StatusBoard:
             model=instance.model,
             version=instance.engine.version if instance.engine else "",
             connector=instance.connector,
-            transports=transports(instance),
+            transports=instance.engine.transports if instance.engine else [],
             breaker=breaker_state(instance, clock.loop),
             in_flight=instance.active_requests,
             waiting=self._traffic.waiting(instance.url),
@@ -221,11 +220,11 @@ def links(fleet: Fleet, now: float, weights: Mapping[tuple[str, str], float]) ->
     """
     found = []
     states = {i.url: instance_state(fleet, i, now) for i in fleet.instances}
-    carried = {i.url: frozenset(transports(i)) for i in fleet.instances}
+    carried = {i.url: set(i.engine.transports) for i in fleet.instances if i.engine}
     for prefill in fleet.with_role("prefill"):
         for decode in fleet.with_role("decode"):
             link = _link(prefill, decode, states)
-            if link.state == "working":
+            if link.state == "working" and prefill.engine and decode.engine:
                 link.transports = sorted(carried[prefill.url] & carried[decode.url])
             found.append(link)
     if len(found) > MAX_LINKS:

@@ -1010,4 +1010,5 @@ MUTANTS: list[tuple[str, ...]] = [
     ("up: a folder of Mistral's format is none", "launcher/model_check.py", '("config.json", "params.json")', '("config.json",)', "tests/launcher/test_up_flags.py"),
     ("sockets of another machine are removed", "transports/local_socket.py", 'return f"vllm-disagg-{digits}-"', 'return "vllm-disagg-12345678-"', "tests/transports/test_local_socket.py"),
     ("a drain takes a busy server for an ended one", "drain.py", "        except http_client.NotListening:", "        except ConfigError:", "tests/unit/test_drain.py"),
+    ("pairs that have left stay without a scrape", "proxy/telemetry/metrics.py", "forgets pairs that have left.\"\"\"\n        self._keep_present_pairs()\n", "forgets pairs that have left.\"\"\"\n", "tests/proxy/telemetry/test_request_metrics.py::test_pairs_that_have_left_are_forgotten_without_a_scrape"),
 ]

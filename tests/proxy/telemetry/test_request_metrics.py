@@ -11,8 +11,9 @@ import pytest
 from proxy_world import Call, until, world
 from vllm_disagg import __version__
 from vllm_disagg.proxy.requests.failover import FALLBACK_REASONS
+from vllm_disagg.proxy.routing.fleet import Fleet, Instance
 from vllm_disagg.proxy.telemetry.meter import HistogramBuckets, TrafficCounters
-from vllm_disagg.proxy.telemetry.metrics import OUTCOMES, LatencyObjectives, merge
+from vllm_disagg.proxy.telemetry.metrics import OUTCOMES, LatencyObjectives, Metrics, merge
 
 USAGE = {
     "prompt_tokens": 7,
@@ -330,3 +331,15 @@ process_start_time_seconds 5
     merged = merge([page, page]).decode()
     assert "process_open_fds 14.0" in merged
     assert "process_start_time_seconds 5.0" in merged
+
+
+def test_pairs_that_have_left_are_forgotten_without_a_scrape() -> None:
+    """A fleet in Kubernetes has other addresses after each roll-out."""
+    fleet = Fleet([Instance("http://p", "prefill"), Instance("http://d", "decode")])
+    metrics = Metrics(fleet)
+    for prefill in ("http://p", "http://left"):
+        meter = metrics.meter()
+        meter.paired(prefill, "http://d")
+        metrics.ended("/v1/completions", "disaggregated", "ok", meter, received=8)
+    metrics.decay_pair_weights()
+    assert metrics.pair_weights() == {("http://p", "http://d"): 4}

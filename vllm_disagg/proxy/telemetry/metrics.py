@@ -306,7 +306,8 @@ class Metrics:
         return {pair: sums.recent_bytes for pair, sums in self._pairs.items() if sums.recent_bytes}
 
     def decay_pair_weights(self) -> None:
-        """Lets all requests so far count less for `pair_weights`."""
+        """Lets all requests so far count less for `pair_weights`; forgets pairs that have left."""
+        self._keep_present_pairs()
         for sums in self._pairs.values():
             sums.recent_bytes = int(sums.recent_bytes * _WEIGHT_DECAY)
 
@@ -406,14 +407,17 @@ class Metrics:
         spent = CounterMetricFamily(
             "vllm_disagg_pair_seconds", "Time spent, by pair and phase.", labels=[*labels, "phase"]
         )
-        # Instances that have left would add label values without limit.
-        urls = {instance.url for instance in (*self._fleet.instances, *self._fleet.leaving)}
-        self._pairs = {pair: sums for pair, sums in self._pairs.items() if urls.issuperset(pair)}
+        self._keep_present_pairs()
         for pair, sums in self._pairs.items():
             requests.add_metric(list(pair), sums.requests)
             for phase in ("prefill", "handoff", "ttft"):
                 spent.add_metric([*pair, phase], getattr(sums, phase))
         yield from (requests, spent)
+
+    def _keep_present_pairs(self) -> None:
+        """Forgets pairs of instances that have left: they would be ever more."""
+        urls = {instance.url for instance in (*self._fleet.instances, *self._fleet.leaving)}
+        self._pairs = {pair: sums for pair, sums in self._pairs.items() if urls.issuperset(pair)}
 
 
 def merge(texts: list[str], gauges: bool = True) -> bytes:

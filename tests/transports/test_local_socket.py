@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm_disagg.fleet import dialling
 from vllm_disagg.transports import local_socket
 
 
@@ -36,6 +37,14 @@ def test_only_folders_without_a_process_are_removed(
         assert os.path.exists(folder) == stays
     local_socket.remove_folder(folder)
     assert not os.path.exists(folder)
+
+
+def test_other_engines_dial_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for _ in range(20):
+        folder = local_socket.create_folder()
+        assert dialling.is_socket(local_socket.path_in(folder)[len(str(tmp_path)) :])
+        assert os.stat(folder).st_mode & 0o777 == 0o700
 
 
 def test_what_is_no_socket_of_ours_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ GIB = 1 << 30
 SHARED_MEMORY_PATH = Path("/dev/shm")
 MIN_SHARED_MEMORY_BYTES = 1 << 30  # containers have 64 MiB by default
 MIN_FREE_MEMORY_GIB = 4.0  # of an engine with the smallest model
-SOCKET_NAME = "/vllm-disagg-12345678-12345678/data"  # below the folder for temporary files
+SOCKET_NAME = "/vllm-disagg-12345678/data"  # below the folder for temporary files
 TRANSPORTS_MODULE = "kv_connectors.transports"
 # No loopback, so that RDMA counts. The documentation's network: no address is dialled.
 NETWORK_HOST = "192.0.2.1"

@@ -6,8 +6,10 @@ does `vllm-disagg up` at its end.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import os
+import secrets
 import socket
 import stat
 import tempfile
@@ -18,7 +20,8 @@ from pathlib import Path
 from .base import machine_id
 
 NAME = "data"  # of the socket in its folder
-MACHINE_DIGITS = 8
+PREFIX = "vllm-disagg-"
+DIGITS = 4  # of the machine, then of the folder; `dialling` allows no other names
 # A socket that was bound a moment ago may not listen yet.
 YOUNG_SECONDS = 1.0
 
@@ -26,7 +29,12 @@ YOUNG_SECONDS = 1.0
 def create_folder() -> str:
     """Creates a folder that is accessible to this user alone, and returns its path."""
     remove_stale()
-    return tempfile.mkdtemp(prefix=_prefix())
+    while True:
+        suffix = _base32(secrets.token_bytes(5))
+        path = f"{tempfile.gettempdir()}/{_prefix()}{suffix}"
+        with suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+            return path
 
 
 def path_in(folder: str | Path) -> str:
@@ -40,8 +48,12 @@ def _prefix() -> str:
     Several machines may share the folder for temporary files, and each sees sockets of the others
     as dead.
     """
-    digits = hashlib.sha256(machine_id().encode()).hexdigest()[:MACHINE_DIGITS]
-    return f"vllm-disagg-{digits}-"
+    return PREFIX + _base32(hashlib.sha256(machine_id().encode()).digest())
+
+
+def _base32(data: bytes) -> str:
+    """Returns the first digits of some bytes, 20 bits. Other engines expect eight in all."""
+    return base64.b32encode(data)[:DIGITS].decode().lower()
 
 
 def remove_folder(folder: str | Path) -> None:
@@ -53,7 +65,7 @@ def remove_folder(folder: str | Path) -> None:
 
 def remove_stale() -> None:
     """Removes this user's folders whose socket no process listens at."""
-    for path in Path(tempfile.gettempdir()).glob(path_in(f"{_prefix()}????????")):
+    for path in Path(tempfile.gettempdir()).glob(path_in(f"{_prefix()}????")):
         if _is_stale(path):
             remove_folder(path.parent)
 

@@ -1000,4 +1000,9 @@ MUTANTS: list[tuple[str, ...]] = [
     ("digits of other scripts are a number", "setting_values.py", ", re.ASCII)", ")", "tests/unit/test_config.py"),
     ("a failure of DNS cuts running streams", "proxy/http/connection_pool.py", "socket.EAI_AGAIN, ", "", "tests/proxy/http/test_upstream.py"),
     ("workers each print one mistake", "proxy/main.py", "            AccessLog(settings.access_log).close()\n", "", "tests/proxy/workers/test_supervisor.py"),
+    ("the block of a last token is allocated after the load", "protocol/decode_leg.py", "        return any(self.cache.windows) and starts_block\n", "        return False\n", "tests/protocol/test_legs.py"),
+    ("a last token's window misses its first block", "protocol/decode_leg.py", "            if window and first > 0 and first % size == 0:\n", "            if False:\n", "tests/protocol/test_legs.py"),
+    ("a window that has passed no block counts as one block earlier", "protocol/decode_leg.py", "if window and first > 0 and first", "if window and first", "tests/protocol/test_legs.py"),
+    ("the last token is read into its block", "protocol/decode_leg.py", "tokens = range(allocated_end - tokens_to_load, token_end)", "tokens = range(allocated_end - tokens_to_load, allocated_end)", "tests/protocol/test_legs.py"),
+    ("the scheduler's half names no windows", "kv_connectors/scheduler.py", "            windows=windows,\n", "", "tests/connector/test_scheduler_side.py"),
 ]

@@ -229,7 +229,7 @@ def test_with_windows_a_load_takes_the_block_in_which_the_last_token_is_first(
     tokens: int, allocated: int
 ) -> None:
     """vLLM would keep no block free for it, and stop its scan where it has none."""
-    d, found = windowed(tokens)
+    _, found = windowed(tokens)
     assert found == allocated
 
 

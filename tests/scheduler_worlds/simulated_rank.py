@@ -87,9 +87,8 @@ class SimulatedRank:
         if self._forward is None and not self.steps:
             return False
         peers = self.engine.stages[self.stage]
-        if len(peers) > 1:
-            if any(self.layers_computed > peer.layers_computed for peer in peers):
-                return False
+        if len(peers) > 1 and any(self.layers_computed > peer.layers_computed for peer in peers):
+            return False
         if self._forward is not None:
             return True
         step = self.steps[0]

@@ -9,6 +9,8 @@
 # make gpu-proof what can be proved of the path for GPUs without a GPU; the last line is JSON (the engines take longest)
 # make page-proof  the status page in Debian's chromium, with axe-core; writes the pictures of the documents
 # make operator-proof  what operators deploy: alert rules, manifests, images, units, and engines replaced under load; the last line is JSON
+# make worlds    10,000 seeded worlds of vLLM's own schedulers (SEEDS=100000, FIRST=0); the last line is JSON
+# make world-faults  planted faults of the scheduler's half that these worlds must find alone; the last line is JSON
 # make mutants   plant faults in the protocol; the tests must notice
 # make planner-accuracy  the planner's step times beside measured runs of vLLM on GPUs; fits their coefficients; the last line is JSON
 # make bench     the hand-off, measured
@@ -34,7 +36,7 @@ WAITING   := $(addprefix tests/,proxy doctor unit deploy launcher bench transpor
 COMPUTING := $(addprefix tests/,protocol kv fleet connector planner workloads transports/collective simulation scheduler_worlds property gpu)
 QUICK     := $(WAITING) $(COMPUTING)
 
-.PHONY: setup demo check static quick-waiting quick-computing coverage test wide routers chaos versions gpu-proof page-proof operator-proof mutants bench bench-proxy bench-transport goodput planner-accuracy house clean
+.PHONY: setup demo check static quick-waiting quick-computing coverage test wide routers chaos versions gpu-proof page-proof operator-proof worlds world-faults mutants bench bench-proxy bench-transport goodput planner-accuracy house clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.ours
@@ -128,6 +130,12 @@ page-proof: setup
 # Its tools come from PyPI and Debian. Parts: python tests/deploy/operator_proof.py PART ...
 operator-proof: setup
 	$(BIN)/python tests/deploy/operator_proof.py
+
+worlds: setup
+	$(BIN)/python tests/scheduler_worlds/run_worlds.py --first $(or $(FIRST),0) --seeds $(or $(SEEDS),10000)
+
+world-faults: setup
+	$(BIN)/python tests/scheduler_worlds/world_faults.py
 
 mutants: setup
 	$(BIN)/python tests/mutants.py

@@ -75,6 +75,11 @@ def window(spec: Any) -> int:
     return int(spec.sliding_window) if isinstance(spec, SlidingWindowSpec) else 0
 
 
+def group_window(group: Any) -> int:
+    """Returns the tokens of the largest sliding window in a KV-cache group; 0 without any."""
+    return max(window(spec) for spec in all_specs([group]))
+
+
 def is_state(spec: Any) -> bool:
     """Returns whether a layer keeps an SSM state (Mamba, linear attention) instead of KV."""
     return isinstance(spec, MambaSpec)

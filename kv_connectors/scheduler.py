@@ -83,10 +83,11 @@ class SchedulerSide:
         limits = limits or TransferLimits()
         specs = compat.all_specs(groups)
         has_states = any(compat.is_state(spec) for spec in specs)
-        has_windows = any(compat.window(spec) for spec in specs)
+        windows = [compat.group_window(group) for group in groups]
         cache = CacheFacts(
             block_sizes=[group.kv_cache_spec.block_size for group in groups],
-            tokens_left_out=int(has_states or has_windows),
+            tokens_left_out=int(has_states or any(windows)),
+            windows=windows,
             max_handover_blocks=limits.handover_blocks,
         )
         self._permits_reuse = limits.bidirectional_reuse and not cache.tokens_left_out

@@ -1013,4 +1013,9 @@ MUTANTS: list[tuple[str, ...]] = [
     ("pairs that have left stay without a scrape", "proxy/telemetry/metrics.py", "forgets pairs that have left.\"\"\"\n        self._keep_present_pairs()\n", "forgets pairs that have left.\"\"\"\n", "tests/proxy/telemetry/test_request_metrics.py::test_pairs_that_have_left_are_forgotten_without_a_scrape"),
     ("the folder of a socket has a name that engines refuse", "transports/local_socket.py", "DIGITS = 4 ", "DIGITS = 5 ", "tests/transports/test_local_socket.py"),
     ("the folder of a socket is open to other users", "transports/local_socket.py", "os.mkdir(path, 0o700)", "os.mkdir(path)", "tests/transports/test_local_socket.py"),
+    ("the block of a last token is allocated after the load", "protocol/decode_leg.py", "        return any(self.cache.windows) and starts_block\n", "        return False\n", "tests/protocol/test_legs.py"),
+    ("a last token's window misses its first block", "protocol/decode_leg.py", "            if window and first > 0 and first % size == 0:\n", "            if False:\n", "tests/protocol/test_legs.py"),
+    ("a window that has passed no block counts as one block earlier", "protocol/decode_leg.py", "if window and first > 0 and first", "if window and first", "tests/protocol/test_legs.py"),
+    ("the last token is read into its block", "protocol/decode_leg.py", "tokens = range(allocated_end - tokens_to_load, token_end)", "tokens = range(allocated_end - tokens_to_load, allocated_end)", "tests/protocol/test_legs.py"),
+    ("the scheduler's half names no windows", "kv_connectors/scheduler.py", "            windows=windows,\n", "", "tests/connector/test_scheduler_side.py"),
 ]

@@ -593,6 +593,11 @@ def test_blocks_are_compared_only_if_p_computes_no_token_that_d_leaves_out(has_h
     assert event.writes_more == (not has_hook)
 
 
+def test_with_a_window_a_load_takes_the_block_in_which_the_last_token_is_first() -> None:
+    d = side("decode", [FULL, WINDOW])
+    assert d.tokens_to_load(request("decode", d, length=4 * BLOCK + 1), 0) == 4 * BLOCK + 1
+
+
 def test_with_a_window_a_prompt_of_one_token_is_not_loaded() -> None:
     d = side("decode", [FULL, WINDOW])
     asked = request("decode", d, length=1)

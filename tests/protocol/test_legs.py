@@ -217,6 +217,39 @@ def test_an_aborted_decode_leg_is_reported_once(when: str) -> None:
     assert received(d) == []
 
 
+def windowed(tokens: int, window: int = 32) -> tuple[EngineLegs, int | None]:
+    """Returns D of a model with a window and full attention, and the tokens that it loads."""
+    d = EngineLegs(CacheFacts([BLOCK, BLOCK], tokens_left_out=1, windows=[0, window]))
+    d.add_decode(facts(tokens=tokens))
+    return d, d.tokens_to_load("r", 0, 0.0)
+
+
+@pytest.mark.parametrize(("tokens", "allocated"), [(66, 65), (65, 65), (64, 63), (1, 0)])
+def test_with_windows_a_load_takes_the_block_in_which_the_last_token_is_first(
+    tokens: int, allocated: int
+) -> None:
+    """vLLM would keep no block free for it, and stop its scan where it has none."""
+    _, found = windowed(tokens)
+    assert found == allocated
+
+
+def test_the_last_token_is_not_loaded_into_its_block() -> None:
+    d, found = windowed(65)
+    assert found is not None
+    d.on_blocks_allocated("r", [[1, 2, 3, 4, 5], [0, 0, 6, 7, 8]], found)
+    (load,) = received(d)
+    assert isinstance(load, events.LoadRequested)
+    assert load.token_end == 64
+    assert [group.ids for group in load.blocks] == [[1, 2, 3, 4], [6, 7]]
+
+
+def test_d_computes_a_prompt_whose_last_window_begins_a_block_earlier() -> None:
+    # vLLM allocates the window of the token after the prompt: from token 48 on, and not 47.
+    assert windowed(65, window=18)[1] == 0
+    assert windowed(66, window=18)[1] == 65
+    assert windowed(17, window=18)[1] == 17  # the window begins before the prompt
+
+
 def test_a_load_leaves_out_the_last_token_and_the_blocks_before_the_window() -> None:
     d = machine([BLOCK, BLOCK], tokens_left_out=1)
     d.add_decode(facts())

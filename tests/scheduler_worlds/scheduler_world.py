@@ -45,7 +45,16 @@ MAX_ANSWER_TOKENS = 12
 SETTLE_ROUNDS = 3000
 MOVE_SECONDS = (0.0005, 0.002, 0.02)
 ROUND_SECONDS = 0.05
+IDLE_ROUND_SECONDS = 0.4  # of a round in which all wait for a deadline
 COMMANDS = ("pause and keep", "pause and wait", "pause and abort")
+
+
+class NeverEnds(AssertionError):
+    """Requests that do not end within the bound of moves."""
+
+
+class LeftBehind(AssertionError):
+    """Something that is left when all requests have ended."""
 
 
 @dataclass
@@ -180,6 +189,16 @@ class SchedulerWorld:
             f"{now:9.2f} {who} {what} {value}" for now, who, what, value in self.log[-lines:]
         )
 
+    def features(self) -> Counter[str]:
+        """Returns what this world had: each feature of its setup once, and how often what was."""
+        found = Counter(self.setup.features())
+        for name, count in self.counts.items():
+            if count and name not in ("steps", "answers"):
+                found[name] += count
+        for load, count in self.loads.items():
+            found[f"load: {load}"] += count
+        return found
+
     # Moves ----------------------------------------------------------------------------------------
     def _compute(self) -> None:
         ranks = [rank for engine in self.engines for rank in engine.ranks if rank.can_advance]
@@ -209,6 +228,7 @@ class SchedulerWorld:
         index = 0
         if self._happens(5 * self._mischief.reorder):
             index = self.random.randrange(min(len(self._network), 6))
+            self.counts["reordered messages"] += index > 0
         item = self._network[index]
         driver = self._drivers[item.to]
         if driver.is_frozen:
@@ -223,6 +243,7 @@ class SchedulerWorld:
             self.counts["lost messages"] += 1
             return
         if self._happens(self._mischief.repeat):
+            self.counts["repeated messages"] += 1
             self._network.append(item)
         if item.to_sender:
             driver.on_receiver_message(item.frame)
@@ -286,6 +307,7 @@ class SchedulerWorld:
         other = list(prompt)
         if self._happens(10 * self._mischief.other_prompts):
             other[random.randrange(len(other))] = OTHER_TOKEN
+            self.counts["other prompts at D"] += 1
         p_token, d_token = self._mint_pair(prefill, decode)
         # A prefill leg of several tokens is permitted for models without windows and states only.
         p_answer = 3 if self.happens_badly() else 1
@@ -438,6 +460,7 @@ class SchedulerWorld:
         if reader.is_frozen:
             return
         if self._mischief.reroute and random.random() < 0.5:
+            self.counts["broken paths"] += 1
             reader.break_fast(source.name)
         else:
             reader.connect_fast(source.name)
@@ -456,7 +479,7 @@ class SchedulerWorld:
             self._ask()
             self._play_round()
         busy = [engine.leftovers() for engine in self.engines if engine.is_busy]
-        raise AssertionError(f"requests that never end: {busy}")
+        raise NeverEnds(f"requests that never end: {busy}")
 
     def _is_busy(self) -> bool:
         is_asking = bool(self._legs) or self._asked < self.setup.requests
@@ -464,6 +487,8 @@ class SchedulerWorld:
 
     def _play_round(self) -> None:
         """Lets everybody do what can be done now."""
+        steps = self.counts["steps"]
+        is_quiet = not self._network
         for engine in self.engines:
             for _ in range(3):
                 engine.take_turn()
@@ -474,7 +499,9 @@ class SchedulerWorld:
         self._move_bytes()
         for driver in self._drivers.values():
             driver.take_turn()
-        self.now += ROUND_SECONDS
+        # Deadlines of many seconds would else cost most of a world's time.
+        is_quiet = is_quiet and not self._network and self.counts["steps"] == steps
+        self.now += IDLE_ROUND_SECONDS if is_quiet else ROUND_SECONDS
 
     def _check_end(self) -> None:
         """Raises AssertionError for anything that is left."""
@@ -487,7 +514,8 @@ class SchedulerWorld:
             engine.add("last", [1, 2, 3], 1, 0)
         self._settle()
         left = [engine.leftovers() for engine in self.engines]
-        assert not any(left), f"left at the end: {left}"
+        if any(left):
+            raise LeftBehind(f"left at the end: {left}")
 
     def describe_wrong_read(self, engine: SimulatedEngine, wrong: WrongRead) -> str:
         """Returns a wrong read in words."""

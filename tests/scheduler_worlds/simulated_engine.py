@@ -203,7 +203,19 @@ class SimulatedEngine:
             names = list(self._aborts)
             self._aborts.clear()
             self.world.note(self.label, "abort", names)
+            for name in names:
+                if name in self.scheduler.requests:
+                    self.world.counts[f"aborts: {self._moment(name)}"] += 1
             self.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
+
+    def _moment(self, name: str) -> str:
+        """Returns what a request is doing, for the counts of aborts."""
+        request = self.scheduler.requests[name]
+        if request.is_finished():
+            return "ended, blocks are kept"
+        if request.status is not RequestStatus.RUNNING:
+            return str(request.status.name.lower())
+        return "prefill" if request.num_output_tokens == 0 else "decode"
 
     def _schedule(self) -> None:
         output = self.scheduler.schedule()
@@ -325,6 +337,7 @@ class SimulatedEngine:
             "aggregated failures": aggregator._failed_recving_pending,
             "legs": side._legs.legs,
             "lookups": side._legs._lookups,
+            "legs that await their turn": side._legs._awaiting_turn,
             "admitted requests": side._admitted,
             "aborted loads": side._aborted_loads,
             "blocks of handed-over prompts": side._legs._handover_blocks,

@@ -84,13 +84,13 @@ class SimulatedRank:
     @property
     def can_advance(self) -> bool:
         """Whether the rank has something to compute and waits for no other rank."""
+        if self._forward is None and not self.steps:
+            return False
         peers = self.engine.stages[self.stage]
-        if any(self.layers_computed > peer.layers_computed for peer in peers):
+        if len(peers) > 1 and any(self.layers_computed > peer.layers_computed for peer in peers):
             return False
         if self._forward is not None:
             return True
-        if not self.steps:
-            return False
         step = self.steps[0]
         if step.is_empty or not self.stage:
             return True

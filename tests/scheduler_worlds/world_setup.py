@@ -48,6 +48,27 @@ class WorldSetup:
     max_prompt: int = 60
     routed_share: float = 0.0  # of the requests that a router of the standard handshake sends
 
+    def features(self) -> list[str]:
+        """Returns the names of what this world has."""
+        found = [f"model {self.model.name}", *(f"bytes {kind.name}" for kind in self.send_kinds)]
+        sizes = {self.prefill.block_size, self.decode.block_size}
+        found.append("equal blocks" if len(sizes) == 1 else "different blocks")
+        found.append(f"TP {self.prefill.tensor_ranks} to TP {self.decode.tensor_ranks}")
+        found.append(f"PP {self.prefill.stages} to PP {self.decode.stages}")
+        if self.prefills > 1 or self.decodes > 1:
+            found.append("data parallel ranks")
+        if self.has_reuse:
+            found.append("bidirectional reuse")
+        if self.routed_share:
+            found.append("router of the standard handshake")
+        for side, engine in (("P", self.prefill), ("D", self.decode)):
+            found.append(f"{side} {'AsyncScheduler' if engine.is_async else 'Scheduler'}")
+            found.append(f"{side} runner {'V2' if engine.has_new_runner else 'V1'}")
+            found.append(f"{side} {engine.policy}")
+            found.append(f"{side} {'with' if engine.prefix_cache else 'without'} prefix cache")
+            found.append(f"{side} overlap {engine.overlap}")
+        return found
+
 
 def draw_setup(random: Random, *, is_calm: bool = False) -> WorldSetup:
     """Draws the dimensions of a world. `is_calm`: nothing goes wrong in it."""

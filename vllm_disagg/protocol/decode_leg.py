@@ -74,7 +74,37 @@ class DecodeLeg(RequestLeg):
         is_nearly_cached = cached_tokens > 0 and missing <= max(self.cache.block_sizes)
         if missing <= 0 or is_nearly_cached:
             return 0
-        return missing
+        if not self._allocates_last():
+            return missing
+        return missing + self.cache.tokens_left_out if self._may_allocate_last() else 0
+
+    def _allocates_last(self) -> bool:
+        """Returns whether the load takes blocks for the token that is left out of it, too.
+
+        That token may be the first one of a block, which vLLM then allocates after the load. For
+        groups with windows vLLM keeps no block free for that. If loads hold all blocks by then, the
+        request gets none, vLLM stops its scan there, and no request ever runs again.
+        """
+        token = self.facts.prompt_tokens - self.cache.tokens_left_out
+        starts_block = any(token % size == 0 for size in self.cache.block_sizes)
+        return any(self.cache.windows) and starts_block
+
+    def _may_allocate_last(self) -> bool:
+        """Returns whether vLLM may take all tokens of the prompt as loaded.
+
+        It then computes the last one again, in a block that it has.
+        """
+        tokens = self.facts.prompt_tokens
+        for size, window in zip(self.cache.block_sizes, self.cache.windows, strict=True):
+            # vLLM allocates the window of the token after the prompt. That of the last one begins
+            # one token earlier, which may be in one block more.
+            first = tokens - window + 1
+            if window and first > 0 and first % size == 0:
+                return False
+            # vLLM caches whole blocks of the load before the last token is computed.
+            if tokens % size == 0:
+                return False
+        return True
 
     def on_blocks_allocated(self, blocks: Blocks, tokens_to_load: int) -> None:
         """Serves the cached blocks to P, and starts the load from P."""
@@ -87,7 +117,8 @@ class DecodeLeg(RequestLeg):
             return
         self.state = DecodeState.LOADING
         token_end = self.facts.prompt_tokens - self.cache.tokens_left_out
-        tokens = range(token_end - tokens_to_load, token_end)
+        allocated_end = self.facts.prompt_tokens if self._allocates_last() else token_end
+        tokens = range(allocated_end - tokens_to_load, token_end)
         self._request_load(self.facts.transfer, blocks, tokens, self.facts.stall_timeout)
 
     def _end_load(self) -> None:

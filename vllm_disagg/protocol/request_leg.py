@@ -23,6 +23,8 @@ class CacheFacts:
     # allocated the oldest token in that one's window. An SSM state would be advanced twice. So
     # the last token is left out of the load: 1 token, or 0.
     tokens_left_out: int = 0
+    # Tokens of the sliding window, by KV-cache group; 0 for a group that keeps all. Empty: none.
+    windows: list[int] = field(default_factory=list)
     # Blocks of the whole engine that handed-over prompts may hold together; None: no limit.
     max_handover_blocks: int | None = None
 

@@ -1011,4 +1011,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("sockets of another machine are removed", "transports/local_socket.py", 'return f"vllm-disagg-{digits}-"', 'return "vllm-disagg-12345678-"', "tests/transports/test_local_socket.py"),
     ("a drain takes a busy server for an ended one", "drain.py", "        except http_client.NotListening:", "        except ConfigError:", "tests/unit/test_drain.py"),
     ("pairs that have left stay without a scrape", "proxy/telemetry/metrics.py", "forgets pairs that have left.\"\"\"\n        self._keep_present_pairs()\n", "forgets pairs that have left.\"\"\"\n", "tests/proxy/telemetry/test_request_metrics.py::test_pairs_that_have_left_are_forgotten_without_a_scrape"),
+    ("a stopping engine is up again by a probe that it aborts", "proxy/membership/discovery.py", "        if any(choice.finish_reason == \"abort\" for choice in _decode_probe(answer).choices):\n", "        if False:\n", "tests/proxy/membership/test_discovery.py"),
+    ("a stopping engine stays in use", "proxy/routing/fleet.py", "            self.mark_down(STOPPING_DETAIL)\n", "            pass\n", "tests/proxy/membership/test_discovery.py"),
+    ("a stopping engine counts as a death under its request", "proxy/requests/failover.py", "frozenset((\"reset\", \"died\", \"stalled\"))", "frozenset((\"reset\", \"died\", \"stalled\", \"stopping\"))", "tests/proxy/requests/test_relay.py"),
 ]

@@ -190,7 +190,11 @@ class Process:
             return False
 
     def is_alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None and self.is_ready()
+        return self.runs() and self.is_ready()
+
+    def runs(self) -> bool:
+        """Returns whether the process exists, ready or not."""
+        return self._process is not None and self._process.poll() is None
 
     def signal(self, number: int) -> None:
         if self._process is not None:

@@ -1015,4 +1015,5 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a stopping engine stays in use", "proxy/routing/fleet.py", "            self.mark_down(STOPPING_DETAIL)\n", "            pass\n", "tests/proxy/membership/test_discovery.py"),
     ("a stopping engine counts as a death under its request", "proxy/requests/failover.py", "frozenset((\"reset\", \"died\", \"stalled\"))", "frozenset((\"reset\", \"died\", \"stalled\", \"stopping\"))", "tests/proxy/requests/test_relay.py"),
     ("a slow network is a stall", "protocol/receiver.py", "        if now >= t.last_progress + t.stall_timeout:\n", "        if now >= t.started_at + t.stall_timeout:\n", "tests/protocol/test_receiver.py"),
+    ("an engine that drops KV at SIGTERM says nothing", "kv_connectors/connector.py", "    if shutdown_seconds < lease_seconds:\n", "    if False:\n", "tests/connector/test_connector.py"),
 ]

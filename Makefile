@@ -5,6 +5,7 @@
 # make test      check, the transports between processes, and the tests with real engines
 # make wide      engines of different parallelism and block sizes, each kind of model, each transport
 # make chaos     2 prefill and 2 decode instances under load, each killed, frozen, drained and replaced in turn (5 to 20 minutes)
+# make soak      2 prefill and 2 decode instances under load with a random fault a minute, SECONDS=7200, then 10,000 clients that leave; writes its report
 # make versions  exactness on the oldest and the newest vLLM supported, and between the two
 # make gpu-proof what can be proved of the path for GPUs without a GPU; the last line is JSON (the engines take longest)
 # make page-proof  the status page in Debian's chromium, with axe-core; writes the pictures of the documents
@@ -26,17 +27,20 @@ OLDEST := 0.28.0
 NEWEST := 0.32.0
 NIXL   := nixl==1.5.1 nixl-cu12==1.5.1
 VENV   ?= .venv
+# Of `make soak`; SEED repeats the faults of a run.
+SECONDS ?= 7200
+ABORTS ?= 10000
 # The first Python here that is 3.11 or newer.
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN    := $(VENV)/bin
 MODEL  := .cache/models/heavy
 # Tests that need neither an engine nor processes of their own; the first ones mostly wait, the others compute.
-WAITING   := $(addprefix tests/,proxy doctor unit deploy launcher bench transports/zmq transports/tcp transports/nixl) $(wildcard tests/transports/test_*.py)
+WAITING   := $(addprefix tests/,proxy doctor unit deploy soak launcher bench transports/zmq transports/tcp transports/nixl) $(wildcard tests/transports/test_*.py)
 COMPUTING := $(addprefix tests/,protocol kv fleet connector planner workloads transports/collective simulation scheduler_worlds property gpu)
 QUICK     := $(WAITING) $(COMPUTING)
 
-.PHONY: setup demo check static quick-waiting quick-computing coverage test wide routers chaos versions gpu-proof page-proof operator-proof worlds world-faults mutants bench bench-proxy bench-transport goodput planner-accuracy house clean
+.PHONY: setup demo check static quick-waiting quick-computing coverage test wide routers chaos versions gpu-proof page-proof operator-proof worlds world-faults mutants bench bench-proxy bench-transport goodput planner-accuracy soak house clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.ours
@@ -76,7 +80,7 @@ static: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy vllm_disagg kv_connectors
-	MYPYPATH=tests:$$(find $(QUICK) -type d ! -name __pycache__ | paste -sd:) \
+	MYPYPATH=tests:tests/engine:$$(find $(QUICK) -type d ! -name __pycache__ | paste -sd:) \
 		$(BIN)/mypy --config-file tests/mypy.ini $$(find $(QUICK) -name '*.py' ! -name conftest.py)
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python scripts/reference.py --check
@@ -106,6 +110,10 @@ routers: setup $(VENV)/.peers
 
 chaos: setup
 	$(BIN)/python -m pytest -W default tests/engine/test_failover.py -s
+
+# Needs root, for a route that drops packets.
+soak: setup
+	$(BIN)/python tests/soak/soak.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) --aborts $(ABORTS) --save docs/benchmarks/soak
 
 versions:
 	@for version in $(OLDEST) $(NEWEST); do \

@@ -72,6 +72,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             self._create_scheduler(settings, key, vllm_config, kv_cache_config)
             _warn_of(settings, extra)
+            _note_short_shutdown(vllm_config.shutdown_timeout, settings.lease)
         else:
             rank = vllm_config.parallel_config.rank
             self._worker = WorkerSide(settings, key, rank, vllm_config, kv_cache_config)
@@ -297,6 +298,17 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
 def _log_off(difference: str) -> None:
     log.error("KV transfers are off: %s; this engine computes every prompt itself", difference)
+
+
+def _note_short_shutdown(shutdown_seconds: float, lease_seconds: float) -> None:
+    """Logs what SIGTERM costs, if vLLM then gives running work less time than a lease."""
+    if shutdown_seconds < lease_seconds:
+        log.info(
+            "engine: at SIGTERM, answers and KV that no D has read are dropped after %g s;"
+            " with --shutdown-timeout of %g or more they end well",
+            shutdown_seconds,
+            lease_seconds,
+        )
 
 
 def _warn_of(settings: Config, extra: dict[str, Any]) -> None:

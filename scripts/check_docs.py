@@ -3,7 +3,8 @@
     python scripts/check_docs.py       print one line for each fault; exit status 1 if there is one
 
 * A relative link leads to a file of the tree, and its anchor to a heading there.
-* A path in backticks that begins with a folder of the tree exists; so does a bare `name.py`.
+* A path in backticks that begins with a folder of the tree exists; so does a bare `name.py`, and
+  the function in `path.py::name`.
 * A `vllm-disagg ...` command of a code block is accepted by that command's parser, a `make ...`
   command has a target.
 * A page of docs/ that code or the Makefile names exists, and each page is linked from an index.
@@ -104,12 +105,22 @@ def anchors(path: Path) -> frozenset[str]:
 def path_fault(code: str) -> str:
     """Returns the fault of a path in backticks; empty for other code."""
     for word in code.split():
-        if re.fullmatch(r"[\w.-]+/[\w./-]+", word) and word.split("/")[0] in folders():
+        if named := re.fullmatch(r"([\w./-]+\.py)::(\w+)", word):
+            if not _has_function(ROOT / named[1], named[2]):
+                return f"`{word}`: no such test"
+        elif re.fullmatch(r"[\w.-]+/[\w./-]+", word) and word.split("/")[0] in folders():
             if not (ROOT / word).exists():
                 return f"`{word}`: no such path"
         elif re.fullmatch(r"\w+\.py", word) and word not in {path.name for path in tracked()}:
             return f"`{word}`: no such module"
     return ""
+
+
+def _has_function(path: Path, function: str) -> bool:
+    """Returns whether a file exists and defines a function."""
+    return path.is_file() and bool(
+        re.search(rf"^(?:async )?def {function}\(", path.read_text(), re.MULTILINE)
+    )
 
 
 def commands(block: str) -> Iterator[list[str]]:

@@ -599,7 +599,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("the workers miss the end of a prefill", "protocol/prefill_leg.py", "            self.step.for_sender.append(PrefillFinished(self.facts.transfer))\n", "", "tests/scheduler_worlds"),
     ("the workers miss that blocks are revoked", "protocol/prefill_leg.py", "            self.step.for_sender.append(BlocksRevoked(self.facts.transfer))\n", "            pass\n", "tests/scheduler_worlds"),
     ("D loads the token that P leaves out", "protocol/decode_leg.py", "        missing = self.facts.prompt_tokens - self.cache.tokens_left_out - cached_tokens\n", "        missing = self.facts.prompt_tokens - cached_tokens\n", "tests/scheduler_worlds"),
-    ("D loads from the start of the prompt", "protocol/decode_leg.py", "        tokens = range(token_end - tokens_to_load, token_end)\n", "        tokens = range(0, tokens_to_load)\n", "tests/scheduler_worlds"),
+    ("D loads from the start of the prompt", "protocol/decode_leg.py", "        tokens = range(allocated_end - tokens_to_load, token_end)\n", "        tokens = range(0, tokens_to_load)\n", "tests/scheduler_worlds"),
     ("D serves more tokens than it has cached", "protocol/decode_leg.py", "            tokens=self.cached_tokens,\n", "            tokens=self.cached_tokens - 1 + self.cache.block_sizes[0],\n", "tests/scheduler_worlds"),
     ("a load lacks its last block", "protocol/request_leg.py", "    stop = -(-tokens.stop // block_size)\n", "    stop = max(1, tokens.stop // block_size)\n", "tests/scheduler_worlds"),
     ("all groups load into the first one's blocks", "protocol/request_leg.py", "            blocks_of_tokens(ids, block_size, tokens)\n", "            blocks_of_tokens(blocks[0], self.cache.block_sizes[0], tokens)\n", "tests/scheduler_worlds"),
@@ -1018,4 +1018,9 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a window that has passed no block counts as one block earlier", "protocol/decode_leg.py", "if window and first > 0 and first", "if window and first", "tests/protocol/test_legs.py"),
     ("the last token is read into its block", "protocol/decode_leg.py", "tokens = range(allocated_end - tokens_to_load, token_end)", "tokens = range(allocated_end - tokens_to_load, allocated_end)", "tests/protocol/test_legs.py"),
     ("the scheduler's half names no windows", "kv_connectors/scheduler.py", "            windows=windows,\n", "", "tests/connector/test_scheduler_side.py"),
+    ("a stopping engine is up again by a probe that it aborts", "proxy/membership/discovery.py", "        if any(choice.finish_reason == \"abort\" for choice in _decode_probe(answer).choices):\n", "        if False:\n", "tests/proxy/membership/test_discovery.py"),
+    ("a stopping engine stays in use", "proxy/routing/fleet.py", "            self.mark_down(STOPPING_DETAIL)\n", "            pass\n", "tests/proxy/membership/test_discovery.py"),
+    ("a stopping engine counts as a death under its request", "proxy/requests/failover.py", "frozenset((\"reset\", \"died\", \"stalled\"))", "frozenset((\"reset\", \"died\", \"stalled\", \"stopping\"))", "tests/proxy/requests/test_relay.py"),
+    ("a slow network is a stall", "protocol/receiver.py", "        if now >= t.last_progress + t.stall_timeout:\n", "        if now >= t.started_at + t.stall_timeout:\n", "tests/protocol/test_receiver.py"),
+    ("an engine that drops KV at SIGTERM says nothing", "kv_connectors/connector.py", "    if shutdown_seconds < lease_seconds:\n", "    if False:\n", "tests/connector/test_connector.py"),
 ]

@@ -94,6 +94,15 @@ def test_a_failed_proof_leaves_an_engine_without_transfers(
     assert scheduler.engine is None and not engine._registrations
 
 
+@pytest.mark.parametrize(("seconds", "is_logged"), [(0, True), (9, True), (10, False)])
+def test_an_engine_that_drops_kv_at_sigterm_logs_it(
+    seconds: int, is_logged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "vllm_disagg"):
+        connector._note_short_shutdown(seconds, 10.0)
+    assert ("--shutdown-timeout of 10 or more" in caplog.text) == is_logged
+
+
 @pytest.mark.parametrize("speculative", [None, SimpleNamespace(method="ngram")])
 def test_an_engine_that_drafts_computes_seeded_requests(
     monkeypatch: pytest.MonkeyPatch, speculative: Any

@@ -178,12 +178,22 @@ def prove_systemd() -> Fields:
 
 def prove_replace() -> Fields:
     """Runs the pods' commands with tiny engines and replaces them one by one under load."""
+    return replaced()
+
+
+def prove_sigterm() -> Fields:
+    """Replaces them by SIGTERM alone, without their preStop hooks, a P and a D at a time."""
+    return replaced("--sigterm")
+
+
+def replaced(*flags: str) -> Fields:
+    """Returns what `replace_pods.py` has counted."""
     run(sys.executable, "scripts/tiny_model.py", "dense", ".cache/models/dense")
     kubectl = tools.path_of("kubectl")
     with tempfile.TemporaryDirectory() as folder:
         manifests = Path(folder) / "cpu.yaml"
         manifests.write_text(run(kubectl, "kustomize", OVERLAYS / "cpu"))
-        output = run(sys.executable, "tests/deploy/replace_pods.py", manifests)
+        output = run(sys.executable, "tests/deploy/replace_pods.py", manifests, *flags)
     print(output)
     return dict(json.loads(output.strip().splitlines()[-1]))
 
@@ -197,6 +207,7 @@ PARTS: dict[str, Callable[[], Fields]] = {
     "systemd": prove_systemd,
     "image": prove_image,
     "replace": prove_replace,
+    "sigterm": prove_sigterm,
 }
 
 

@@ -122,23 +122,34 @@ class Pod:
 
     def terminate(self) -> str:
         """Deletes the pod as Kubernetes does; returns the output of its preStop hook."""
-        grace = self.spec["terminationGracePeriodSeconds"]
+        self.mark_deleted()
+        output = self._run_hook()
+        self.process.send_signal(signal.SIGTERM)
+        self.wait_ended()
+        return output
+
+    def mark_deleted(self) -> None:
+        """Has the API server list it as a pod that ends."""
         self.deleted_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+    def wait_ended(self) -> None:
+        """Waits until its process has ended; TimeoutExpired after the grace period."""
+        self.process.wait(self.spec["terminationGracePeriodSeconds"])
+        self.kill()
+        self.cluster.pods.remove(self)
+
+    def _run_hook(self) -> str:
         hook = subprocess.run(  # its command is not expanded, but has the container's environment
             self.container["lifecycle"]["preStop"]["exec"]["command"],
             env={**os.environ, **self.env},
             capture_output=True,
             text=True,
-            timeout=grace,
+            timeout=self.spec["terminationGracePeriodSeconds"],
             check=False,
         )
         output = f"{hook.stdout}{hook.stderr}".strip()
         if hook.returncode:
             raise RuntimeError(f"{self.name}: the preStop hook failed: {output}")
-        self.process.send_signal(signal.SIGTERM)
-        self.process.wait(grace)
-        self.kill()
-        self.cluster.pods.remove(self)
         return output
 
     def kill(self) -> None:

@@ -1,10 +1,11 @@
 """Replaces the pods of two P and two D one by one under load; the last line is JSON.
 
-    python tests/deploy/replace_pods.py MANIFESTS [--requests N] [--record]
+    python tests/deploy/replace_pods.py MANIFESTS [--requests N] [--record] [--sigterm]
 
 MANIFESTS is the output of `kubectl kustomize deploy/kubernetes/overlays/cpu`. Pods run as
 `pods.py` describes; a request is lost if its answer is not that of one engine alone. `--record`
-writes the metrics of the proxy and of a D into scrapes/.
+writes the metrics of the proxy and of a D into scrapes/. With `--sigterm` no preStop hook runs:
+one P and one D at a time get SIGTERM while they have requests, as when both Deployments roll out.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import http.client
 import json
 import os
 import secrets
+import signal
 import sys
 import tempfile
 import threading
@@ -25,6 +27,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 from pods import Cluster, Pod, ask
+from vllm_disagg.drain import count_requests
 
 ROOT = Path(__file__).parents[2]
 SCRAPES = Path(__file__).parent / "scrapes"
@@ -161,7 +164,32 @@ def replace_all(cluster: Cluster, engines: list[Pod], proxy: Pod, pairs: int) ->
     return len(engines)
 
 
-def replace(manifests: str, least: int, is_recorded: bool) -> dict[str, object]:
+def replace_by_sigterm(cluster: Cluster, engines: list[Pod], proxy: Pod, pairs: int) -> int:
+    """Replaces one P and one D at a time without their hooks; returns the number of all."""
+    middle = len(engines) // 2
+    for both in zip(engines[:middle], engines[middle:], strict=True):
+        began = time.monotonic()
+        for old in both:
+            requests = count_requests(old.url)
+            print(f"{old.name} gets SIGTERM with {requests:g} requests", flush=True)
+            old.mark_deleted()
+            old.process.send_signal(signal.SIGTERM)
+        for old in both:
+            old.wait_ended()
+            print(f"{old.name} ended after {time.monotonic() - began:.0f} s", flush=True)
+        for node, old in zip(NODES, both, strict=False):
+            role = old.labels["app.kubernetes.io/component"]
+            cluster.start_pod(role, node)
+        for new in cluster.pods[-len(both) :]:
+            new.wait_ready()
+        wait_for_pairs(proxy, pairs)
+        print(f"both replaced after {time.monotonic() - began:.0f} s", flush=True)
+    return len(engines)
+
+
+def replace(
+    manifests: str, least: int, *, is_recorded: bool, by_sigterm: bool
+) -> dict[str, object]:
     """Runs the whole; returns the counts."""
     began = time.monotonic()
     with cluster_of(manifests) as cluster:
@@ -178,7 +206,8 @@ def replace(manifests: str, least: int, is_recorded: bool) -> dict[str, object]:
         }
         load = Load(proxy.url, key, expected)
         try:
-            replaced = replace_all(cluster, engines, proxy, pairs)
+            replace_engines = replace_by_sigterm if by_sigterm else replace_all
+            replaced = replace_engines(cluster, engines, proxy, pairs)
             while load.requests < least:
                 time.sleep(1)
         finally:
@@ -215,8 +244,14 @@ def main() -> None:
     parser.add_argument("manifests", type=Path)
     parser.add_argument("--requests", type=int, default=1000, help="at least so many")
     parser.add_argument("--record", action="store_true")
+    parser.add_argument("--sigterm", action="store_true", help="without preStop hooks, by pairs")
     args = parser.parse_args()
-    found = replace(args.manifests.read_text(), args.requests, args.record)
+    found = replace(
+        args.manifests.read_text(),
+        args.requests,
+        is_recorded=args.record,
+        by_sigterm=args.sigterm,
+    )
     print(json.dumps(found))
     sys.exit(bool(found["lost"] or found["wrong"] or not found["disaggregated"]))
 

@@ -61,10 +61,19 @@ def test_the_drain_ends_before_the_pod_is_killed(name: str) -> None:
     words = command[command.index("drain") :]
     args = parse(words)
     grace = deployment(name)["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
-    assert args.notice + args.timeout < grace
+    shutdown = shutdown_timeout(container(name)["args"]) if name in ENGINES else 0
+    assert args.notice + args.timeout + shutdown < grace
     # The hook's command is not expanded, so the server's address comes from the environment.
     urls = [e["value"] for e in container(name)["env"] if e["name"] == "VLLM_DISAGG_URL"]
     assert urls == [f"http://$(POD_IP):{container(name)['ports'][0]['containerPort']}"]
+
+
+def shutdown_timeout(words: list[str]) -> int:
+    """Returns the seconds that vLLM gives running requests, and P's KV, after SIGTERM."""
+    text = " ".join(words)
+    found = re.search(r"--shutdown-timeout[= ](\d+)", text)
+    assert found, text
+    return int(found[1])
 
 
 def transfer_config(words: list[str]) -> Any:
@@ -95,7 +104,18 @@ def test_the_unit_of_an_engine_has_the_same_settings() -> None:
     stop = re.search(r"^ExecStop=\S+vllm-disagg (.*)$", unit, re.MULTILINE)
     assert stop
     seconds = re.search(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
-    assert seconds and parse(stop[1].split()).timeout < int(seconds[1])
+    assert seconds
+    shutdown = shutdown_timeout(shlex.split(command[1].replace("\\\n", " ")))
+    assert parse(stop[1].split()).timeout + shutdown < int(seconds[1])
+    assert re.search(r"^KillMode=mixed$", unit, re.MULTILINE), "workers outlive the first SIGTERM"
+
+
+def test_containers_are_killed_behind_the_shutdown_timeout() -> None:
+    compose = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())
+    for role in ENGINES:
+        service = compose["services"][role]
+        grace = int(service["stop_grace_period"].removesuffix("s"))
+        assert 0 < shutdown_timeout(service["command"]) < grace
 
 
 def test_the_unit_of_the_proxy_has_flags() -> None:

@@ -148,6 +148,7 @@ class Process:
         self.name, self.command, self.env = name, command, env
         self.port = port
         self.log = folder / f"{name}.log"
+        self.output = self.log  # where it writes; perhaps a pipe whose reader writes `log`
         self.began = 0.0
         self.patience = START
         self._process: subprocess.Popen[bytes] | None = None
@@ -160,7 +161,7 @@ class Process:
     def start(self) -> None:
         self.began = time.monotonic()
         self._is_ending = False
-        with self.log.open("ab") as log:
+        with self.output.open("ab") as log:
             self._process = subprocess.Popen(
                 self.command,
                 stdout=log,
@@ -190,7 +191,11 @@ class Process:
             return False
 
     def is_alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None and self.is_ready()
+        return self.runs() and self.is_ready()
+
+    def runs(self) -> bool:
+        """Returns whether the process exists, ready or not."""
+        return self._process is not None and self._process.poll() is None
 
     def signal(self, number: int) -> None:
         if self._process is not None:

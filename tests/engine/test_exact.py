@@ -196,6 +196,14 @@ def test_32_at_once(main: Main, kind: str) -> None:
         assert main.decode.received - before == needed(len(prompt) for prompt in prompts)
 
 
+def test_requests_with_one_id(main: Main) -> None:
+    """A client's id names its request in logs only: answers and transfers are kept apart."""
+    before = main.decode.received
+    asked = [body(tokens(300 + 40 * at, f"one id {at}"), 24, request_id="same") for at in range(8)]
+    at_once(main.check, asked)
+    wait("KV is transferred", lambda: main.decode.received > before, 5)
+
+
 @pytest.mark.skipif(not RUNNER.transport, reason="ENGINE_RUNNER chooses no transport")
 def test_kv_goes_by_the_transport_of_the_runner(main: Main) -> None:
     """After its proof: until then KV goes by ZMQ."""

@@ -8,8 +8,6 @@ minutes, and prints the cost of each fault.
 
 from __future__ import annotations
 
-import http.client
-import json
 import signal
 import threading
 import time
@@ -17,10 +15,10 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 from asking import english, tally, tokens
+from chaos_client import CLEAN, Job, Result, ask
 from conftest import Machine
 from engines import Engine, Proxy, get, wait
 
@@ -33,26 +31,6 @@ FROZEN = 4.0
 QUIET = 3.0  # of load after each fault
 NICE = 10  # of engines that have started
 PATIENCE = 400.0  # seconds for an engine to start beside this load on two cores
-
-
-@dataclass(frozen=True)
-class Job:
-    path: str
-    body: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Result:
-    """One answer as its client got it."""
-
-    text: str = ""
-    finish: str = ""
-    usage: tuple[int, int] = (0, 0)
-    identities: int = 1  # different ids that one answer had
-    error: str = ""  # how it ended, if not as it should: an explicit error, or what must not be
-
-
-CLEAN = "clean: "
 
 
 @dataclass
@@ -91,55 +69,6 @@ def jobs() -> list[Job]:
     return made
 
 
-def ask(url: str, job: Job) -> Result:
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=TIMEOUT)
-    try:
-        connection.request(
-            "POST", job.path, json.dumps(job.body), {"content-type": "application/json"}
-        )
-        answer = connection.getresponse()
-        raw = answer.read()
-        if answer.status != 200:
-            return Result(
-                error=CLEAN + raw.decode()
-                if b'"error"' in raw
-                else f"{answer.status} without words"
-            )
-        return in_stream(raw) if job.body.get("stream") else in_json(json.loads(raw))
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        return Result(error=f"{type(error).__name__}: {error}")
-    finally:
-        connection.close()
-
-
-def in_json(answer: dict[str, Any]) -> Result:
-    choice, usage = answer["choices"][0], answer["usage"]
-    text = choice["text"] if "text" in choice else choice["message"]["content"]
-    return Result(
-        text, choice["finish_reason"], (usage["prompt_tokens"], usage["completion_tokens"])
-    )
-
-
-def in_stream(raw: bytes) -> Result:
-    text, finish, usage, ids = "", "", (0, 0), set()
-    events = raw.decode().split("\n\n")
-    if events[-2:] != ["data: [DONE]", ""]:
-        return Result(error=f"cut off after {raw[-100:]!r}")
-    for event in events[:-2]:
-        if event.startswith(":"):
-            continue
-        said = json.loads(event.removeprefix("data: "))
-        if "error" in said:
-            return Result(error=CLEAN + json.dumps(said))
-        ids.add((said["id"], said["created"]))
-        if said.get("usage"):
-            usage = (said["usage"]["prompt_tokens"], said["usage"]["completion_tokens"])
-        for choice in said["choices"]:
-            text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
-            finish = choice["finish_reason"] or finish
-    return Result(text, finish, usage, len(ids))
-
-
 class Load:
     """Clients that send requests without a break, and compare the answers."""
 
@@ -165,7 +94,7 @@ class Load:
             at += 1
             job, expected = self._right[at * 7 % len(self._right)]
             phase, began = self.phases[-1], time.monotonic()
-            got = ask(self._url, job)
+            got = ask(self._url, job, TIMEOUT)
             how = (
                 "exact" if got == expected else "clean" if got.error.startswith(CLEAN) else "wrong"
             )
@@ -190,7 +119,7 @@ def test_every_instance_dies_freezes_and_is_replaced(machine: Machine) -> None:
     machine.start(proxy)
     try:
         # an engine that is asked itself, without a grant, serves as any vLLM does
-        right = [(job, ask(decodes[0].url, job)) for job in jobs()]
+        right = [(job, ask(decodes[0].url, job, TIMEOUT)) for job in jobs()]
         assert not any(result.error for _, result in right)
         load = Load(proxy.url, right)
         try:

@@ -147,6 +147,19 @@ def test_who_slept_asks_once_more_before_blaming_p(side: Receiver) -> None:
     assert "t" in side.transfers
 
 
+def test_a_slow_network_is_no_stall_while_bytes_come(side: Receiver) -> None:
+    """Each piece takes less than `stall_timeout` (30 s), the whole load more."""
+    now = 0.0
+    for number, tokens in enumerate((4, 8)):
+        for _ in range(50):
+            now += 0.5
+            side.handle(offer(tokens), now)
+            side.handle(ClockTick(), now)
+        assert side.transfers["t"].failure is None
+        ended = side.handle(completed(number), now)
+    assert now > 45 and "ReadComplete" in said(ended)
+
+
 def test_time_in_which_this_process_slept_is_no_stall_of_p(side: Receiver) -> None:
     """The load fails after `stall_timeout` in which it ran: since 0.1, without 1.5 to 61.0."""
     side.handle(offer(4), 0.1)

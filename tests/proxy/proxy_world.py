@@ -125,6 +125,22 @@ async def one_more_token(call: Call) -> None:
     await call.json({"choices": [{"text": "x", "finish_reason": "length"}]})
 
 
+async def refuse_as_stopping(call: Call) -> None:
+    """Answers as a vLLM that has got SIGTERM and drains: status 200, and an aborted answer."""
+    answered = {"text": "", "finish_reason": "abort"}
+    event = json.dumps({"choices": [answered]}, separators=(",", ":"))
+    if not call.body.get("stream"):
+        call.raw_write(
+            "HTTP/1.1 200 X\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(event)}\r\n\r\n{event}"
+        )
+        return
+    await call.stream()
+    await call.event(event)
+    await call.event("[DONE]")
+    await call.end()
+
+
 class ScriptedEngine:
     """Serves HTTP: answers probes as an engine, and other requests by `script`."""
 
@@ -152,6 +168,7 @@ class ScriptedEngine:
         self.frozen = False  # holds its connections and says nothing, as after SIGSTOP
         self.probe_hangs = False
         self.probe_status = 200
+        self.is_stopping = False  # drains after SIGTERM: alive, but begins no request
         self.stuck = False  # its API server lives, and its engine makes no steps
         self.steps: int | None = 0  # that its metrics tell of; None: they tell nothing
         self.waiting = 0  # requests, as its last step saw
@@ -165,7 +182,7 @@ class ScriptedEngine:
         self.metrics_reads = 0
         self.probes = 0
         self.told = 0  # probes that were answered in full
-        self.refused = 0  # prefill legs
+        self.refused = 0  # prefill legs, and all requests while it is stopping
         self.port = 0
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -344,6 +361,9 @@ class ScriptedEngine:
             await call.json({}, self.health)
         elif call.path == "/v1/models":
             await call.json({"data": [{"id": model} for model in self.models]})
+        elif self.is_stopping and call.path in ("/v1/completions", "/v1/chat/completions"):
+            self.refused += 1
+            await refuse_as_stopping(call)
         elif call.leg == "probe":
             await self._probed(call)
         elif call.leg == "whole" and call.body.get("prompt") == "probe":

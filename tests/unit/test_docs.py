@@ -41,6 +41,9 @@ def test_links_and_anchors(target: str, fault: str) -> None:
         ("nothing.py", True),
         ("tests/nothing/", True),
         ("http/nothing", False),
+        ("tests/unit/test_cli.py::test_version", False),
+        ("tests/unit/test_cli.py::test_versio", True),
+        ("tests/unit/test_clo.py::test_version", True),
     ],
 )
 def test_paths(code: str, is_fault: bool) -> None:

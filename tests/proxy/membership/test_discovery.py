@@ -70,6 +70,27 @@ async def test_restart_is_noticed() -> None:
         assert grant and grant.engine == "d0-2"
 
 
+async def test_an_engine_that_drains_after_sigterm_gets_no_request_until_it_is_another() -> None:
+    """It answers /health and all requests, but aborts those that it would have to begin."""
+    async with world(prefill=2, decode=2) as w:
+        w.d.is_stopping = True
+        replies = [await w.post() for _ in range(6)]
+        assert {reply.json()["text"] for reply in replies} == {w.decodes[1].name}
+        row = await instance(w, w.d.url)
+        assert not row["usable"]
+        before = w.d.refused
+        await until(lambda: w.d.refused > before + 4)  # probes
+        row = await instance(w, w.d.url)
+        assert not row["usable"]
+        assert "stopped" in str(row["why_not"])
+        assert (await w.post()).json()["text"] == w.decodes[1].name
+        await w.d.stop()
+        w.d.is_stopping = False
+        w.d.incarnation = "d0-2"
+        await w.d.start()
+        await w.until_ready()
+
+
 async def test_two_missed_health_checks(caplog: pytest.LogCaptureFixture) -> None:
     async with world(decode=2) as w:
         w.d.health = 500

@@ -197,6 +197,7 @@ async def test_p_answers_a_request_for_one_token() -> None:
 async def test_a_failed_attempt_is_history() -> None:
     progress = RequestProgress()
     progress.on_attempt_failed("5xx", answer_started=False)
+    progress.on_attempt_failed("stopping", answer_started=False)
     assert progress.history.deaths == 0
     progress.on_attempt_failed("died", answer_started=True)
     history = progress.history

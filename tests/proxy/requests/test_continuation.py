@@ -379,7 +379,7 @@ def test_an_engine_that_is_being_stopped_is_left() -> None:
             for chunk in data:
                 if not wire.stopped:
                     sink(chunk)
-            assert wire.stopped[0][0] == "died" and bytes(wire.out) == b"".join(first[:at])
+            assert wire.stopped[0][0] == "stopping" and bytes(wire.out) == b"".join(first[:at])
             assert wire.recorder.resumable and not wire.play(b"".join(Script("B", 2).completion()))
             same(bytes(wire.out), b"".join(first), "A")
 
@@ -749,7 +749,7 @@ def test_the_short_way_is_only_for_one_more_text(last: str) -> None:
         "two": event + first[10],
     }[last]
     sink(bad)
-    assert stopped == (["died"] if last in ("abort", "error") else [])
+    assert stopped == {"abort": ["stopping"], "error": ["died"]}.get(last, [])
     assert bytes(wire.out) == b"".join(first[: 11 if last == "two" else 9])
     if last == "part":
         sink(event[-9:] + first[10])

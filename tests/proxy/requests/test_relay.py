@@ -13,6 +13,7 @@ from proxy_world import (
     World,
     answer,
     answer_at_once,
+    refuse_as_stopping,
     settle,
     until,
     world,
@@ -796,3 +797,25 @@ async def test_an_endpoint_that_ignores_grants() -> None:
             assert (await w.post("/v1/messages", body)).json() == {"type": "message"}
         assert len(w.p.calls) == 1, "it is asked once"
         assert (await w.post()).json()["leg"] == "decode", "and for other paths as before"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_instances_that_are_stopping_are_not_blamed_on_the_request(stream: bool) -> None:
+    """A request that comes to two of them while a fleet is replaced is served by a third."""
+    async with world(prefill=1, decode=4) as w:
+        stopping: list[ScriptedEngine] = []
+
+        async def stop_the_first_three(call: Call) -> None:
+            if len(stopping) < 3:
+                call.engine.is_stopping = True
+                stopping.append(call.engine)
+                await refuse_as_stopping(call)
+            else:
+                await answer(call)
+
+        for decode in w.decodes:
+            decode.script = stop_the_first_three
+        reply = await w.post(stream=stream)
+        assert len(stopping) == 3
+        assert reply.status == 200 and reply.complete
+        assert b"abort" not in reply.body and b"error" not in reply.body

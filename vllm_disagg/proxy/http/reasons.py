@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Literal
 
 # "local": this proxy lacked something, and the instance is not to blame.
+# "stopping": the instance has got SIGTERM, and aborts requests that it would have to begin.
 Reason = Literal[
     "refused",
     "reset",
     "died",
+    "stopping",
     "garbled",
     "timeout",
     "5xx",
@@ -18,3 +20,5 @@ Reason = Literal[
     "diverged",
     "local",
 ]
+
+STOPPING_DETAIL = "it is being stopped"

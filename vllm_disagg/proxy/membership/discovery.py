@@ -42,6 +42,7 @@ from ...fleet.keys import FleetKey
 from ...protocol.peers import EngineCard, EngineInfo
 from ..http.connection_pool import FULL_STATUSES, ConnectionPool
 from ..http.headers import Headers
+from ..http.reasons import STOPPING_DETAIL
 from ..http.stall_timer import patient
 from ..http.upstream_response import Unreachable
 from ..routing.engine_steps import LOOKS_PER_PATIENCE, StepVerdict, fingerprint
@@ -86,6 +87,14 @@ class _Completion(msgspec.Struct):
     kv_transfer_params: dict[str, msgspec.Raw] | None = None
 
 
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _ProbeAnswer(msgspec.Struct):
+    choices: list[_Choice] = []
+
+
 # NixlConnector's request parameters for a prompt's KV, and the key that marks its answer.
 NIXL_PREFILL: dict[str, object] = {
     "do_remote_decode": True,
@@ -106,6 +115,7 @@ _WAITING = re.compile(
 )
 
 _decode_models = msgspec.json.Decoder(_ModelList).decode
+_decode_probe = msgspec.json.Decoder(_ProbeAnswer).decode
 _decode_completion = msgspec.json.Decoder(_Completion).decode
 _decode_engine = msgspec.json.Decoder(EngineInfo).decode
 _decode_card = msgspec.json.Decoder(EngineCard).decode
@@ -451,13 +461,17 @@ class Discovery:
             "temperature": 0,
             "kv_transfer_params": {**NIXL_PREFILL, REQUEST_KEY: grant},
         }
-        return await self._request(
+        answer = await self._request(
             instance,
             "POST",
             "/v1/completions",
             body=msgspec.json.encode(body),
             timeout=PROBE_TIMEOUT_SECONDS,
         )
+        # An engine that drains after SIGTERM still answers, but begins no request.
+        if any(choice.finish_reason == "abort" for choice in _decode_probe(answer).choices):
+            raise _UnexpectedAnswer(STOPPING_DETAIL)
+        return answer
 
     async def _poll_metrics(self, instance: Instance) -> None:
         """Reads the use of the KV cache, and whether the engine makes steps.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from ..http.error_replies import RequestFailed
 from ..http.headers import end_to_end, find
+from ..http.reasons import STOPPING_DETAIL
 from ..http.server import Connection
 from ..http.sse import DONE, ERROR
 from ..http.upstream_response import Unreachable, UpstreamResponse
@@ -76,7 +77,7 @@ class Delivery:
                 return attempt.record_failure(leg, error.reason, str(error))
         else:
             if recorder.held and not await self._completeness.is_engine_running(server):
-                return attempt.record_failure(leg, "died", "it is being stopped")
+                return attempt.record_failure(leg, "stopping", STOPPING_DETAIL)
             if not recorder.finish():
                 return AttemptFailure("decode", "diverged", "the answer made again is shorter")
         client.end()

@@ -13,6 +13,7 @@ from ..http.addresses import split_rank
 from ..http.connection_pool import ConnectionPool, pool_of
 from ..http.error_replies import RequestFailed
 from ..http.headers import Headers, end_to_end
+from ..http.reasons import STOPPING_DETAIL
 from ..http.request import HttpRequest
 from ..http.response import JSON, error_body
 from ..http.server import Connection
@@ -120,7 +121,7 @@ class Forwarder:
                     return await self._forward_stream(client, instance, answer)
                 content = await answer.read()
                 if answer.status == 200 and await self._is_cut_off(request, instance, content):
-                    raise Unreachable("died", "it is being stopped")
+                    raise Unreachable("stopping", STOPPING_DETAIL)
             finally:
                 if answer:
                     answer.close()
@@ -147,7 +148,7 @@ class Forwarder:
         client.on_pause = answer.pause_reading
         await answer.pipe(recorder.start_answer(answer.reject), paused=client.paused)
         if recorder.held and not await self._completeness.is_engine_running(instance):
-            raise Unreachable("died", "it is being stopped")
+            raise Unreachable("stopping", STOPPING_DETAIL)
         recorder.finish()
         client.end()
         await client.drained()

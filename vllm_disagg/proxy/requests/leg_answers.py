@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..http.headers import find
-from ..http.reasons import Reason
+from ..http.reasons import STOPPING_DETAIL, Reason
 from ..http.request import HttpRequest
 from ..http.upstream_response import HOLD_BYTES, Unreachable, UpstreamResponse
 from ..membership.discovery import engine_in, report_in
@@ -75,7 +75,7 @@ async def find_problem(
     if not is_cut_off and _is_doubtful(context, leg, answer, content):
         is_cut_off = not await completeness.is_engine_running(leg.instance)
     if is_cut_off:
-        return AnswerProblem("died", "it is being stopped", None)
+        return AnswerProblem("stopping", STOPPING_DETAIL, None)
     if not 200 <= answer.status < 500:
         return AnswerProblem("garbled", f"it answered {answer.status}", answer)
     return None

@@ -20,7 +20,7 @@ from typing import Protocol
 import msgspec
 
 from ..http import sse
-from ..http.reasons import Reason
+from ..http.reasons import STOPPING_DETAIL, Reason
 from ..http.sse import DONE, ERROR, EVENT_ERROR, EVENT_FAILED, is_error
 from . import named_events
 from .continuation import (
@@ -317,7 +317,7 @@ class StreamRecorder:
         events = data.split(b"\n\n")
         for position, event in enumerate(events):
             if aborted(event):
-                self._stop("died", "it is being stopped")
+                self._stop("stopping", STOPPING_DETAIL)
                 return b"".join(before + b"\n\n" for before in events[:position])
         return data
 

@@ -25,6 +25,7 @@ from typing import Literal
 from ...protocol.peers import EngineInfo, difference
 from ..http.addresses import split_rank
 from ..http.endpoint_schema import RANKLESS
+from ..http.reasons import STOPPING_DETAIL
 from .engine_steps import StepMonitor
 
 Role = Literal["prefill", "decode"]
@@ -185,6 +186,8 @@ class Instance:
             self.mark_down("refuses connections")
         elif reason == "died":
             self.mark_down("its engine died")
+        elif reason == "stopping":
+            self.mark_down(STOPPING_DETAIL)
         elif reason == "reset":
             self.needs_probe = True  # the process may have been restarted
         if started_at is None or started_at >= self.last_verdict_at:

@@ -1,0 +1,143 @@
+"""Clients of the soak: requests without a break, some of which are left, and their verdicts."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from asking import english, tokens
+from chaos_client import CLEAN, Job, Result, ask
+from verdicts import RequestEnding, Verdict, VerdictLedger, judge
+
+CLIENTS = 4
+MAX_PAUSE_SECONDS = 0.4  # of a client, behind each answer
+LEAVE_SHARE = 0.08  # of requests that their client leaves
+MAX_STAY_SECONDS = 3.0  # of a client that leaves
+DEADLINE_SECONDS = 120.0  # without an end by then a request hangs
+ORACLE_CLIENTS = 8
+READ_BYTES = 4096
+BROKEN = ("RemoteDisconnected", "ConnectionReset", "IncompleteRead", "BrokenPipe", "cut off")
+
+
+def jobs(count: int, seed: int) -> list[Job]:
+    """Returns requests of many lengths: completions and chats, streamed and not, all greedy."""
+    source = random.Random(f"jobs {seed}")
+    made = []
+    for number in range(count):
+        asked: dict[str, Any] = {
+            "model": "tiny",
+            "temperature": 0,
+            "max_tokens": source.randrange(1, 120),
+            "ignore_eos": True,
+        }
+        if source.random() < 0.5:
+            asked |= {"stream": True, "stream_options": {"include_usage": True}}
+        length = source.choice((20, 130, 300, 520, 900, 1400, 1800))
+        if source.random() < 0.25:
+            text = english(2 * length, f"{seed} {number}")
+            asked["messages"] = [{"role": "user", "content": text}]
+            made.append(Job("/v1/chat/completions", asked))
+        else:
+            asked["prompt"] = tokens(length, f"{seed} {number}")
+            made.append(Job("/v1/completions", asked))
+    return made
+
+
+def answers_of(url: str, asked: Sequence[Job]) -> list[Result]:
+    """Returns the answers of an undisturbed server; RuntimeError if one is no answer."""
+    with ThreadPoolExecutor(ORACLE_CLIENTS) as pool:
+        found = list(pool.map(lambda job: ask(url, job, DEADLINE_SECONDS), asked))
+    for result in found:
+        if result.error:
+            raise RuntimeError(f"plain vLLM has no answer: {result.error}")
+    return found
+
+
+class SoakLoad:
+    """Clients that ask until they are stopped."""
+
+    def __init__(
+        self, url: str, right: Sequence[tuple[Job, Result]], seed: int, kills: Sequence[float]
+    ) -> None:
+        """`right`: requests and their answers. `kills`: times at which proxy workers were killed.
+
+        `kills` grows while the clients run.
+        """
+        self.ledger = VerdictLedger()
+        self.fault = "none"  # under which requests begin now
+        self._url = url
+        self._right = right
+        self._seed = seed
+        self._kills = kills
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Runs the clients; waits for their last answers at the end."""
+        threads = [threading.Thread(target=self._ask, args=(n,)) for n in range(CLIENTS)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._stop.set()
+            for thread in threads:
+                thread.join()
+
+    def _ask(self, number: int) -> None:
+        source = random.Random(f"client {self._seed} {number}")
+        while not self._stop.is_set():
+            job, expected = source.choice(self._right)
+            fault = self.fault
+            began_at = time.monotonic()
+            if source.random() < LEAVE_SHARE:
+                leave(self._url, job, source.uniform(0, MAX_STAY_SECONDS))
+                with self._lock:
+                    self.ledger.note(Verdict.LEFT, fault, time.monotonic() - began_at)
+            else:
+                result = ask(self._url, job, DEADLINE_SECONDS)
+                self._note(job, expected, result, fault, began_at)
+            self._stop.wait(source.uniform(0, MAX_PAUSE_SECONDS))
+
+    def _note(
+        self, job: Job, expected: Result, result: Result, fault: str, began_at: float
+    ) -> None:
+        ended_at = time.monotonic()
+        ending = RequestEnding(
+            is_equal=result == expected,
+            is_explicit_error=result.error.startswith(CLEAN),
+            is_broken=any(word in result.error for word in BROKEN),
+            began_at=began_at,
+            ended_at=ended_at,
+        )
+        verdict = judge(ending, list(self._kills), DEADLINE_SECONDS)
+        detail = result.error or f"{result!r:.200} instead of {expected!r:.200}"
+        with self._lock:
+            self.ledger.note(verdict, fault, ended_at - began_at, f"{job.path} {detail[:400]}")
+
+
+def leave(url: str, job: Job, seconds: float) -> bytes:
+    """Sends a request and breaks the connection after these seconds; returns what came."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=seconds + 0.001)
+    end = time.monotonic() + seconds
+    came = b""
+    try:
+        connection.request(
+            "POST", job.path, json.dumps(job.body), {"content-type": "application/json"}
+        )
+        answer = connection.getresponse()
+        while time.monotonic() < end and (part := answer.read1(READ_BYTES)):
+            came += part
+    except (OSError, http.client.HTTPException):  # the time is over, or the server has ended
+        pass
+    finally:
+        connection.close()
+    return came

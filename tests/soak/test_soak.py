@@ -1,0 +1,166 @@
+"""The parts of the soak that judge: verdicts, slopes, the order of faults, the page."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+import soak_report
+from measures import KINDS, ProcessHistory, ProcessMeasures, ProcessReading, slope_per_hour
+from slow_log import SlowLog
+from soak_report import verdict as report_verdict
+from verdicts import WINDOW_REQUESTS, RequestEnding, Verdict, VerdictLedger, judge
+
+DEADLINE_SECONDS = 60.0
+
+
+def ending(
+    *, equal: bool = False, explicit: bool = False, broken: bool = False, seconds: float = 1.0
+) -> RequestEnding:
+    return RequestEnding(equal, explicit, broken, began_at=100.0, ended_at=100.0 + seconds)
+
+
+@pytest.mark.parametrize(
+    ("one", "kills", "expected"),
+    [
+        (ending(equal=True), [], Verdict.EXACT),
+        (ending(equal=True, seconds=61), [], Verdict.HUNG),
+        (ending(explicit=True), [], Verdict.CLEAN),
+        (ending(explicit=True, seconds=61), [], Verdict.HUNG),
+        (ending(), [100.5], Verdict.WRONG),
+        (ending(broken=True), [], Verdict.WRONG),
+        (ending(broken=True), [99.9, 101.1], Verdict.WRONG),
+        (ending(broken=True), [100.5], Verdict.CUT),
+    ],
+)
+def test_verdicts(one: RequestEnding, kills: list[float], expected: Verdict) -> None:
+    assert judge(one, kills, DEADLINE_SECONDS) is expected
+
+
+def test_shares_are_of_fifty_answers_that_were_not_left() -> None:
+    ledger = VerdictLedger()
+    for _ in range(WINDOW_REQUESTS):
+        ledger.note(Verdict.EXACT, "none", 1.0)
+        ledger.note(Verdict.LEFT, "none", 9.0)
+    for at in range(WINDOW_REQUESTS):
+        ledger.note(Verdict.CLEAN if at % 2 else Verdict.EXACT, "kill", 2.0, "503")
+    assert ledger.shares == [1.0, 0.5]
+    assert ledger.is_good and ledger.slowest_seconds == 2.0
+    assert ledger.by_fault["kill"][Verdict.CLEAN] == WINDOW_REQUESTS // 2
+    ledger.note(Verdict.WRONG, "kill", 1.0, "other tokens")
+    assert not ledger.is_good and "other tokens" in ledger.problems[-1]
+
+
+def test_a_ledger_without_an_exact_answer_is_not_good() -> None:
+    ledger = VerdictLedger()
+    ledger.note(Verdict.CLEAN, "none", 1.0)
+    assert not ledger.is_good
+
+
+def test_the_slope_is_that_of_a_line() -> None:
+    points = [(at * 10.0, 50.0 + at * 10.0 / 3600 * 7) for at in range(100)]
+    assert slope_per_hour(points) == pytest.approx(7.0)
+    assert slope_per_hour([(1.0, 5.0), (1.0, 6.0)]) is None
+
+
+def test_the_first_minutes_of_a_process_are_no_leak() -> None:
+    history = ProcessHistory("P1", "worker", 1)
+    for minute in range(60):
+        rss_mib = min(100.0 + minute, 110.0)
+        history.readings.append(ProcessReading(60.0 * minute, rss_mib, 7, 3, None))
+    summary = history.summary()
+    assert summary["rss_mib_per_hour"] == 0.0
+    assert summary["rss_mib"] == [110.0, 110.0]
+
+
+def test_this_process_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KINDS, "py", "test")
+    (tmp_path / str(os.getpid())).write_text("5")
+    measures = ProcessMeasures(tmp_path)
+    measures.read([("me", os.getpid())], 1.0)
+    measures.read([("me", os.getpid())], 2.0)
+    (found,) = [one for one in measures.summaries(1.0) if one["pid"] == os.getpid()]
+    assert found["tasks"] == [5, 5] and found["descriptors"][0] > 2  # type: ignore[index]
+    assert measures.summaries(1.5) == []
+
+
+def test_a_slow_log_delays_its_writers_and_loses_nothing(tmp_path: Path) -> None:
+    log = SlowLog(tmp_path / "pipe", tmp_path / "log")
+    log.slow_down(0.3)
+    text = b"x" * 9000  # more than the pipe holds
+    began = time.monotonic()
+    with log.path.open("ab", buffering=0) as file:
+        rest = text
+        while rest:
+            rest = rest[file.write(rest) :]
+    assert time.monotonic() - began > 0.2
+    until = time.monotonic() + 10
+    while (tmp_path / "log").read_bytes() != text:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def run_of(**more: object) -> dict[str, object]:
+    return {
+        "seconds": 7200,
+        "seed": 3,
+        "requests": 1234,
+        "verdicts": {"exact": 1200, "clean": 4, "left": 30},
+        "by_fault": {"none": {"exact": 1000}, "slow log": {"exact": 200, "clean": 4}},
+        "exact_share_per_50": [1.0, 0.96, 1.0],
+        "slowest_seconds": 8.2,
+        "faults": {"slow log": 9},
+        "failures": [],
+        "problems": [],
+        "processes": [
+            {
+                "name": "P1",
+                "kind": "worker",
+                "pid": 1,
+                "seconds": 7000,
+                "rss_mib": [900.5, 900.6],
+                "rss_mib_per_hour": 0.1,
+                "descriptors": [70, 70],
+                "threads": [20, 20],
+                "tasks": [None, None],
+            }
+        ],
+        "series": [{"P1": 300}, {"P1": 301}],
+        **more,
+    }
+
+
+def test_the_page_has_the_figures() -> None:
+    text = soak_report.page(run_of(), "2026-11-23", 2, 3.0)
+    assert "make soak SECONDS=7200 SEED=3" in text
+    assert "| 1,234 | 1,200 | 4 | 0 | 30 | 0 | 0 |" in text
+    assert "first 100 %, last 100 %, least\n96 %" in text
+    assert "| slow log | 9 | 200 | 4 | 0 | 0 | 0 | 0 |" in text
+    assert "| P1 | worker | 1.94 | 900.5, 900.6 | +0.1 | 70, 70 | 20, 20 | -, - |" in text
+    assert not re.search(r"\{\w+\}", text)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "growth", "expected"),
+    [
+        (7000, 0.1, "memory of 0 of 1 processes grew"),
+        (7000, 1.1, "memory of 1 of 1 processes grew"),
+        (3000, 9.0, "no process lived for the hour"),
+    ],
+)
+def test_the_verdict_names_growth(seconds: int, growth: float, expected: str) -> None:
+    found = run_of(processes=[{"seconds": seconds, "rss_mib_per_hour": growth}])
+    assert expected in report_verdict(found)
+
+
+def test_the_page_hides_no_failure() -> None:
+    aborts = {"left": 10_000, "before_first_byte": 6000, "in_answer": 4000, "by_tenth": []}
+    found = run_of(
+        aborts=aborts, failures=["D1 died:\nmore"], problems=["none: wrong after 1.0 s: other"]
+    )
+    text = soak_report.page(found, "2026-11-23", 2, 3.0)
+    assert "* D1 died:\n* none: wrong after 1.0 s: other" in text
+    assert "1 failures" in text and "10,000 clients left" in text

@@ -22,6 +22,7 @@ from .hardware import GpuType
 from .sizes import ModelCosts, touched
 
 STAGE_HOP_SECONDS = 20e-6  # seconds to the next pipeline stage without bytes
+MANY_TOKENS = 1 << 40  # so many that what a step shares counts for nothing
 
 
 class PathDelay(msgspec.Struct, frozen=True):
@@ -56,6 +57,15 @@ class LatencyModel(Protocol):
 
         `tokens` > 0 is the number of prompt tokens, `n` of decoding sequences.
         """
+
+    def least_prompt(self, tokens: int) -> tuple[float, float]:
+        """Returns seconds that a stage needs at least for a token of a prompt, and for a square.
+
+        They hold in each step of up to `tokens` prompt tokens.
+        """
+
+    def least_added_prompt(self) -> tuple[float, float]:
+        """Returns the same of prompts that are added to a step with decodes."""
 
 
 def unloaded_prefill(latency: LatencyModel, tokens: int) -> float:
@@ -105,6 +115,18 @@ class LinearLatency(msgspec.Struct, frozen=True):
             whole += max(0.0, floor - a) + per_context * (contexts + n) + per_sequence * n
         time = whole / self.pp + self.stage
         return time + self.overhead + self.overhead_token * (tokens + contexts) if first else time
+
+    def least_prompt(self, tokens: int) -> tuple[float, float]:
+        """Returns the seconds of a token and of a square in a full step."""
+        a, b, c = self.prefill
+        whole = a / min(tokens, self.chunk) + b
+        shared = (self.stage + self.overhead) / tokens
+        return whole / self.pp + shared + self.overhead_token, c / self.pp
+
+    def least_added_prompt(self) -> tuple[float, float]:
+        """Returns the seconds of a token and of a square beside decodes."""
+        _, b, c = self.prefill
+        return b / self.pp + self.overhead_token, c / self.pp
 
 
 class StepCoefficients(msgspec.Struct, frozen=True):
@@ -180,6 +202,7 @@ class RooflineLatency:
                 self._kv_read += read
         self._kv_read = max(self._kv_read, model.latent / (gpu.flops * ranks))
         self._kv_slope = coefficients.kv * self._kv_read  # seconds of a step for each of them
+        self._square_seconds = coefficients.attention * self._square
         self._layers = model.layers / pp
         wire = model.hidden * 2 / gpu.peer
         self._hop = STAGE_HOP_SECONDS if pp > 1 else 0.0
@@ -225,6 +248,17 @@ class RooflineLatency:
         """Returns the seconds of a step with prompt tokens."""
         return self._seconds(tokens, squares, n, contexts)
 
+    def least_prompt(self, tokens: int) -> tuple[float, float]:
+        """Returns the seconds of a token and of a square in a full step.
+
+        The price of a token falls with their number: constants and experts are shared.
+        """
+        return self._seconds(tokens, 0.0, 0, 0) / tokens, self._square_seconds
+
+    def least_added_prompt(self) -> tuple[float, float]:
+        """Returns the seconds of a token and of a square beside decodes."""
+        return self.least_prompt(MANY_TOKENS)[0], self._square_seconds
+
 
 class ScaledLatency(msgspec.Struct, frozen=True):
     """Step times of another model, times one factor from a refit to a running deployment."""
@@ -245,3 +279,13 @@ class ScaledLatency(msgspec.Struct, frozen=True):
     def mixed(self, tokens: int, squares: float, n: int, contexts: int, first: bool) -> float:
         """Returns the scaled seconds of a step with prompt tokens."""
         return self.model.mixed(tokens, squares, n, contexts, first) * self.factor
+
+    def least_prompt(self, tokens: int) -> tuple[float, float]:
+        """Returns the scaled seconds of a token and of a square in a full step."""
+        token, square = self.model.least_prompt(tokens)
+        return token * self.factor, square * self.factor
+
+    def least_added_prompt(self) -> tuple[float, float]:
+        """Returns the scaled seconds of a token and of a square beside decodes."""
+        token, square = self.model.least_added_prompt()
+        return token * self.factor, square * self.factor

@@ -169,6 +169,12 @@ class Placement(msgspec.Struct, frozen=True, order=True):
         return self.prefill.gpus + (self.decode.gpus if self.decode else 0)
 
     @property
+    def shapes(self) -> tuple[ReplicaGroup, ReplicaGroup | None]:
+        """Groups of one instance each: the shapes without their numbers."""
+        one = msgspec.structs.replace(self.prefill, n=1)
+        return one, msgspec.structs.replace(self.decode, n=1) if self.decode else None
+
+    @property
     def instances(self) -> int:
         """Instances of all groups."""
         return self.prefill.n + (self.decode.n if self.decode else 0)
@@ -178,6 +184,25 @@ class Placement(msgspec.Struct, frozen=True, order=True):
             return f"prefill {self.prefill}, decode {self.decode}"
         schedule = f"chunked prefill of {self.budget} tokens" if self.chunked else "prefill first"
         return f"colocated {self.prefill}, {schedule}"
+
+
+class Criterion(msgspec.Struct, frozen=True):
+    """What goodput is divided by, and what is to be least: GPUs, their price or their power.
+
+    `prefill` and `decode` are the units of one GPU of each side.
+    """
+
+    unit: str = "GPU"
+    prefill: float = 1.0
+    decode: float = 1.0
+
+    def units(self, placement: Placement) -> float:
+        """Returns the units of all GPUs of a placement."""
+        if placement.decode:
+            decode = placement.decode.gpus * self.decode
+            return placement.prefill.gpus * self.prefill + decode
+        each = self.decode if placement.on_decode_gpus else self.prefill
+        return placement.prefill.gpus * each
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,6 +225,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     sequences: int = 0  # that run at once; 0: the default of each source
     distserve: bool = False  # DistServe's rules and clock
     tolerance: float = 0.01
+    criterion: Criterion = Criterion()
 
     def samples(self) -> list[WorkloadSample]:
         """Draws one sample of requests for each seed.  DistServe's rules count all of them."""
@@ -219,12 +245,12 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         """
         if not placement.decode:
             source = self.decode if placement.on_decode_gpus else self.prefill
-            rules = self._rules(source, placement.budget, placement.chunked)
+            rules = self.rules(source, placement.budget, placement.chunked)
             side = self._side(source, placement.prefill, rules)
             return Deployment(side, distserve=self.distserve, policy=self.policy, path=source.path)
         return Deployment(
-            self._side(self.prefill, placement.prefill, self._rules(self.prefill, 0, True)),
-            self._side(self.decode, placement.decode, self._rules(self.decode, 0, True)),
+            self._side(self.prefill, placement.prefill, self.rules(self.prefill, 0, True)),
+            self._side(self.decode, placement.decode, self.rules(self.decode, 0, True)),
             self._handoff(),
             self.policy,
             self.distserve,
@@ -254,8 +280,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         self, source: PerformanceSource, group: ReplicaGroup, rules: SchedulingRules
     ) -> ReplicaPool:
         """Builds the pool of one group."""
-        kv = self.kv_limit or source.kv(group.tp, group.pp)
-        return ReplicaPool(group.n, _latency(source, group.tp, group.pp), kv, rules)
+        return ReplicaPool(group.n, latency_of(source, group), self.kv_tokens(source, group), rules)
+
+    def kv_tokens(self, source: PerformanceSource, group: ReplicaGroup) -> int:
+        """Returns the tokens of KV of one instance."""
+        return self.kv_limit or source.kv(group.tp, group.pp)
 
     def limits(self, source: PerformanceSource, budget: int = 0) -> EngineDefaults:
         """Returns the limits of an instance; `budget` 0 selects the scenario's own.
@@ -266,7 +295,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         sequences = self.sequences or source.defaults.sequences
         return EngineDefaults(budget, min(sequences, budget))
 
-    def _rules(self, source: PerformanceSource, budget: int, chunked: bool) -> SchedulingRules:
+    def rules(self, source: PerformanceSource, budget: int, chunked: bool) -> SchedulingRules:
         """Returns the scheduling rules; `budget` 0 selects the scenario's own."""
         if self.distserve:
             return SchedulingRules(budget if budget and chunked else UNLIMITED, UNLIMITED, chunked)
@@ -300,16 +329,16 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         self, group: ReplicaGroup, sample: WorkloadSample, on_decode_gpus: bool = False
     ) -> float:
         """Estimates requests/s of a prefill group alone."""
-        latency = _latency(self.decode if on_decode_gpus else self.prefill, group.tp, group.pp)
+        latency = latency_of(self.decode if on_decode_gpus else self.prefill, group)
         work = sum(latency.mixed(p, float(p) ** 2, 0, 0, True) for p in sample.prompts[:200])
         return group.n * min(200, len(sample)) / work
 
     def decode_capacity(self, group: ReplicaGroup, sample: WorkloadSample) -> float:
         """Estimates requests/s of a decode group alone."""
-        latency = _latency(self.decode, group.tp, group.pp)
+        latency = latency_of(self.decode, group)
         output = sum(sample.outputs) / len(sample)
         context = sum(sample.prompts) / len(sample) + output / 2
-        room = (self.kv_limit or self.decode.kv(group.tp, group.pp)) / context
+        room = self.kv_tokens(self.decode, group) / context
 
         def step_seconds(n: int) -> float:
             base, slope = latency.decode(n, True)
@@ -337,7 +366,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         counted = sample.counted
         allowed = objective.allowed(len(counted))
         source = self.decode if placement.on_decode_gpus else self.prefill
-        prefill = _latency(source, placement.prefill.tp, placement.prefill.pp)
+        prefill = latency_of(source, placement.prefill)
         if not sample.prefixes:  # a cached prefix makes a prompt faster than alone
             late = 0
             for r in counted:
@@ -347,12 +376,17 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             if late > allowed:
                 return "ttft"
         group = placement.decode or placement.prefill
-        decode = _latency(self.decode if placement.decode else source, group.tp, group.pp)
+        decode = latency_of(self.decode if placement.decode else source, group)
         slow = 0
         for r in counted:
             seconds = unloaded_decode(decode, sample.prompts[r])
             slow += sample.outputs[r] > 1 and seconds > objective.tpot
         return "tpot" if slow > allowed else ""
+
+
+def latency_of(source: PerformanceSource, group: ReplicaGroup) -> LatencyModel:
+    """Returns the step times of an instance of a group, built once for each shape."""
+    return _latency(source, group.tp, group.pp)
 
 
 @cache

@@ -18,6 +18,7 @@ from vllm_disagg.planner.cost import (
     sizes,
 )
 from vllm_disagg.planner.cost.latency import (
+    InstanceShape,
     LatencyModel,
     LinearLatency,
     RooflineLatency,
@@ -152,7 +153,7 @@ def test_a_moe_reads_more_experts_with_more_tokens() -> None:
 def test_a_roofline_gets_slower_with_work_and_faster_with_ranks(name: str) -> None:
     found = model.load(name)
     gpu = hardware.gpu("H100")
-    one, four = (RooflineLatency(found, gpu, tp, 1) for tp in (1, 4))
+    one, four = (RooflineLatency(found, gpu, InstanceShape(tp)) for tp in (1, 4))
     assert (
         unloaded_prefill(one, 4096) > unloaded_prefill(one, 1024) > unloaded_decode(one, 1024) > 0
     )

@@ -59,7 +59,7 @@ def test_pruning_keeps_what_brute_force_finds(seed: int) -> None:
     for placements in (optimizer.disaggregated(scenario), optimizer.colocated(scenario)):
         brute = optimizer.search(scenario, placements, 0, 1, _check_progress)
         pruned = optimizer.search(scenario, placements, 3, 1, _check_progress)
-        assert pruned == optimizer._ranked(scenario, brute, 3, scenario.criterion.units)
+        assert pruned == optimizer.ranked(scenario, brute, 3, scenario.criterion.units)
         assert pruned == optimizer.search(scenario, placements[::-1], 3, 1, _check_progress)
 
 

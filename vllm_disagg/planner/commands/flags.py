@@ -100,6 +100,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="both limits in one request, or each by itself"
         " (default: joint; each under DistServe's rules)",
     )
+    add(
+        "--expert-parallel",
+        action="store_true",
+        help="also instances with expert parallelism and data-parallel attention; this project's"
+        " connector refuses them today",
+    )
     add = parser.add_argument_group("simulation").add_argument
     add(
         "--requests",
@@ -269,6 +275,8 @@ def _sources(
 ) -> tuple[str, PerformanceSource, PerformanceSource, list[tuple[str, profile.LatencyFit]]]:
     """Returns the kind of source, the sources of prefill and of decode, and the fits to show."""
     given = [name for name in ("gpu", "profile", "coefficients") if getattr(args, name)]
+    if args.profile and args.expert_parallel:
+        raise ConfigError("--expert-parallel goes with --gpu and a model that has experts")
     if len(given) != 1:
         raise ConfigError(
             "give one of --gpu, --profile and --coefficients: the source of the step times"
@@ -288,6 +296,8 @@ def _sources(
             f"give --model: a folder with a config.json, or one of {', '.join(known_models.MODELS)}"
         )
     loaded = model.load(args.model)
+    if args.expert_parallel and (args.coefficients or not loaded.experts):
+        raise ConfigError("--expert-parallel goes with --gpu and a model that has experts")
     if args.coefficients:
         if args.decode_gpu:
             raise ConfigError("--decode-gpu goes with --gpu: the coefficients are of one GPU")
@@ -298,7 +308,8 @@ def _sources(
     sources = []
     for name in (args.gpu, decode_gpu):
         gpu = hardware.gpu(name)
-        sources.append(PerformanceSource("roofline", name, loaded, gpu, path=FITTED_PATH))
+        source = PerformanceSource("roofline", name, loaded, gpu, path=FITTED_PATH)
+        sources.append(msgspec.structs.replace(source, expert_parallel=args.expert_parallel))
     return "roofline", sources[0], sources[1], []
 
 

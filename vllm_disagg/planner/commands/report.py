@@ -40,36 +40,18 @@ def check(directory: str) -> None:
 def text(found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, LatencyFit]]) -> str:
     """Formats the advice for a terminal."""
     scenario = found.scenario
-    objective = found.scenario.objective
     times, traffic = scenario.words()
-    counting = "in one request" if objective.joint else "each by itself"
-    limits = f"TTFT {objective.ttft:g} s and TPOT {objective.tpot:g} s"
     lines = [
         times,
-        f"objective: {limits}, {objective.attainment:.0%} of requests, {counting}",
+        f"objective: {scenario.objective.words()}",
         traffic,
         *_fit_lines(fits),
         "",
         _verdict(found),
         "",
-        f"{'':11}{'req/s per GPU':>14}  {'95 % interval':16}{'closed form':>12}  placement",
+        *_table(found, document),
+        "",
     ]
-    rows = [
-        ("best P:D", document["best"], found.best),
-        ("runner-up", document["runner_up"], found.runner_up),
-        ("colocated", document["colocated"], found.colocated),
-    ]
-    for name, row, score in rows:
-        if row and score:
-            low, high = row["ci"]
-            interval = f"{low:.3f} .. {high:.3f}" if scenario.seeds > 1 else "one sample"
-            goodput = row["goodput_per_gpu"]
-            estimate = row["closed_form"]["rate_per_gpu"]
-            columns = f"{name:11}{goodput:14.3f}  {interval:16}{estimate:12.3f}"
-            lines.append(f"{columns}  {score.placement}")
-        else:
-            lines.append(f"{name:11}{'none':>14}")
-    lines.append("")
     lines += [crossover.words for crossover in found.crossovers.values()]
     if document["commands"]:
         lines += ["", "run it:"]
@@ -78,8 +60,40 @@ def text(found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, Late
     return "\n".join(lines)
 
 
+def _table(found: Advice, document: dict[str, Any]) -> list[str]:
+    """Formats the best placements, one a line."""
+    scenario = found.scenario
+    per = f"req/s per {scenario.criterion.unit}"
+    header = f"{'':11}{per:>14}  {'95 % interval':16}{'closed form':>12}{'all':>9}{'GPUs':>6}"
+    lines = [f"{header}  placement"]
+    rows = [
+        ("best P:D", document["best"], found.best),
+        ("runner-up", document["runner_up"], found.runner_up),
+        ("colocated", document["colocated"], found.colocated),
+        ("most in all", document["largest"], found.largest),
+    ]
+    for name, row, score in rows:
+        if not row or not score:
+            lines.append(f"{name:11}{'none':>14}")
+            continue
+        # Goodput of a GPU in that of the criterion's unit.
+        share = score.placement.gpus / scenario.criterion.units(score.placement)
+        low, high = row["ci"]
+        interval = "one sample"
+        if scenario.seeds > 1:
+            interval = f"{low * share:.3f} .. {high * share:.3f}"
+        estimate = row["closed_form"]["rate_per_gpu"] * share
+        columns = f"{name:11}{score.goodput * share:14.3f}  {interval:16}{estimate:12.3f}"
+        sizes = f"{score.total:9.2f}{score.placement.gpus:6}"
+        lines.append(f"{columns}{sizes}  {scenario.words_of(score.placement)}")
+    return lines
+
+
 def _verdict(found: Advice) -> str:
     """Formats the recommendation in one line."""
+    scenario = found.scenario
+    per = f"req/s per {scenario.criterion.unit}"
+    units = scenario.criterion.units
     if not found.is_sure:
         return (
             f"cannot tell: {found.scenario.requests} requests are a burst at these rates, in which"
@@ -92,15 +106,16 @@ def _verdict(found: Advice) -> str:
             if found.ratio
             else "; nothing colocated meets the objective"
         )
-        return f"disaggregate: {found.best.placement}: {found.best.goodput:.3f} req/s per GPU{gain}"
+        words = scenario.words_of(found.best.placement)
+        return f"disaggregate: {words}: {found.best.value(units):.3f} {per}{gain}"
     base = found.colocated
     if not base:
         raise AssertionError("without a colocated placement the best one is disaggregated")
-    placement = str(base.placement).removeprefix("colocated ")
+    placement = scenario.words_of(base.placement).removeprefix("colocated ")
     reason = "nothing disaggregated meets the objective"
     if found.ratio:
         reason = f"disaggregation has {found.ratio:.2f} times that"
-    return f"colocate: {placement}: {base.goodput:.3f} req/s per GPU; {reason}"
+    return f"colocate: {placement}: {base.value(units):.3f} {per}; {reason}"
 
 
 def _fit_lines(fits: Sequence[tuple[str, LatencyFit]]) -> list[str]:

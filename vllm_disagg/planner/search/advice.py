@@ -17,6 +17,8 @@ MIN_GAIN_RATIO = 1.10
 SWEEP_RATIOS = tuple(0.1 * 1.33**n for n in range(12))  # of the placement's goodput: 0.1 to 2.3
 # Crossovers are searched between objective / MAX_OBJECTIVE_FACTOR and objective * that factor.
 MAX_OBJECTIVE_FACTOR = 8.0
+MAX_SWEPT_REQUESTS = 5000  # of the sample of a sweep
+MAX_OTHER_CURVES = 12  # of placements beside the best ones
 STEPS_PER_DOUBLING = 12  # of an objective, in the search of a crossover
 
 
@@ -62,6 +64,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     runner_up: PlacementScore | None
     alternatives: list[PlacementScore]
     colocated: PlacementScore | None
+    largest: PlacementScore | None  # of both kinds, by the goodput of all GPUs together
     ratio: float | None
     ratio_ci: tuple[float, float] | None
     curves: list[RateCurve]
@@ -100,8 +103,10 @@ def advise(result: SearchResult) -> Advice:
     base = together[0] if together else None
     ratio = ratio_ci = None
     if best and base:
-        ratio = best.goodput / base.goodput
-        ratios = [a / b for a, b in zip(best.rates, base.rates, strict=True) if b > 0]
+        units = scenario.criterion.units
+        ratio = best.value(units) / base.value(units)
+        scale = ratio / (best.goodput / base.goodput)
+        ratios = [scale * a / b for a, b in zip(best.rates, base.rates, strict=True) if b > 0]
         ratio_ci = confidence_interval(ratios) if ratios else None
     curves = curves_of(scenario, [*split, *together])
     crossovers = {}
@@ -114,6 +119,7 @@ def advise(result: SearchResult) -> Advice:
         runner_up=split[1] if len(split) > 1 else None,
         alternatives=list(split[1:]),
         colocated=base,
+        largest=result.large[0] if result.large else None,
         ratio=ratio,
         ratio_ci=ratio_ci,
         curves=curves,
@@ -129,7 +135,8 @@ def curves_of(scenario: Scenario, scores: Sequence[PlacementScore]) -> list[Rate
     Other placements may lead under other objectives. So each decode shape and schedule not yet
     present adds the one with the best closed-form estimate.
     """
-    sample = scenario.samples()[0]
+    requests = min(scenario.requests, MAX_SWEPT_REQUESTS)
+    sample = msgspec.structs.replace(scenario, requests=requests).samples()[0]
     rates = {score.placement: score.goodput for score in scores}
     seen = {_kind(placement) for placement in rates}
     others: dict[tuple[object, ...], tuple[float, Placement]] = {}
@@ -139,15 +146,16 @@ def curves_of(scenario: Scenario, scores: Sequence[PlacementScore]) -> list[Rate
             continue
         candidate = estimate(scenario, placement, sample), placement
         others[kind] = max(others.get(kind, candidate), candidate)
-    rates |= {placement: rate for rate, placement in others.values()}
+    most = sorted(others.values(), reverse=True)[:MAX_OTHER_CURVES]
+    rates |= {placement: rate for rate, placement in most}
     return [_sweep(scenario, placement, rate, sample) for placement, rate in rates.items()]
 
 
 def _kind(placement: Placement) -> tuple[object, ...]:
     """Returns the decode shape, or the shape and the schedule of a colocated placement."""
     if placement.decode:
-        return placement.decode.tp, placement.decode.pp
-    return placement.prefill.tp, placement.prefill.pp, placement.chunked, placement.budget
+        return placement.shapes[1:]
+    return placement.shapes[0], placement.chunked, placement.budget
 
 
 def _pipeline_stages(placement: Placement) -> int:

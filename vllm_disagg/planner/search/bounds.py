@@ -112,12 +112,12 @@ class CapacityBounds:
         if placement.decode:
             prompts = self._work("prompts", scenario.prefill, group, 0, True)
             answers = self._work("answers", scenario.decode, placement.decode, 0, True)
-            return [(group.n, prompts), (placement.decode.n, answers)]
+            return [(group.ranks, prompts), (placement.decode.ranks, answers)]
         source = scenario.decode if placement.on_decode_gpus else scenario.prefill
         budget = placement.budget
         return [
-            (group.n, self._work("prompts", source, group, budget, placement.chunked)),
-            (group.n, self._work("both", source, group, budget, placement.chunked)),
+            (group.ranks, self._work("prompts", source, group, budget, placement.chunked)),
+            (group.ranks, self._work("both", source, group, budget, placement.chunked)),
         ]
 
     def _work(

@@ -20,7 +20,7 @@ from ..simulation.workload import WorkloadSample
 from . import sample_size
 from .bounds import CapacityBounds
 from .optimizer import colocated, disaggregated
-from .scenario import Placement, ReplicaGroup, Scenario
+from .scenario import Placement, Scenario
 
 MAX_TRIED = 64  # placements of a kind that are all tried
 BAND_RATIO = 0.95  # of the most capacity for a price: who has less is not tried
@@ -171,5 +171,5 @@ def _all_numbers(placements: Sequence[Placement]) -> Iterator[Placement]:
     for placement in placements:
         group = placement.prefill
         for n in range(1, group.n + 1):
-            fewer = ReplicaGroup(group.tp, group.pp, n)
+            fewer = msgspec.structs.replace(group, n=n)
             yield msgspec.structs.replace(placement, prefill=fewer)

@@ -138,8 +138,8 @@ def colocated(scenario: Scenario) -> list[Placement]:
         budgets = [source.budget]
         if not source.budget:
             budgets = sorted({*BASELINE_BUDGETS_TOKENS, source.defaults.budget})
-        for tp, pp in source.shapes(scenario.gpus):
-            group = ReplicaGroup(tp, pp, scenario.gpus // (tp * pp))
+        for shape in source.layouts(scenario.gpus):
+            group = msgspec.structs.replace(shape, n=scenario.gpus // shape.gpus)
             found += [
                 Placement(group, None, budget, True, bool(on_decode_gpus)) for budget in budgets
             ]
@@ -149,8 +149,9 @@ def colocated(scenario: Scenario) -> list[Placement]:
 
 def _replica_groups(source: PerformanceSource, gpus: int) -> Iterator[ReplicaGroup]:
     """Yields all groups of equal instances of up to `gpus` GPUs."""
-    for tp, pp in source.shapes(gpus):
-        yield from (ReplicaGroup(tp, pp, n) for n in range(1, gpus // (tp * pp) + 1))
+    for shape in source.layouts(gpus):
+        for n in range(1, gpus // shape.gpus + 1):
+            yield msgspec.structs.replace(shape, n=n)
 
 
 class RateBisection:
@@ -223,8 +224,8 @@ def evaluate(
             rate = search.probe()
             result = simulate(deployment, samples[seed], rate * gpus, scenario.objective, seed)
             search.record(rate, not result.stopped)
-            bounds = (s.low if s.converged else s.high for s in searches)
-            if not search.converged and mean(bounds) <= floor:
+            ends = (s.low if s.converged else s.high for s in searches)
+            if not search.converged and mean(ends) <= floor:
                 return None
     score = PlacementScore(placement, [s.low for s in searches])
     return score if score.goodput > floor else None
@@ -270,27 +271,31 @@ class Leaders:
 
     def __init__(self, scenario: Scenario, keep: int, criteria: Sequence[Units]) -> None:
         self._scenario = scenario
-        self._keep = keep
+        # Half as many of the criteria after the first.
+        self._keeps = [keep if n == 0 else -(-keep // 2) for n in range(len(criteria))]
         self._criteria = criteria
         self._found: list[list[PlacementScore]] = [[] for _ in criteria]
+
+    def _rankings(self) -> Iterator[tuple[Units, int, list[PlacementScore]]]:
+        """Yields each criterion with the number to keep, and the scores found."""
+        yield from zip(self._criteria, self._keeps, self._found, strict=True)
 
     def add(self, score: PlacementScore | None) -> None:
         """Adds the score of a placement, if it has goodput."""
         if not score or score.goodput <= 0:
             return
-        for units, found in zip(self._criteria, self._found, strict=True):
+        for units, _, found in self._rankings():
             found.append(score)
-            found.sort(key=lambda s, units=units: (-s.value(units), s.placement))
+            found.sort(key=_order_by(units))
 
     def floor(self, placement: Placement) -> float:
         """Returns the goodput per GPU that a placement must exceed by one criterion."""
-        floors = [0.0]
-        if 0 < self._keep <= len(self._found[0]):
-            least = 1 - self._scenario.tolerance
-            floors = [
-                found[self._keep - 1].value(units) * least * units(placement) / placement.gpus
-                for units, found in zip(self._criteria, self._found, strict=True)
-            ]
+        floors = []
+        for units, keep, found in self._rankings():
+            if not 0 < keep <= len(found):
+                return 0.0
+            least = found[keep - 1].value(units) * (1 - self._scenario.tolerance)
+            floors.append(least * units(placement) / placement.gpus)
         return min(floors)
 
     @property
@@ -301,9 +306,17 @@ class Leaders:
     def ranked(self) -> list[list[PlacementScore]]:
         """Returns the best placements of each criterion, best first."""
         return [
-            _ranked(self._scenario, found, self._keep, units)
-            for units, found in zip(self._criteria, self._found, strict=True)
+            ranked(self._scenario, found, keep, units) for units, keep, found in self._rankings()
         ]
+
+
+def _order_by(units: Units) -> Callable[[PlacementScore], tuple[float, Placement]]:
+    """Returns the key that sorts scores, best first."""
+
+    def order(score: PlacementScore) -> tuple[float, Placement]:
+        return -score.value(units), score.placement
+
+    return order
 
 
 def search(
@@ -395,7 +408,7 @@ def _search_in_processes(
             raise
 
 
-def _ranked(
+def ranked(
     scenario: Scenario, found: Sequence[PlacementScore], keep: int, units: Units
 ) -> list[PlacementScore]:
     """Ranks scores; equals within the tolerance are ordered by GPUs, then by instances."""

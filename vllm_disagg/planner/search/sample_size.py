@@ -13,7 +13,7 @@ per cent, and the last finalist is behind the best by more; that is not proved.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -25,15 +25,20 @@ from .optimizer import (
     colocated,
     disaggregated,
     estimate,
-    search,
+    of_budget,
+    ranked,
+    search_by,
 )
-from .scenario import EDGE_SHARE, Scenario
+from .scenario import EDGE_SHARE, Placement, Scenario
 
 MIN_SECONDS = 60.0
 MIN_LATENCIES = 10.0
 MARGIN_RATIO = 1.25  # of the requests that a sample needs: the next rate found differs a little
 MIN_REQUESTS = 1000  # of a sample whose size is chosen here
 MAX_REQUESTS = 100_000  # of a sample whose size is chosen here: more take minutes
+MAX_SCREENED_REQUESTS = 10_000  # of the sample of the first search
+MAX_REQUESTS_OF_SEEDS = 100_000  # of all samples together: above, there are fewer samples
+MIN_SEEDS = 2  # for an interval
 FINALISTS = 6  # placements of a kind
 MAX_SEARCHES = 4  # of the finalists, each with more requests
 # Of the mean, that half of an interval may have: rooflines err by more (docs/explanation).
@@ -52,6 +57,7 @@ class SearchResult(msgspec.Struct, frozen=True):
     scenario: Scenario
     split: list[PlacementScore]
     together: list[PlacementScore]
+    large: Sequence[PlacementScore] = ()  # of both kinds, by the goodput of all GPUs together
 
     @property
     def best(self) -> list[PlacementScore]:
@@ -74,16 +80,43 @@ def search_fixed(
     scenario: Scenario, keep: int, jobs: int, progress: ProgressFactory
 ) -> SearchResult:
     """Searches all placements with the scenario's own samples."""
-    split = search(scenario, disaggregated(scenario), keep, jobs, progress("disaggregated"))
-    together = search(scenario, colocated(scenario), keep, jobs, progress("colocated"))
-    return SearchResult(scenario, split, together)
+    found = []
+    for placements, kind in (
+        (disaggregated(scenario), "disaggregated"),
+        (colocated(scenario), "colocated"),
+    ):
+        rates = dict.fromkeys(placements, 0.0)
+        found.append(_search(scenario, rates, keep, jobs, progress(kind)))
+    return _result(scenario, found, keep)
+
+
+def _search(
+    scenario: Scenario,
+    rates: dict[Placement, float],
+    keep: int,
+    jobs: int,
+    progress: ProgressCallback,
+) -> list[list[PlacementScore]]:
+    """Searches placements by the scenario's criterion and by the goodput of all GPUs."""
+    criteria = (scenario.criterion.units, of_budget)
+    return search_by(scenario, rates, keep, jobs, progress, rates, criteria)
+
+
+def _result(
+    scenario: Scenario, found: Sequence[list[list[PlacementScore]]], keep: int
+) -> SearchResult:
+    """Builds a result from the searches of both kinds."""
+    (split, split_large), (together, together_large) = found
+    large = sorted([*split_large, *together_large], key=lambda score: -score.total)
+    return SearchResult(scenario, split, together, ranked(scenario, large, keep, of_budget))
 
 
 def search_sized(
     scenario: Scenario, keep: int, jobs: int, progress: ProgressFactory
 ) -> SearchResult:
     """Searches all placements with samples that are long enough, if the workload has them."""
-    first = grown(scenario, max(MIN_REQUESTS, _first_guess(scenario)))
+    guess = min(_first_guess(scenario), MAX_SCREENED_REQUESTS)
+    first = grown(scenario, max(MIN_REQUESTS, guess))
     found = search_fixed(msgspec.structs.replace(first, seeds=1), FINALISTS, jobs, progress)
     for _ in range(MAX_SEARCHES):
         if not found.best:
@@ -93,10 +126,12 @@ def search_sized(
             break
         scores = []
         for finalists, kind in ((found.split, "disaggregated"), (found.together, "colocated")):
-            rates = {score.placement: score.goodput for score in finalists}
-            scores.append(search(sized, rates, keep, jobs, progress(f"{kind} finalists"), rates))
-        found = SearchResult(sized, scores[0], scores[1])
-    return SearchResult(found.scenario, found.split[:keep], found.together[:keep])
+            is_split = kind == "disaggregated"
+            large = [s for s in found.large if bool(s.placement.decode) == is_split]
+            rates = {score.placement: score.goodput for score in (*finalists, *large)}
+            scores.append(_search(sized, rates, keep, jobs, progress(f"{kind} finalists")))
+        found = _result(sized, scores, keep)
+    return SearchResult(found.scenario, found.split[:keep], found.together[:keep], found.large)
 
 
 def lasting(scenario: Scenario, rate: float) -> Scenario:
@@ -107,8 +142,10 @@ def lasting(scenario: Scenario, rate: float) -> Scenario:
 
 def grown(scenario: Scenario, requests: int) -> Scenario:
     """Returns the scenario with so many requests, or as many as there may be."""
+    requests = min(requests, MAX_REQUESTS)
+    most = max(MIN_SEEDS, MAX_REQUESTS_OF_SEEDS // requests)
     requests, seeds = workload.extent(
-        scenario.workload, scenario.arrivals, min(requests, MAX_REQUESTS), scenario.seeds
+        scenario.workload, scenario.arrivals, requests, min(scenario.seeds, most)
     )
     return msgspec.structs.replace(scenario, requests=requests, seeds=seeds)
 

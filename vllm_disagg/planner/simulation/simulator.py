@@ -91,6 +91,12 @@ class Objective(msgspec.Struct, frozen=True):
     attainment: float = 0.9
     joint: bool = True
 
+    def words(self) -> str:
+        """Describes the objective for people."""
+        counting = "in one request" if self.joint else "each by itself"
+        limits = f"TTFT {self.ttft:g} s and TPOT {self.tpot:g} s"
+        return f"{limits}, {self.attainment:.0%} of requests, {counting}"
+
     def allowed(self, requests: int) -> int:
         """Returns the number of requests that may miss."""
         return int(requests * (1 - self.attainment) + 1e-9)

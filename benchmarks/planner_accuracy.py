@@ -28,7 +28,7 @@ import numpy as np
 
 from vllm_disagg.planner.cost import families, hardware, latency
 from vllm_disagg.planner.cost.known_models import MODELS
-from vllm_disagg.planner.cost.latency import LatencyModel, PathDelay, RooflineLatency
+from vllm_disagg.planner.cost.latency import InstanceShape, LatencyModel, PathDelay, RooflineLatency
 from vllm_disagg.planner.cost.sizes import ModelCosts, touched
 from vllm_disagg.planner.simulation.replica import SchedulingRules
 from vllm_disagg.planner.simulation.simulator import Deployment, ReplicaPool, simulate_closed

@@ -39,6 +39,7 @@ GPUS_PER_NODE = 8  # in the commands of an answer
 MAX_TENSOR_PARALLEL = 8  # GPUs that it may span: those of a node
 # Numbers of pipeline stages that need not divide the layers: the largest stage sets the time.
 UNEVEN_STAGES = (2, 3, 4, 6, 8)
+MAX_STAGES = 16  # of a pipeline in a roofline
 MIN_KV_TOKENS = 16  # of an instance: one block
 # From the last byte at D to D's step: its scheduler's notice, docs/benchmarks/handoff.md (on CPUs).
 NOTICE_SECONDS = 0.0037
@@ -105,9 +106,10 @@ class PerformanceSource(msgspec.Struct, frozen=True):
 
     def _stages(self, model: ModelCosts, most: int) -> list[int]:
         """Lists numbers of pipeline stages: those that divide the layers, and usual uneven ones."""
-        uneven = UNEVEN_STAGES if self.kind == "roofline" else ()
-        stages = range(1, min(most, model.layers) + 1)
-        return [pp for pp in stages if model.layers % pp == 0 or pp in uneven]
+        if self.kind == "coefficients":
+            return [pp for pp in range(1, most + 1) if model.layers % pp == 0]
+        stages = range(1, min(most, MAX_STAGES) + 1)
+        return [pp for pp in stages if model.layers % pp == 0 or pp in UNEVEN_STAGES]
 
     def latency(self, tp: int, pp: int, dp: int = 1) -> LatencyModel:
         """Returns the step times of an instance, or of one of its ranks, scaled by the refit."""

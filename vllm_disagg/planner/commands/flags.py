@@ -87,6 +87,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.05,
         help="objective: mean time per output token after the first (default: %(default)s)",
     )
+    for name in ("ttft", "tpot"):
+        add(
+            f"--{name}-p99",
+            metavar="SECONDS",
+            type=float,
+            help=f"objective beside: {name.upper()} that 99 %% of the requests must meet",
+        )
     add(
         "--attainment",
         metavar="SHARE",
@@ -164,6 +171,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " (default: vLLM's for the GPU: 1024 from 70 GiB except A100, 256)",
     )
     add(
+        "--max-model-len",
+        metavar="TOKENS",
+        type=int,
+        help="longest request, as vLLM's flag: longer ones are left out, and instances must hold"
+        " one (default: not limited)",
+    )
+    add(
+        "--kv-cache-dtype",
+        choices=("auto", "fp8"),
+        default="auto",
+        help="as vLLM's flag (default: as the checkpoint has it)",
+    )
+    add(
         "--kv-limit",
         metavar="TOKENS",
         type=int,
@@ -191,6 +211,12 @@ def read(args: argparse.Namespace, gpus: int, flag: str) -> PlanInputs:
     link = args.link or _default_link(kind, prefill)
     _check_handoff(args, prefill, link)
     work = workload.load(args.workload)
+    if args.max_model_len:
+        work = workload.limited(work, args.max_model_len)
+        longest = {"max_model_len": args.max_model_len}
+        is_same = prefill == decode
+        prefill = msgspec.structs.replace(prefill, **longest)
+        decode = prefill if is_same else msgspec.structs.replace(decode, **longest)
     overlap = not like_distserve if args.overlap is None else args.overlap
     counting = args.attainment_of or ("each" if like_distserve else "joint")
     for source in (prefill, decode):
@@ -207,7 +233,14 @@ def read(args: argparse.Namespace, gpus: int, flag: str) -> PlanInputs:
         decode=decode,
         workload=work,
         arrivals=arrivals,
-        objective=Objective(args.ttft, args.tpot, args.attainment, counting == "joint"),
+        objective=Objective(
+            args.ttft,
+            args.tpot,
+            args.attainment,
+            counting == "joint",
+            args.ttft_p99,
+            args.tpot_p99,
+        ),
         requests=requests,
         seeds=seeds,
         gpus=gpus,
@@ -219,6 +252,7 @@ def read(args: argparse.Namespace, gpus: int, flag: str) -> PlanInputs:
         budget=args.max_num_batched_tokens or 0,
         sequences=args.max_num_seqs or 0,
         distserve=like_distserve,
+        max_model_len=args.max_model_len or 0,
     )
     return PlanInputs(scenario, known_models.servable_name(args.model or prefill.served), fits)
 
@@ -245,9 +279,10 @@ def _mean_context(sample: workload.WorkloadSample) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Raises ConfigError for a number out of its range."""
-    for flag in ("ttft", "tpot"):
-        seconds = getattr(args, flag)
-        if not 0 < seconds < float("inf"):
+    for name in ("ttft", "tpot", "ttft_p99", "tpot_p99"):
+        seconds = getattr(args, name)
+        if seconds is not None and not 0 < seconds < float("inf"):
+            flag = name.replace("_", "-")
             raise ConfigError(f"--{flag}: {seconds} is not a time: give seconds, more than 0")
     if not 0 < args.attainment < 1:
         raise ConfigError(
@@ -260,6 +295,7 @@ def _check(args: argparse.Namespace) -> None:
         "prefill_concurrency": 1,
         "max_num_batched_tokens": 16,
         "max_num_seqs": 1,
+        "max_model_len": 2,
     }
     for name, minimum in least.items():
         value = getattr(args, name)
@@ -282,7 +318,7 @@ def _sources(
             "give one of --gpu, --profile and --coefficients: the source of the step times"
         )
     if args.profile:
-        loaded = model.load(args.model) if args.model else None
+        loaded = model.load(args.model, args.kv_cache_dtype) if args.model else None
         prefill, fits = _profiled(args.profile, loaded)
         decode = prefill
         if args.decode_profile:
@@ -295,7 +331,7 @@ def _sources(
         raise ConfigError(
             f"give --model: a folder with a config.json, or one of {', '.join(known_models.MODELS)}"
         )
-    loaded = model.load(args.model)
+    loaded = model.load(args.model, args.kv_cache_dtype)
     if args.expert_parallel and (args.coefficients or not loaded.experts):
         raise ConfigError("--expert-parallel goes with --gpu and a model that has experts")
     if args.coefficients:

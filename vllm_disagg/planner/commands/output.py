@@ -137,7 +137,7 @@ def _colocated(scenario: Scenario, placement: Placement, model: str) -> list[str
     source = scenario.decode if placement.on_decode_gpus else scenario.prefill
     limits = scenario.limits(source, placement.budget)
     budget = ["--max-num-batched-tokens", str(limits.budget)]
-    schedule = budget
+    schedule = [*budget, *_length_flags(scenario)]
     if not placement.chunked:
         schedule = ["--no-enable-chunked-prefill"]
         if not scenario.distserve:
@@ -169,11 +169,17 @@ def _whole_prompts(scenario: Scenario, budget: int) -> list[str]:
 def _engine_flags(scenario: Scenario, source: PerformanceSource, group: ReplicaGroup) -> list[str]:
     """Returns the flags of an instance; DistServe's rules limit neither tokens nor sequences."""
     memory = _memory_flags(scenario, source, group)
+    memory += _length_flags(scenario)
     if scenario.distserve:
         return memory
     limits = scenario.limits(source)
     budget = ["--max-num-batched-tokens", str(limits.budget)]
     return [*budget, "--max-num-seqs", str(limits.sequences), *memory]
+
+
+def _length_flags(scenario: Scenario) -> list[str]:
+    """Returns the flag of the longest request, if it was given."""
+    return ["--max-model-len", str(scenario.max_model_len)] if scenario.max_model_len else []
 
 
 def _limit_bytes(model: ModelCosts, tokens: int, group: ReplicaGroup, context: int) -> int:
@@ -267,6 +273,8 @@ def describe(scenario: Scenario) -> dict[str, Any]:
         "tpot": objective.tpot,
         "attainment": objective.attainment,
         "attainment_of": counting,
+        "ttft_p99": objective.ttft_p99,
+        "tpot_p99": objective.tpot_p99,
         "rules": "DistServe's" if scenario.distserve else "vLLM's",
         "gpus": scenario.gpus,
         "requests": scenario.requests,
@@ -280,6 +288,7 @@ def describe(scenario: Scenario) -> dict[str, Any]:
             "decode": _limits(scenario, scenario.decode),
         },
         "kv_limit": scenario.kv_limit or None,
+        "max_model_len": scenario.max_model_len or None,
     }
 
 

@@ -110,7 +110,8 @@ def advise(result: SearchResult) -> Advice:
         ratio_ci = confidence_interval(ratios) if ratios else None
     curves = curves_of(scenario, [*split, *together])
     crossovers = {}
-    if not result.missing:
+    # Crossovers know the limits of a share of the requests, and no limits of p99.
+    if not result.missing and not scenario.objective.has_tails:
         for name in ("tpot", "ttft"):
             crossovers[name] = crossover(curves, scenario.objective, name)
     return Advice(

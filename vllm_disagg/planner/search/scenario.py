@@ -66,6 +66,7 @@ class PerformanceSource(msgspec.Struct, frozen=True):
     beside: int = 0  # other instances of its machine that were under load
     scale: float = 1.0  # on all times, from a refit
     expert_parallel: bool = False  # also data parallel instances with parallel experts
+    max_model_len: int = 0  # vLLM starts only if the KV of one such request fits; 0: not given
 
     def shapes(self, gpus: int) -> list[tuple[int, int]]:
         """Lists (TP, PP) of instances of up to `gpus` GPUs that hold the weights and some KV."""
@@ -74,7 +75,7 @@ class PerformanceSource(msgspec.Struct, frozen=True):
         shapes = []
         for tp in self._degrees():
             for pp in self._stages(self.model, gpus // tp):
-                if self.kv(tp, pp) >= MIN_KV_TOKENS:
+                if self.kv(tp, pp) >= self._least_kv:
                     shapes.append((tp, pp))
         return shapes
 
@@ -90,10 +91,15 @@ class PerformanceSource(msgspec.Struct, frozen=True):
         for tp in self._degrees():
             dp = 2
             while tp * dp <= gpus and self.model.experts % (tp * dp) == 0:
-                if self.kv(tp, 1, dp) >= MIN_KV_TOKENS:
+                if self.kv(tp, 1, dp) >= self._least_kv:
                     found.append(ReplicaGroup(tp, 1, 1, dp))
                 dp *= 2
         return found
+
+    @property
+    def _least_kv(self) -> int:
+        """Tokens of KV without which vLLM does not start."""
+        return max(MIN_KV_TOKENS, self.max_model_len)
 
     def _degrees(self) -> list[int]:
         """Lists the tensor parallel sizes that divide the heads."""
@@ -271,6 +277,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     tolerance: float = 0.01
     criterion: Criterion = Criterion()
     price: Criterion | None = None
+    max_model_len: int = 0  # tokens of the longest request; 0: the model's own
 
     def samples(self) -> list[WorkloadSample]:
         """Draws one sample of requests for each seed.  DistServe's rules count all of them."""

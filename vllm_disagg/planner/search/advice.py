@@ -17,8 +17,8 @@ MIN_GAIN_RATIO = 1.10
 SWEEP_RATIOS = tuple(0.1 * 1.33**n for n in range(12))  # of the placement's goodput: 0.1 to 2.3
 # Crossovers are searched between objective / MAX_OBJECTIVE_FACTOR and objective * that factor.
 MAX_OBJECTIVE_FACTOR = 8.0
-MAX_SWEPT_REQUESTS = 5000  # of the sample of a sweep
-MAX_OTHER_CURVES = 12  # of placements beside the best ones
+MAX_SWEPT_REQUESTS = 3000  # of the sample of a sweep
+MAX_OTHER_CURVES = 8  # of placements beside the best ones
 STEPS_PER_DOUBLING = 12  # of an objective, in the search of a crossover
 
 
@@ -109,9 +109,10 @@ def advise(result: SearchResult) -> Advice:
         ratios = [scale * a / b for a, b in zip(best.rates, base.rates, strict=True) if b > 0]
         ratio_ci = confidence_interval(ratios) if ratios else None
     curves = curves_of(scenario, [*split, *together])
+    missing = result.missing
     crossovers = {}
     # Crossovers know the limits of a share of the requests, and no limits of p99.
-    if not result.missing and not scenario.objective.has_tails:
+    if not missing and not scenario.objective.has_tails:
         for name in ("tpot", "ttft"):
             crossovers[name] = crossover(curves, scenario.objective, name)
     return Advice(
@@ -125,7 +126,7 @@ def advise(result: SearchResult) -> Advice:
         ratio_ci=ratio_ci,
         curves=curves,
         crossovers=crossovers,
-        missing=result.missing,
+        missing=missing,
         considered=len(disaggregated(scenario)) + len(colocated(scenario)),
     )
 

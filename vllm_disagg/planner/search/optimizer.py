@@ -51,8 +51,9 @@ NEAR_STEP_RATIO = 1.05  # the same, where another sample has given a rate
 MAX_PROBE_RATIO = 64.0
 
 MAX_SIMULATED_PLACEMENTS = 400  # of a kind; about those on 16 GPUs
-SHORTLIST_PLACEMENTS = 24  # of a kind, where there are more
-SHORTLIST_OF_SHAPES = 6  # of these that have the same two shapes of instances
+SHORTLIST_PLACEMENTS = 20  # of a kind and criterion, where there are more
+SHORTLIST_OF_SHAPES = 5  # of these that have the same two shapes of instances
+SHORTLIST_RATE_RATIO = 0.9  # of the capacity: the first probe of a placement of a shortlist
 
 NO_RATES: Mapping[Placement, float] = {}
 
@@ -249,8 +250,6 @@ def shortlist(
 
     Equals with more GPUs come first: their instances share the load better.
     """
-    if len(placements) <= MAX_SIMULATED_PLACEMENTS:
-        return list(placements)
 
     def order(placement: Placement) -> tuple[float, int, Placement]:
         value = bounds.capacity(placement) / units(placement)
@@ -348,9 +347,12 @@ def search_by(
     samples = scenario.samples()
     bounds = CapacityBounds(scenario, samples)
     chosen = set(placements)
-    if keep:
+    rates = dict(near)
+    if keep and len(chosen) > MAX_SIMULATED_PLACEMENTS:
         listed = list(chosen)
         chosen = {place for units in criteria for place in shortlist(listed, bounds, units)}
+        for place in chosen:
+            rates[place] = SHORTLIST_RATE_RATIO * bounds.capacity(place) / place.gpus
 
     def order(placement: Placement) -> tuple[int, float, Placement]:
         value = estimate(scenario, placement, samples[0]) * placement.gpus
@@ -370,10 +372,10 @@ def search_by(
     if jobs <= 1 or total < 4:
         for placement in ordered:
             least = leaders.floor(placement)
-            rate = near.get(placement, 0.0)
+            rate = rates.get(placement, 0.0)
             record_score(evaluate(scenario, placement, samples, least, rate, bounds))
     else:
-        _search_in_processes(scenario, ordered, jobs, leaders.floor, record_score, near)
+        _search_in_processes(scenario, ordered, jobs, leaders.floor, record_score, rates)
     return leaders.ranked()
 
 

@@ -36,9 +36,10 @@ MIN_LATENCIES = 10.0
 MARGIN_RATIO = 1.25  # of the requests that a sample needs: the next rate found differs a little
 MIN_REQUESTS = 1000  # of a sample whose size is chosen here
 MAX_REQUESTS = 100_000  # of a sample whose size is chosen here: more take minutes
-MAX_SCREENED_REQUESTS = 10_000  # of the sample of the first search
-MAX_REQUESTS_OF_SEEDS = 100_000  # of all samples together: above, there are fewer samples
-MIN_SEEDS = 2  # for an interval
+MAX_SCREENED_REQUESTS = 5000  # of the sample of the first search
+MAX_REQUESTS_OF_SEEDS = 60_000  # of all samples together: above, there are fewer samples
+LARGE_REQUESTS = 20_000  # of a sample: above, there are fewer finalists
+FEW_FINALISTS = 2
 FINALISTS = 6  # placements of a kind
 MAX_SEARCHES = 4  # of the finalists, each with more requests
 # Of the mean, that half of an interval may have: rooflines err by more (docs/explanation).
@@ -124,11 +125,13 @@ def search_sized(
         sized = grown(scenario, max(found.scenario.requests, _wanted(found)))
         if sized == found.scenario:
             break
+        number = FINALISTS if sized.requests <= LARGE_REQUESTS else FEW_FINALISTS
         scores = []
         for finalists, kind in ((found.split, "disaggregated"), (found.together, "colocated")):
             is_split = kind == "disaggregated"
             large = [s for s in found.large if bool(s.placement.decode) == is_split]
-            rates = {score.placement: score.goodput for score in (*finalists, *large)}
+            both = (*finalists[:number], *large[: number // 2])
+            rates = {score.placement: score.goodput for score in both}
             scores.append(_search(sized, rates, keep, jobs, progress(f"{kind} finalists")))
         found = _result(sized, scores, keep)
     return SearchResult(found.scenario, found.split[:keep], found.together[:keep], found.large)
@@ -143,7 +146,7 @@ def lasting(scenario: Scenario, rate: float) -> Scenario:
 def grown(scenario: Scenario, requests: int) -> Scenario:
     """Returns the scenario with so many requests, or as many as there may be."""
     requests = min(requests, MAX_REQUESTS)
-    most = max(MIN_SEEDS, MAX_REQUESTS_OF_SEEDS // requests)
+    most = max(1, MAX_REQUESTS_OF_SEEDS // requests)
     requests, seeds = workload.extent(
         scenario.workload, scenario.arrivals, requests, min(scenario.seeds, most)
     )
@@ -152,7 +155,8 @@ def grown(scenario: Scenario, requests: int) -> Scenario:
 
 def requests_needed(scenario: Scenario, score: PlacementScore) -> int:
     """Returns the requests that a sample needs at the rate found."""
-    sample = scenario.samples()[0]
+    requests = min(scenario.requests, MAX_SCREENED_REQUESTS)  # enough for a mean
+    sample = msgspec.structs.replace(scenario, requests=requests).samples()[0]
     rate = score.goodput * score.placement.gpus
     result = simulate(scenario.deployment(score.placement), sample, rate)
     served = [seconds for seconds in result.latency if seconds >= 0]

@@ -20,6 +20,7 @@ The simulation is deterministic: only the policy power_of_two draws random numbe
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
+from operator import attrgetter
 from random import Random
 
 import msgspec
@@ -37,6 +38,7 @@ from .workload import WorkloadSample
 # the result does not depend on how many steps one event stands for.
 SimulationEvent = tuple[float, int, int, int, Replica | None, Batch | None]
 ARRIVAL_RANK = -1
+_load = attrgetter("load")
 TAIL_SHARE = 0.99  # of requests: the limits of p99
 
 
@@ -505,10 +507,6 @@ class Simulation:
             preemptions=sum(replica.preemptions for replica in replicas),
             stopped=self._stopped_early,
         )
-
-
-def _load(replica: Replica) -> int:
-    return replica.load
 
 
 def quantile(values: list[float], share: float) -> float:

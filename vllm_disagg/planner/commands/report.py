@@ -266,10 +266,14 @@ def _axes(x: str, y: str) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _save(figure: Any, axes: Any, path: Path) -> None:
+def _label(figure: Any, axes: Any) -> None:
+    """Adds the legend below the axes: inside it would hide curves."""
     axes.set_ylim(bottom=0)
-    # Below the axes: inside it would hide curves.
-    figure.legend(loc="outside lower center", fontsize=7, ncols=2)
+    figure.legend(loc="outside lower center", fontsize=7)
+
+
+def _save(figure: Any, axes: Any, path: Path) -> None:
+    _label(figure, axes)
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:

@@ -60,8 +60,10 @@ def cheapest(scenario: Scenario, rate: float, tell: TrialCallback) -> DemandResu
     for _ in range(MAX_ROUNDS):
         result = _cheapest(scenario, rate, tell)
         needed = _requests_needed(result)
+        if needed <= scenario.requests:
+            break
         longer = sample_size.grown(scenario, needed)
-        if longer.requests <= scenario.requests:
+        if longer == scenario:
             break
         scenario = longer
     return result

@@ -50,7 +50,8 @@ NEAR_STEP_RATIO = 1.05  # the same, where another sample has given a rate
 # only a lower bound, and `sample_size` finds it too short.
 MAX_PROBE_RATIO = 64.0
 
-MAX_SIMULATED_PLACEMENTS = 400  # of a kind; about those on 16 GPUs
+MAX_SIMULATED_PLACEMENTS = 400  # disaggregated ones; about those on 16 GPUs
+MAX_SIMULATED_COLOCATED = 80
 SHORTLIST_PLACEMENTS = 20  # of a kind and criterion, where there are more
 SHORTLIST_OF_SHAPES = 5  # of these that have the same two shapes of instances
 SHORTLIST_RATE_RATIO = 0.9  # of the capacity: the first probe of a placement of a shortlist
@@ -348,7 +349,10 @@ def search_by(
     bounds = CapacityBounds(scenario, samples)
     chosen = set(placements)
     rates = dict(near)
-    if keep and len(chosen) > MAX_SIMULATED_PLACEMENTS:
+    most = MAX_SIMULATED_PLACEMENTS
+    if not any(place.decode for place in chosen):
+        most = MAX_SIMULATED_COLOCATED
+    if keep and len(chosen) > most:
         listed = list(chosen)
         chosen = {place for units in criteria for place in shortlist(listed, bounds, units)}
         for place in chosen:

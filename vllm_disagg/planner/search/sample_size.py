@@ -19,6 +19,7 @@ import msgspec
 
 from ..simulation import workload
 from ..simulation.simulator import simulate
+from .bounds import CapacityBounds
 from .optimizer import (
     PlacementScore,
     ProgressCallback,
@@ -36,10 +37,11 @@ MIN_LATENCIES = 10.0
 MARGIN_RATIO = 1.25  # of the requests that a sample needs: the next rate found differs a little
 MIN_REQUESTS = 1000  # of a sample whose size is chosen here
 MAX_REQUESTS = 100_000  # of a sample whose size is chosen here: more take minutes
-MAX_SCREENED_REQUESTS = 5000  # of the sample of the first search
+MAX_SCREENED_REQUESTS = 8000  # of the sample of the first search
+SCREENED_TOLERANCE = 0.03  # of the bisections of the first search of a large deployment
 MAX_REQUESTS_OF_SEEDS = 60_000  # of all samples together: above, there are fewer samples
-LARGE_REQUESTS = 20_000  # of a sample: above, there are fewer finalists
-FEW_FINALISTS = 2
+LARGE_REQUESTS = 20_000  # of a sample: above, the deployment counts as large
+LARGE_FINALISTS = 3  # of a kind, of a large deployment
 FINALISTS = 6  # placements of a kind
 MAX_SEARCHES = 4  # of the finalists, each with more requests
 # Of the mean, that half of an interval may have: rooflines err by more (docs/explanation).
@@ -116,22 +118,25 @@ def search_sized(
     scenario: Scenario, keep: int, jobs: int, progress: ProgressFactory
 ) -> SearchResult:
     """Searches all placements with samples that are long enough, if the workload has them."""
-    guess = min(_first_guess(scenario), MAX_SCREENED_REQUESTS)
-    first = grown(scenario, max(MIN_REQUESTS, guess))
-    found = search_fixed(msgspec.structs.replace(first, seeds=1), FINALISTS, jobs, progress)
+    guess = _first_guess(scenario)
+    first = grown(scenario, max(MIN_REQUESTS, min(guess, MAX_SCREENED_REQUESTS)))
+    first = msgspec.structs.replace(first, seeds=1)
+    finalists = FINALISTS
+    if guess > LARGE_REQUESTS:
+        finalists = LARGE_FINALISTS
+        first = msgspec.structs.replace(first, tolerance=SCREENED_TOLERANCE)
+    found = search_fixed(first, finalists, jobs, progress)
     for _ in range(MAX_SEARCHES):
         if not found.best:
             break
         sized = grown(scenario, max(found.scenario.requests, _wanted(found)))
         if sized == found.scenario:
             break
-        number = FINALISTS if sized.requests <= LARGE_REQUESTS else FEW_FINALISTS
         scores = []
-        for finalists, kind in ((found.split, "disaggregated"), (found.together, "colocated")):
+        for best, kind in ((found.split, "disaggregated"), (found.together, "colocated")):
             is_split = kind == "disaggregated"
             large = [s for s in found.large if bool(s.placement.decode) == is_split]
-            both = (*finalists[:number], *large[: number // 2])
-            rates = {score.placement: score.goodput for score in both}
+            rates = {score.placement: score.goodput for score in (*best, *large)}
             scores.append(_search(sized, rates, keep, jobs, progress(f"{kind} finalists")))
         found = _result(sized, scores, keep)
     return SearchResult(found.scenario, found.split[:keep], found.together[:keep], found.large)
@@ -155,13 +160,16 @@ def grown(scenario: Scenario, requests: int) -> Scenario:
 
 def requests_needed(scenario: Scenario, score: PlacementScore) -> int:
     """Returns the requests that a sample needs at the rate found."""
+    return requests_lasting(scenario, score.total, seconds_needed(scenario, score))
+
+
+def seconds_needed(scenario: Scenario, score: PlacementScore) -> float:
+    """Returns the seconds that a sample must last between its edges, at the rate found."""
     requests = min(scenario.requests, MAX_SCREENED_REQUESTS)  # enough for a mean
     sample = msgspec.structs.replace(scenario, requests=requests).samples()[0]
-    rate = score.goodput * score.placement.gpus
-    result = simulate(scenario.deployment(score.placement), sample, rate)
+    result = simulate(scenario.deployment(score.placement), sample, score.total)
     served = [seconds for seconds in result.latency if seconds >= 0]
-    latency = sum(served) / len(served)
-    return requests_lasting(scenario, rate, max(MIN_SECONDS, MIN_LATENCIES * latency))
+    return max(MIN_SECONDS, MIN_LATENCIES * sum(served) / len(served))
 
 
 def requests_lasting(scenario: Scenario, rate: float, seconds: float) -> int:
@@ -179,9 +187,18 @@ def _first_guess(scenario: Scenario) -> int:
 
 
 def _wanted(found: SearchResult) -> int:
-    """Returns the requests for the next search; fewer than it had where they were enough."""
-    needed = found.needed
-    enough = needed if needed > found.scenario.requests else 0
+    """Returns the requests for the next search; fewer than it had where they were enough.
+
+    A short sample finds rates that nothing holds: capacity bounds what a long one can find.
+    """
+    scenario = found.scenario
+    bounds = CapacityBounds(scenario, scenario.samples())
+    needed = 0
+    for score in found.best:
+        rate = min(score.total, bounds.capacity(score.placement))
+        lasting = requests_lasting(scenario, rate, seconds_needed(scenario, score))
+        needed = max(needed, lasting)
+    enough = needed if needed > scenario.requests else 0
     narrow = min(_narrowing(found), MAX_NARROWING_RATIO * needed)
     return int(MARGIN_RATIO * max(enough, narrow))
 

@@ -13,7 +13,7 @@ from distserve_scenario import distserve_scenario
 
 from vllm_disagg import cli
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.planner.commands import criteria, output, report
+from vllm_disagg.planner.commands import criteria, flags, output, report
 from vllm_disagg.planner.cost import hardware, model
 from vllm_disagg.planner.search.scenario import (
     Criterion,
@@ -128,6 +128,8 @@ def test_a_price_file_with_a_hole_is_one_line(
         ([*LLAMA, "--expert-parallel"], "--expert-parallel goes with --gpu and a model"),
         ([*LLAMA, "--max-model-len", "100"], "have at most 100 tokens"),
         ([*LLAMA, "--max-model-len", "1"], "--max-model-len: 1 is too few"),
+        ([*LLAMA, "--node-links", "0"], "--node-links: 0 is too few"),
+        ([*BASE, "--node-gpus", "4"], "--node-gpus goes with --gpu"),
         ([*LLAMA, "--ttft-p99", "0"], "--ttft-p99: 0.0 is not a time"),
         ([*LLAMA, "--tpot-p99", "nan"], "--tpot-p99: nan is not a time"),
     ],
@@ -176,6 +178,42 @@ def test_instances_hold_the_longest_request() -> None:
     assert (2, 1) in source.shapes(8)
     long = msgspec.structs.replace(source, max_model_len=source.kv(2, 1) + 1)
     assert (2, 1) not in long.shapes(8) and (4, 1) in long.shapes(8)
+
+
+def test_an_instance_has_the_links_of_its_gpus() -> None:
+    parser = argparse.ArgumentParser()
+    flags.add_arguments(parser)
+    words = ["--gpu", "h100", "--model", "llama-3.1-8b", "--link", "ib-400", "--requests", "10"]
+
+    def planned(*more: str) -> Scenario:
+        return flags.read(parser.parse_args([*words, *more]), 8, "--gpus").scenario
+
+    def bandwidth(scenario: Scenario, prefill_tp: int, decode_tp: int) -> float:
+        pair = Placement(ReplicaGroup(prefill_tp, 1, 1), ReplicaGroup(decode_tp, 1, 1))
+        return scenario.deployment(pair).handoff.link.bandwidth
+
+    each = planned()
+    assert bandwidth(each, 8, 8) == bandwidth(each, 1, 1) == 50e9
+    eight = planned("--node-links", "8")
+    assert bandwidth(eight, 4, 4) == 4 * 50e9 and bandwidth(eight, 4, 1) == 50e9
+    shared = planned("--node-links", "1")
+    assert bandwidth(shared, 1, 1) == 50e9 / 8
+    small = planned("--node-gpus", "4", "--node-links", "1")
+    assert small.prefill.gpu and small.prefill.gpu.fabric == 50e9 / 4
+    assert bandwidth(small, 1, 1) == 50e9 / 4
+    assert max(tp for tp, _ in small.prefill.shapes(8)) == 4
+
+
+def test_commands_of_parallel_experts_have_their_flags_and_a_warning(tmp_path: Path) -> None:
+    scenario = msgspec.structs.replace(_two_types({}, tmp_path), distserve=False)
+    wide = Placement(ReplicaGroup(1, 1, 1, 16), ReplicaGroup(1, 1, 1))
+    lines = output.commands(scenario, wide, "m")
+    assert "--data-parallel-size 16 --enable-expert-parallel" in lines[1]
+    assert "--prefill-concurrency 128" in lines[-1], "each rank has 8 legs"
+    assert "refuses experts with data parallelism" in output.remarks(scenario, wide)[0]
+    assert output.placement_document(scenario, wide)["prefill"]["ep"] == 16
+    narrow = output.remarks(scenario, ONE_EACH)
+    assert not any("refuses" in remark for remark in narrow)
 
 
 def test_no_legend_is_on_a_curve() -> None:

@@ -137,6 +137,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " beside others, eth-25 without)",
     )
     add(
+        "--node-gpus",
+        metavar="N",
+        type=int,
+        help="GPUs of a node, joined by NVLink or PCIe (default: 8; 72 of GB200 and GB300)",
+    )
+    add(
+        "--node-links",
+        metavar="N",
+        type=int,
+        help="links of a node: an instance has those of its GPUs, a part of one where GPUs share it"
+        " (default: each instance has one)",
+    )
+    add(
         "--overlap",
         action=argparse.BooleanOptionalAction,
         default=None,
@@ -253,6 +266,7 @@ def read(args: argparse.Namespace, gpus: int, flag: str) -> PlanInputs:
         sequences=args.max_num_seqs or 0,
         distserve=like_distserve,
         max_model_len=args.max_model_len or 0,
+        nics=args.node_links / prefill.gpu.node if args.node_links and prefill.gpu else 0.0,
     )
     return PlanInputs(scenario, known_models.servable_name(args.model or prefill.served), fits)
 
@@ -296,6 +310,8 @@ def _check(args: argparse.Namespace) -> None:
         "max_num_batched_tokens": 16,
         "max_num_seqs": 1,
         "max_model_len": 2,
+        "node_gpus": 1,
+        "node_links": 1,
     }
     for name, minimum in least.items():
         value = getattr(args, name)
@@ -310,13 +326,7 @@ def _sources(
     args: argparse.Namespace,
 ) -> tuple[str, PerformanceSource, PerformanceSource, list[tuple[str, profile.LatencyFit]]]:
     """Returns the kind of source, the sources of prefill and of decode, and the fits to show."""
-    given = [name for name in ("gpu", "profile", "coefficients") if getattr(args, name)]
-    if args.profile and args.expert_parallel:
-        raise ConfigError("--expert-parallel goes with --gpu and a model that has experts")
-    if len(given) != 1:
-        raise ConfigError(
-            "give one of --gpu, --profile and --coefficients: the source of the step times"
-        )
+    _check_source(args)
     if args.profile:
         loaded = model.load(args.model, args.kv_cache_dtype) if args.model else None
         prefill, fits = _profiled(args.profile, loaded)
@@ -340,13 +350,45 @@ def _sources(
         distserve.degrees(args.coefficients, loaded.name)
         source = PerformanceSource("coefficients", args.coefficients, loaded)
         return "coefficients", source, source, []
-    decode_gpu = args.decode_gpu or args.gpu
-    sources = []
-    for name in (args.gpu, decode_gpu):
-        gpu = hardware.gpu(name)
-        source = PerformanceSource("roofline", name, loaded, gpu, path=FITTED_PATH)
-        sources.append(msgspec.structs.replace(source, expert_parallel=args.expert_parallel))
-    return "roofline", sources[0], sources[1], []
+    prefill, decode = (
+        _roofline(args, name, loaded) for name in (args.gpu, args.decode_gpu or args.gpu)
+    )
+    return "roofline", prefill, decode, []
+
+
+def _check_source(args: argparse.Namespace) -> None:
+    """Raises ConfigError unless one source is given, with flags that go with it."""
+    given = [name for name in ("gpu", "profile", "coefficients") if getattr(args, name)]
+    for name in ("node_gpus", "node_links"):
+        if getattr(args, name) and not args.gpu:
+            raise ConfigError(f"--{name.replace('_', '-')} goes with --gpu")
+    if args.profile and args.expert_parallel:
+        raise ConfigError("--expert-parallel goes with --gpu and a model that has experts")
+    if len(given) != 1:
+        raise ConfigError(
+            "give one of --gpu, --profile and --coefficients: the source of the step times"
+        )
+
+
+def _roofline(args: argparse.Namespace, name: str, loaded: ModelCosts) -> PerformanceSource:
+    """Returns the roofline of a GPU type."""
+    return PerformanceSource(
+        kind="roofline",
+        name=name,
+        model=loaded,
+        gpu=_in_nodes(args, hardware.gpu(name)),
+        path=FITTED_PATH,
+        expert_parallel=args.expert_parallel,
+    )
+
+
+def _in_nodes(args: argparse.Namespace, gpu: hardware.GpuType) -> hardware.GpuType:
+    """Returns a GPU with the nodes and links that the flags give."""
+    found = msgspec.structs.replace(gpu, node=args.node_gpus or gpu.node)
+    if not args.node_links:
+        return found
+    link = hardware.link(args.link or DEFAULT_LINKS["roofline"])
+    return msgspec.structs.replace(found, fabric=link.bandwidth * args.node_links / found.node)
 
 
 def _profiled(

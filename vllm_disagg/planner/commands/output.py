@@ -280,6 +280,7 @@ def describe(scenario: Scenario) -> dict[str, Any]:
         "requests": scenario.requests,
         "seeds": scenario.seeds,
         "link": scenario.link.name,
+        "links_per_gpu": scenario.nics or None,
         "overlap": scenario.overlap,
         "policy": scenario.policy,
         "prefill_concurrency": None if scenario.distserve else scenario.concurrency,

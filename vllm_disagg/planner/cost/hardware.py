@@ -26,6 +26,8 @@ class GpuType(msgspec.Struct, frozen=True):
     fp8: float = 1.0
     fp4: float = 1.0
     node: int = 8  # GPUs with this `peer` bandwidth between them
+    # To a GPU of another node: one NIC of 400 Gbit/s for each GPU, as in HGX reference designs.
+    fabric: float = 50e9
 
     def rate(self, dtype: str) -> float:
         """Returns the FLOP/s of a data type: bf16, fp8 or fp4."""

@@ -22,8 +22,6 @@ from .hardware import GpuType
 from .sizes import ModelCosts, touched
 
 STAGE_HOP_SECONDS = 20e-6  # seconds to the next pipeline stage without bytes
-# One NIC of 400 Gbit/s for each GPU, as in HGX reference designs and in DeepEP's measurements.
-FABRIC_BANDWIDTH = 50e9  # bytes/s of each direction
 # Of a dispatch and a combine together, without bytes. With it and the bytes that leave a node,
 # DeepEP's table of H800 (deepseek-ai/DeepEP, docs/legacy.md: EP16 to EP256, 313 to 561 us) is met
 # within 10 %.
@@ -231,7 +229,7 @@ class RooflineLatency:
         wire = model.hidden * 2 / gpu.peer
         self._hop = STAGE_HOP_SECONDS if shape.pp > 1 else 0.0
         across_nodes = tp * shape.pp > gpu.node
-        link = model.hidden * 2 / FABRIC_BANDWIDTH if across_nodes else wire
+        link = model.hidden * 2 / gpu.fabric if across_nodes else wire
         self._hop_token = link if shape.pp > 1 else 0.0
         # Two all-reduces a layer, rings: each rank sends 2(tp-1)/tp of the activations. An
         # all-to-all takes the place of the second where experts are parallel.
@@ -305,8 +303,8 @@ class ExpertExchange:
         copies = model.active * away
         reached = (nodes - 1) * (1 - (1 - 1 / nodes) ** model.active)
         self._constant = ALL_TO_ALL_SECONDS * model.layers
-        self._decode_token = model.layers * max(near, copies * size / FABRIC_BANDWIDTH)
-        self._prompt_token = model.layers * max(near, reached * size / FABRIC_BANDWIDTH)
+        self._decode_token = model.layers * max(near, copies * size / gpu.fabric)
+        self._prompt_token = model.layers * max(near, reached * size / gpu.fabric)
 
     def seconds(self, tokens: int, n: int) -> float:
         """Returns the seconds for `tokens` prompt tokens and `n` decoding sequences of a rank."""

@@ -107,7 +107,8 @@ class PerformanceSource(msgspec.Struct, frozen=True):
             raise AssertionError("only a profile goes without a model")
         if self.kind == "coefficients":
             return distserve.degrees(self.name, self.model.name)
-        powers_of_two = (tp for tp in range(1, MAX_TENSOR_PARALLEL + 1) if tp & (tp - 1) == 0)
+        most = min(MAX_TENSOR_PARALLEL, self.gpu.node if self.gpu else MAX_TENSOR_PARALLEL)
+        powers_of_two = (tp for tp in range(1, most + 1) if tp & (tp - 1) == 0)
         return [tp for tp in powers_of_two if self.model.heads % tp == 0]
 
     def _stages(self, model: ModelCosts, most: int) -> list[int]:
@@ -278,6 +279,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     criterion: Criterion = Criterion()
     price: Criterion | None = None
     max_model_len: int = 0  # tokens of the longest request; 0: the model's own
+    nics: float = 0.0  # links of each GPU of a node; 0: each instance has one link
 
     def samples(self) -> list[WorkloadSample]:
         """Draws one sample of requests for each seed.  DistServe's rules count all of them."""
@@ -303,16 +305,23 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         return Deployment(
             self._side(self.prefill, placement.prefill, self.rules(self.prefill, 0, True)),
             self._side(self.decode, placement.decode, self.rules(self.decode, 0, True)),
-            self._handoff(),
+            self._handoff(placement.prefill, placement.decode),
             self.policy,
             self.distserve,
             self.prefill.path,
         )
 
-    def _handoff(self) -> Handoff:
+    def _link_of(self, prefill: ReplicaGroup, decode: ReplicaGroup) -> NetworkLink:
+        """Returns the link of a pair: the NICs of its GPUs together, of the smaller instance."""
+        if not self.nics:
+            return self.link
+        gpus = min(prefill.tp * prefill.pp, decode.tp * decode.pp)
+        return msgspec.structs.replace(self.link, bandwidth=self.link.bandwidth * gpus * self.nics)
+
+    def _handoff(self, prefill: ReplicaGroup, decode: ReplicaGroup) -> Handoff:
         """Builds the hand-off of the model's KV; without a model it has no bytes."""
         found = Handoff(
-            self.link,
+            self._link_of(prefill, decode),
             overlap=self.overlap,
             concurrency=UNLIMITED if self.distserve else self.concurrency,
             notice=0.0 if self.distserve else NOTICE_SECONDS,

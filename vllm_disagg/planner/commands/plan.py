@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     result = search(scenario, KEPT_PLACEMENTS, jobs, _progress)
     if not result.split and not result.together:
         raise ConfigError(_nothing(scenario))
-    found = advice.advise(result)
+    found = advice.advise(result, draws=bool(args.report))
     document = output.as_json(found, planned.model)
     document["seconds"] = round(time.monotonic() - started_at, 2)
     document["fits"] = {

@@ -54,7 +54,7 @@ def text(found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, Late
         *_table(found, document),
         "",
     ]
-    lines += [crossover.words for crossover in found.crossovers.values()]
+    lines += _changes(found)
     if document["commands"]:
         lines += ["", "run it:"]
         lines += [f"  {command}" for command in document["commands"]]
@@ -104,6 +104,11 @@ def _table(found: Advice, document: dict[str, Any]) -> list[str]:
         columns = f"{name:11}{value:>14}  {interval:16}{estimate:>12}{total:>9}{gpus:>6}"
         lines.append(f"{columns}  {placement}".rstrip())
     return lines
+
+
+def _changes(found: Advice) -> list[str]:
+    """Lists at which objectives the answer changes, each line once."""
+    return list(dict.fromkeys(crossover.words for crossover in found.crossovers.values()))
 
 
 def _verdict(found: Advice) -> str:
@@ -292,7 +297,7 @@ def _page(
         _list(inputs),
         "<h2>Placements</h2>",
         _html_table(header, rows),
-        _list([crossover.words for crossover in found.crossovers.values()]),
+        _list(_changes(found)),
     ]
     for name, title in zip(PLOTS, TITLES, strict=True):
         data = base64.b64encode((folder / name).read_bytes()).decode()

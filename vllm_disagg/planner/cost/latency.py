@@ -23,7 +23,7 @@ from .sizes import ModelCosts, touched
 
 STAGE_HOP_SECONDS = 20e-6  # seconds to the next pipeline stage without bytes
 # Of a dispatch and a combine together, without bytes. With it and the bytes that leave a node,
-# DeepEP's table of H800 (deepseek-ai/DeepEP, docs/legacy.md: EP16 to EP256, 313 to 561 us) is met
+# DeepEP's table of H800 (deepseek-ai/DeepEP, its page of V1: EP16 to EP256, 313 to 561 us) is met
 # within 10 %.
 ALL_TO_ALL_SECONDS = 95e-6
 DISPATCH_BYTES = 1  # of an activation: FP8

@@ -80,6 +80,7 @@ class CapacityBounds:
         self._scenario = scenario
         self._samples = samples
         self._works: dict[tuple[object, ...], list[list[SideWork]]] = {}
+        self._requests: list[RequestWork] = []
 
     def rate(self, placement: Placement) -> float:
         """Returns requests/s of all GPUs that the goodput does not exceed."""
@@ -131,9 +132,10 @@ class CapacityBounds:
             most = rules.budget if chunked else UNLIMITED
             kv = self._scenario.kv_tokens(source, shape)
             latency = latency_of(source, shape)
+            if not self._requests:
+                self._requests = [RequestWork(self._scenario, s) for s in self._samples]
             found = []
-            for sample in self._samples:
-                requests = RequestWork(self._scenario, sample)
+            for requests in self._requests:
                 if kind == "prompts":
                     found.append([requests.prompts(latency, most)])
                 else:
@@ -157,10 +159,14 @@ class RequestWork:
         self._distserve = scenario.distserve
         self._numbers = sample.counted
         self._sample = sample
-        self._longest = max(sample.prompts)
         self.least_context = min(sample.prompts)
         blocks = Counter(block for ids in sample.prefixes or () for block in set(ids))
         self._cached = [self._cacheable(r, blocks) for r in self._numbers]
+        steps = sorted(self._steps(r) for r in self._numbers)
+        # Lengths of answers up to which requests are bounded; fixed lengths have one only.
+        self._ends_of_shares = sorted(
+            {steps[int(share * (len(steps) - 1))] for share in ANSWER_SHARES}
+        )
 
     def _cacheable(self, r: int, blocks: Counter[int]) -> int:
         """Returns the leading tokens of a prompt that any other prompt may have computed."""
@@ -203,8 +209,7 @@ class RequestWork:
             for r, count, prompt_cost in zip(self._numbers, steps, prompt_costs, strict=True):
                 contexts = count * self._sample.prompts[r] + count * (count - 1) / 2
                 costs.append(prompt_cost + count * price.step + contexts * price.context)
-            for share in ANSWER_SHARES:
-                longest = sorted(steps)[max(0, int(share * len(steps)) - 1)]
+            for longest in self._ends_of_shares:
                 kept = [cost for cost, n in zip(costs, steps, strict=True) if n <= longest]
                 slack = objective.ttft + objective.tpot * longest
                 found.append(self._heaviest_left_out(kept, slack, lists))

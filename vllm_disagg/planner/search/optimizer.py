@@ -54,7 +54,9 @@ MAX_SIMULATED_PLACEMENTS = 400  # disaggregated ones; about those on 16 GPUs
 MAX_SIMULATED_COLOCATED = 80
 SHORTLIST_PLACEMENTS = 20  # of a kind and criterion, where there are more
 SHORTLIST_OF_SHAPES = 5  # of these that have the same two shapes of instances
-SHORTLIST_RATE_RATIO = 0.9  # of the capacity: the first probe of a placement of a shortlist
+USUAL_LOAD = 0.9  # of the capacity, which large deployments reach: the first probe of a shortlist
+MIN_PARALLEL_REQUESTS = 20_000  # of all samples: fewer than MIN_PARALLEL placements share processes
+MIN_PARALLEL = 4
 
 NO_RATES: Mapping[Placement, float] = {}
 
@@ -207,7 +209,7 @@ def evaluate(
     known. `bounds` are of the same samples.
     """
     sample = samples[0]
-    if bounds and bounds.rate(placement) / placement.gpus <= floor:
+    if bounds and floor > 0 and bounds.rate(placement) / placement.gpus <= floor:
         return None
     if all(scenario.infeasible(placement, s) for s in samples):
         return PlacementScore(placement, [0.0] * len(samples)) if floor < 0 else None
@@ -356,7 +358,7 @@ def search_by(
         listed = list(chosen)
         chosen = {place for units in criteria for place in shortlist(listed, bounds, units)}
         for place in chosen:
-            rates[place] = SHORTLIST_RATE_RATIO * bounds.capacity(place) / place.gpus
+            rates[place] = USUAL_LOAD * bounds.capacity(place) / place.gpus
 
     def order(placement: Placement) -> tuple[int, float, Placement]:
         value = estimate(scenario, placement, samples[0]) * placement.gpus
@@ -373,11 +375,13 @@ def search_by(
         leaders.add(score)
         progress(done, total, leaders.best)
 
-    if jobs <= 1 or total < 4:
+    requests = scenario.requests * scenario.seeds
+    least = MIN_PARALLEL if requests < MIN_PARALLEL_REQUESTS else 2
+    if jobs <= 1 or total < least:
         for placement in ordered:
-            least = leaders.floor(placement)
+            floor = leaders.floor(placement)
             rate = rates.get(placement, 0.0)
-            record_score(evaluate(scenario, placement, samples, least, rate, bounds))
+            record_score(evaluate(scenario, placement, samples, floor, rate, bounds))
     else:
         _search_in_processes(scenario, ordered, jobs, leaders.floor, record_score, rates)
     return leaders.ranked()

@@ -21,6 +21,7 @@ from ..simulation import workload
 from ..simulation.simulator import simulate
 from .bounds import CapacityBounds
 from .optimizer import (
+    USUAL_LOAD,
     PlacementScore,
     ProgressCallback,
     colocated,
@@ -37,11 +38,12 @@ MIN_LATENCIES = 10.0
 MARGIN_RATIO = 1.25  # of the requests that a sample needs: the next rate found differs a little
 MIN_REQUESTS = 1000  # of a sample whose size is chosen here
 MAX_REQUESTS = 100_000  # of a sample whose size is chosen here: more take minutes
-MAX_SCREENED_REQUESTS = 8000  # of the sample of the first search
-SCREENED_TOLERANCE = 0.03  # of the bisections of the first search of a large deployment
+MAX_SCREENED_REQUESTS = 5000  # of the sample of the first search
+SCREENED_TOLERANCE = 0.03  # of bisections in the first search of a large deployment
+LARGE_TOLERANCE = 0.02  # of bisections in its other searches
 MAX_REQUESTS_OF_SEEDS = 60_000  # of all samples together: above, there are fewer samples
 LARGE_REQUESTS = 20_000  # of a sample: above, the deployment counts as large
-LARGE_FINALISTS = 3  # of a kind, of a large deployment
+LARGE_FINALISTS = 2  # of a kind, of a large deployment
 FINALISTS = 6  # placements of a kind
 MAX_SEARCHES = 4  # of the finalists, each with more requests
 # Of the mean, that half of an interval may have: rooflines err by more (docs/explanation).
@@ -124,6 +126,7 @@ def search_sized(
     finalists = FINALISTS
     if guess > LARGE_REQUESTS:
         finalists = LARGE_FINALISTS
+        scenario = msgspec.structs.replace(scenario, tolerance=LARGE_TOLERANCE)
         first = msgspec.structs.replace(first, tolerance=SCREENED_TOLERANCE)
     found = search_fixed(first, finalists, jobs, progress)
     for _ in range(MAX_SEARCHES):
@@ -136,10 +139,23 @@ def search_sized(
         for best, kind in ((found.split, "disaggregated"), (found.together, "colocated")):
             is_split = kind == "disaggregated"
             large = [s for s in found.large if bool(s.placement.decode) == is_split]
-            rates = {score.placement: score.goodput for score in (*best, *large)}
+            rates = _near_rates(found.scenario, [*best, *large])
             scores.append(_search(sized, rates, keep, jobs, progress(f"{kind} finalists")))
         found = _result(sized, scores, keep)
     return SearchResult(found.scenario, found.split[:keep], found.together[:keep], found.large)
+
+
+def _near_rates(scenario: Scenario, scores: Sequence[PlacementScore]) -> dict[Placement, float]:
+    """Returns rates per GPU near which a longer sample will find those of these scores.
+
+    A short sample finds rates above the capacity, which a longer one does not.
+    """
+    bounds = CapacityBounds(scenario, scenario.samples())
+    found = {}
+    for score in scores:
+        capacity = bounds.capacity(score.placement) / score.placement.gpus
+        found[score.placement] = min(score.goodput, USUAL_LOAD * capacity)
+    return found
 
 
 def lasting(scenario: Scenario, rate: float) -> Scenario:

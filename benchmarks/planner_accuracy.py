@@ -28,7 +28,7 @@ import numpy as np
 
 from vllm_disagg.planner.cost import families, hardware, latency
 from vllm_disagg.planner.cost.known_models import MODELS
-from vllm_disagg.planner.cost.latency import LatencyModel, PathDelay, RooflineLatency
+from vllm_disagg.planner.cost.latency import InstanceShape, LatencyModel, PathDelay, RooflineLatency
 from vllm_disagg.planner.cost.sizes import ModelCosts, touched
 from vllm_disagg.planner.simulation.replica import SchedulingRules
 from vllm_disagg.planner.simulation.simulator import Deployment, ReplicaPool, simulate_closed
@@ -134,7 +134,7 @@ def terms(run: MeasuredRun) -> list[float]:
     """
     model = costs(run.model, run.precision)
     gpu = hardware.gpu(GPUS[run.system])
-    steps = RooflineLatency(model, gpu, run.tp, 1)
+    steps = RooflineLatency(model, gpu, InstanceShape(run.tp))
     share = (1 + LEAST_LENGTH_SHARE) / 2
     prompt = round(run.prompt * share)
     answer = run.answer * share
@@ -272,7 +272,9 @@ def simulated(run: MeasuredRun, steps: LatencyModel, path: PathDelay) -> RunTime
 def fitted(run: MeasuredRun, coefficients: latency.StepCoefficients) -> RooflineLatency:
     """Returns the step times of a run's instance."""
     gpu = hardware.gpu(GPUS[run.system])
-    return RooflineLatency(costs(run.model, run.precision), gpu, run.tp, 1, coefficients)
+    return RooflineLatency(
+        costs(run.model, run.precision), gpu, InstanceShape(run.tp), coefficients
+    )
 
 
 def before(run: MeasuredRun) -> RooflineBefore:

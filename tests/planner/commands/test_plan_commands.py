@@ -57,7 +57,7 @@ def test_plan_says_all_that_is_promised(capsys: pytest.CaptureFixture[str], tmp_
         capsys, "plan", *SURE, "--gpus", "3", "--jobs", "1", "--report", str(tmp_path / "report")
     )
     for phase in ("prefill", "decode"):
-        assert found["best"][phase].keys() == {"tp", "pp", "n"}
+        assert found["best"][phase].keys() == {"tp", "pp", "n", "gpu"}
     low, high = found["best"]["ci"]
     assert low <= found["best"]["goodput_per_gpu"] <= high
     assert found["ratio"] == pytest.approx(
@@ -69,7 +69,10 @@ def test_plan_says_all_that_is_promised(capsys: pytest.CaptureFixture[str], tmp_
     assert all(" opt-13b" not in line for line in found["commands"]), "no hub has that name"
     assert any(" facebook/opt-13b" in line for line in found["commands"])
     assert [Path(p).stat().st_size > 1000 for p in found["report"]] == [True] * 4
+    assert found["largest"]["goodput"] >= 0.99 * found["best"]["goodput"]
     page = Path(found["report"][0]).read_text()
+    assert "white-space:pre-wrap" in page and page.count("<pre>") == 1
+    assert page.count("<td>best P:D</td>") == 1
     assert page.count("data:image/png;base64,") == 3 and "http" not in page.replace(
         "http://127.0.0.1", ""
     )

@@ -11,7 +11,7 @@ from model_configs import MODELS, PublishedModel
 
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.planner.cost import families, hardware, model
-from vllm_disagg.planner.cost.latency import FITTED, RooflineLatency
+from vllm_disagg.planner.cost.latency import FITTED, InstanceShape, RooflineLatency
 from vllm_disagg.planner.cost.sizes import KvLayers, ModelCosts
 
 LLAMA = {
@@ -131,7 +131,7 @@ def test_a_full_window_holds_no_more_and_is_not_slower() -> None:
     short = gemma.kv_capacity(memory, 0.92, 2, 1, 512)
     long = gemma.kv_capacity(memory, 0.92, 2, 1, 32_768)
     assert long == pytest.approx(short * 62 / (10 + 52 / 32), rel=1e-3)
-    _, slope = RooflineLatency(gemma, hardware.gpu("h100"), 1, 1).decode(1, True)
+    _, slope = RooflineLatency(gemma, hardware.gpu("h100"), InstanceShape(1)).decode(1, True)
     assert slope == pytest.approx(FITTED.kv * 10 * 8192 / 3.35e12)
 
 

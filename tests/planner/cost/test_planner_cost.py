@@ -18,13 +18,15 @@ from vllm_disagg.planner.cost import (
     sizes,
 )
 from vllm_disagg.planner.cost.latency import (
+    ExpertExchange,
+    InstanceShape,
     LatencyModel,
     LinearLatency,
     RooflineLatency,
     unloaded_decode,
     unloaded_prefill,
 )
-from vllm_disagg.planner.search.scenario import PerformanceSource
+from vllm_disagg.planner.search.scenario import PerformanceSource, ReplicaGroup
 
 
 @pytest.mark.parametrize(
@@ -152,7 +154,7 @@ def test_a_moe_reads_more_experts_with_more_tokens() -> None:
 def test_a_roofline_gets_slower_with_work_and_faster_with_ranks(name: str) -> None:
     found = model.load(name)
     gpu = hardware.gpu("H100")
-    one, four = (RooflineLatency(found, gpu, tp, 1) for tp in (1, 4))
+    one, four = (RooflineLatency(found, gpu, InstanceShape(tp)) for tp in (1, 4))
     assert (
         unloaded_prefill(one, 4096) > unloaded_prefill(one, 1024) > unloaded_decode(one, 1024) > 0
     )
@@ -296,3 +298,51 @@ def test_a_config_json_that_lacks_a_field_is_refused() -> None:
         families.parse("m", {"model_type": "llama", "num_hidden_layers": -2, "hidden_size": 64})
     with pytest.raises(ConfigError, match="neither a folder"):
         model.load("no-such-model")
+
+
+@pytest.mark.parametrize(
+    ("members", "measured"), [(16, 313), (32, 428), (64, 487), (128, 561), (256, 554)]
+)
+def test_all_to_alls_are_those_that_deepep_measured(members: int, measured: float) -> None:
+    """Dispatch and combine of 128 tokens a GPU in microseconds, by its table of H800."""
+    deepseek = model.load("deepseek-v3")
+    exchange = ExpertExchange(deepseek, hardware.gpu("h800"), InstanceShape(1, 1, members))
+    seconds = exchange.seconds(0, 128) / deepseek.layers
+    assert seconds == pytest.approx(measured * 1e-6, rel=0.1)
+
+
+def test_prompts_send_a_token_once_to_each_node() -> None:
+    shape = InstanceShape(1, 1, 64)
+    exchange = ExpertExchange(model.load("deepseek-v3"), hardware.gpu("h100"), shape)
+    assert exchange.seconds(1000, 0) < 0.8 * exchange.seconds(0, 1000)
+
+
+def test_experts_are_shared_among_data_parallel_ranks() -> None:
+    source = PerformanceSource(
+        "roofline", "h100", model.load("deepseek-v3"), hardware.gpu("h100"), expert_parallel=True
+    )
+    parallel = [shape for shape in source.layouts(32) if shape.dp > 1]
+    assert parallel[0] == ReplicaGroup(1, 1, 1, 16) and parallel[0].gpus == 16
+    assert str(parallel[0]) == "1 x TP1 DP16 EP16"
+    assert source.kv(1, 1, 32) > 2 * source.kv(1, 1, 16) > 0 == source.kv(1, 1, 8)
+    few, many = (source.latency(1, 1, dp).decode(8, True)[0] for dp in (16, 64))
+    assert few > many, "each rank reads fewer experts"
+    plain = PerformanceSource("roofline", "h100", source.model, source.gpu)
+    assert all(shape.dp == 1 for shape in plain.layouts(64))
+
+
+def test_pipelines_may_be_uneven() -> None:
+    """DeepSeek-V3 has 61 layers; two nodes of 8 H100 serve it with 31 and 30."""
+    deepseek = model.load("deepseek-v3")
+    source = PerformanceSource("roofline", "h100", deepseek, hardware.gpu("h100"))
+    assert (8, 2) in source.shapes(16) and (8, 1) not in source.shapes(16)
+    assert deepseek.stage_share(2) == pytest.approx(31 / 61)
+    halves = source.latency(8, 2).decode(8, True)[0] - 20e-6
+    assert halves > 31 / 61 * source.latency(8, 1).decode(8, True)[0] * 0.99
+
+
+def test_kv_may_be_fp8_by_flag() -> None:
+    plain = model.load("llama-3.1-8b")
+    narrow = model.load("llama-3.1-8b", "fp8")
+    assert narrow.is_kv_fp8 and narrow.kv_per_token == plain.kv_per_token / 2
+    assert narrow.parameters == plain.parameters

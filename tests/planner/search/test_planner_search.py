@@ -59,8 +59,24 @@ def test_pruning_keeps_what_brute_force_finds(seed: int) -> None:
     for placements in (optimizer.disaggregated(scenario), optimizer.colocated(scenario)):
         brute = optimizer.search(scenario, placements, 0, 1, _check_progress)
         pruned = optimizer.search(scenario, placements, 3, 1, _check_progress)
-        assert pruned == optimizer._ranked(scenario, brute, 3)
+        assert pruned == optimizer.ranked(scenario, brute, 3, scenario.criterion.units)
         assert pruned == optimizer.search(scenario, placements[::-1], 3, 1, _check_progress)
+
+
+def test_the_most_in_all_may_be_less_per_gpu() -> None:
+    scenario = distserve_scenario("opt-13b", 0.2, 4, 10, 1)
+    three = optimizer.PlacementScore(
+        Placement(ReplicaGroup(2, 1, 1), ReplicaGroup(1, 1, 1)), [1.63]
+    )
+    four = optimizer.PlacementScore(Placement(ReplicaGroup(2, 1, 1), ReplicaGroup(2, 1, 1)), [1.57])
+    criteria = (scenario.criterion.units, optimizer.of_budget)
+    leaders = optimizer.Leaders(scenario, 1, criteria)
+    for score in (three, four):
+        leaders.add(score)
+    assert leaders.ranked() == [[three], [four]]
+    smaller = Placement(ReplicaGroup(1, 1, 1), ReplicaGroup(1, 1, 1))
+    # Per GPU it must beat 1.63 less the tolerance, and in total 6.28 of its two GPUs.
+    assert leaders.floor(smaller) == pytest.approx(0.99 * 1.63)
 
 
 def test_processes_change_nothing() -> None:

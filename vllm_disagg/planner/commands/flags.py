@@ -87,6 +87,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.05,
         help="objective: mean time per output token after the first (default: %(default)s)",
     )
+    for name in ("ttft", "tpot"):
+        add(
+            f"--{name}-p99",
+            metavar="SECONDS",
+            type=float,
+            help=f"objective beside: {name.upper()} that 99 %% of the requests must meet",
+        )
     add(
         "--attainment",
         metavar="SHARE",
@@ -99,6 +106,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("joint", "each"),
         help="both limits in one request, or each by itself"
         " (default: joint; each under DistServe's rules)",
+    )
+    add(
+        "--expert-parallel",
+        action="store_true",
+        help="also instances with expert parallelism and data-parallel attention; this project's"
+        " connector refuses them today",
     )
     add = parser.add_argument_group("simulation").add_argument
     add(
@@ -122,6 +135,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"network between prefill and decode: {', '.join(hardware.LINKS)}, or GB/s"
         " (default: ib-400 with --gpu, nvlink with --coefficients, else loopback for a profile"
         " beside others, eth-25 without)",
+    )
+    add(
+        "--node-gpus",
+        metavar="N",
+        type=int,
+        help="GPUs of a node, joined by NVLink or PCIe (default: 8; 72 of GB200 and GB300)",
+    )
+    add(
+        "--node-links",
+        metavar="N",
+        type=int,
+        help="links of a node: an instance has those of its GPUs, a part of one where GPUs share it"
+        " (default: each instance has one)",
     )
     add(
         "--overlap",
@@ -158,6 +184,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " (default: vLLM's for the GPU: 1024 from 70 GiB except A100, 256)",
     )
     add(
+        "--max-model-len",
+        metavar="TOKENS",
+        type=int,
+        help="longest request, as vLLM's flag: longer ones are left out, and instances must hold"
+        " one (default: not limited)",
+    )
+    add(
+        "--kv-cache-dtype",
+        choices=("auto", "fp8"),
+        default="auto",
+        help="as vLLM's flag (default: as the checkpoint has it)",
+    )
+    add(
         "--kv-limit",
         metavar="TOKENS",
         type=int,
@@ -185,6 +224,12 @@ def read(args: argparse.Namespace, gpus: int, flag: str) -> PlanInputs:
     link = args.link or _default_link(kind, prefill)
     _check_handoff(args, prefill, link)
     work = workload.load(args.workload)
+    if args.max_model_len:
+        work = workload.limited(work, args.max_model_len)
+        longest = {"max_model_len": args.max_model_len}
+        is_same = prefill == decode
+        prefill = msgspec.structs.replace(prefill, **longest)
+        decode = prefill if is_same else msgspec.structs.replace(decode, **longest)
     overlap = not like_distserve if args.overlap is None else args.overlap
     counting = args.attainment_of or ("each" if like_distserve else "joint")
     for source in (prefill, decode):
@@ -201,7 +246,14 @@ def read(args: argparse.Namespace, gpus: int, flag: str) -> PlanInputs:
         decode=decode,
         workload=work,
         arrivals=arrivals,
-        objective=Objective(args.ttft, args.tpot, args.attainment, counting == "joint"),
+        objective=Objective(
+            args.ttft,
+            args.tpot,
+            args.attainment,
+            counting == "joint",
+            args.ttft_p99,
+            args.tpot_p99,
+        ),
         requests=requests,
         seeds=seeds,
         gpus=gpus,
@@ -213,6 +265,8 @@ def read(args: argparse.Namespace, gpus: int, flag: str) -> PlanInputs:
         budget=args.max_num_batched_tokens or 0,
         sequences=args.max_num_seqs or 0,
         distserve=like_distserve,
+        max_model_len=args.max_model_len or 0,
+        nics=args.node_links / prefill.gpu.node if args.node_links and prefill.gpu else 0.0,
     )
     return PlanInputs(scenario, known_models.servable_name(args.model or prefill.served), fits)
 
@@ -239,9 +293,10 @@ def _mean_context(sample: workload.WorkloadSample) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Raises ConfigError for a number out of its range."""
-    for flag in ("ttft", "tpot"):
-        seconds = getattr(args, flag)
-        if not 0 < seconds < float("inf"):
+    for name in ("ttft", "tpot", "ttft_p99", "tpot_p99"):
+        seconds = getattr(args, name)
+        if seconds is not None and not 0 < seconds < float("inf"):
+            flag = name.replace("_", "-")
             raise ConfigError(f"--{flag}: {seconds} is not a time: give seconds, more than 0")
     if not 0 < args.attainment < 1:
         raise ConfigError(
@@ -254,6 +309,9 @@ def _check(args: argparse.Namespace) -> None:
         "prefill_concurrency": 1,
         "max_num_batched_tokens": 16,
         "max_num_seqs": 1,
+        "max_model_len": 2,
+        "node_gpus": 1,
+        "node_links": 1,
     }
     for name, minimum in least.items():
         value = getattr(args, name)
@@ -268,13 +326,9 @@ def _sources(
     args: argparse.Namespace,
 ) -> tuple[str, PerformanceSource, PerformanceSource, list[tuple[str, profile.LatencyFit]]]:
     """Returns the kind of source, the sources of prefill and of decode, and the fits to show."""
-    given = [name for name in ("gpu", "profile", "coefficients") if getattr(args, name)]
-    if len(given) != 1:
-        raise ConfigError(
-            "give one of --gpu, --profile and --coefficients: the source of the step times"
-        )
+    _check_source(args)
     if args.profile:
-        loaded = model.load(args.model) if args.model else None
+        loaded = model.load(args.model, args.kv_cache_dtype) if args.model else None
         prefill, fits = _profiled(args.profile, loaded)
         decode = prefill
         if args.decode_profile:
@@ -287,19 +341,54 @@ def _sources(
         raise ConfigError(
             f"give --model: a folder with a config.json, or one of {', '.join(known_models.MODELS)}"
         )
-    loaded = model.load(args.model)
+    loaded = model.load(args.model, args.kv_cache_dtype)
+    if args.expert_parallel and (args.coefficients or not loaded.experts):
+        raise ConfigError("--expert-parallel goes with --gpu and a model that has experts")
     if args.coefficients:
         if args.decode_gpu:
             raise ConfigError("--decode-gpu goes with --gpu: the coefficients are of one GPU")
         distserve.degrees(args.coefficients, loaded.name)
         source = PerformanceSource("coefficients", args.coefficients, loaded)
         return "coefficients", source, source, []
-    decode_gpu = args.decode_gpu or args.gpu
-    sources = []
-    for name in (args.gpu, decode_gpu):
-        gpu = hardware.gpu(name)
-        sources.append(PerformanceSource("roofline", name, loaded, gpu, path=FITTED_PATH))
-    return "roofline", sources[0], sources[1], []
+    prefill, decode = (
+        _roofline(args, name, loaded) for name in (args.gpu, args.decode_gpu or args.gpu)
+    )
+    return "roofline", prefill, decode, []
+
+
+def _check_source(args: argparse.Namespace) -> None:
+    """Raises ConfigError unless one source is given, with flags that go with it."""
+    given = [name for name in ("gpu", "profile", "coefficients") if getattr(args, name)]
+    for name in ("node_gpus", "node_links"):
+        if getattr(args, name) and not args.gpu:
+            raise ConfigError(f"--{name.replace('_', '-')} goes with --gpu")
+    if args.profile and args.expert_parallel:
+        raise ConfigError("--expert-parallel goes with --gpu and a model that has experts")
+    if len(given) != 1:
+        raise ConfigError(
+            "give one of --gpu, --profile and --coefficients: the source of the step times"
+        )
+
+
+def _roofline(args: argparse.Namespace, name: str, loaded: ModelCosts) -> PerformanceSource:
+    """Returns the roofline of a GPU type."""
+    return PerformanceSource(
+        kind="roofline",
+        name=name,
+        model=loaded,
+        gpu=_in_nodes(args, hardware.gpu(name)),
+        path=FITTED_PATH,
+        expert_parallel=args.expert_parallel,
+    )
+
+
+def _in_nodes(args: argparse.Namespace, gpu: hardware.GpuType) -> hardware.GpuType:
+    """Returns a GPU with the nodes and links that the flags give."""
+    found = msgspec.structs.replace(gpu, node=args.node_gpus or gpu.node)
+    if not args.node_links:
+        return found
+    link = hardware.link(args.link or DEFAULT_LINKS["roofline"])
+    return msgspec.structs.replace(found, fabric=link.bandwidth * args.node_links / found.node)
 
 
 def _profiled(

@@ -14,11 +14,15 @@ from ..search.advice import Advice
 from ..search.optimizer import PlacementScore
 from ..search.scenario import (
     GPUS_PER_NODE,
+    Criterion,
     PerformanceSource,
     Placement,
     ReplicaGroup,
     Scenario,
 )
+from .criteria import gpu_name, power_of
+
+BILLS = {"$/h": "cost_per_hour", "kW": "kilowatts"}  # names in JSON documents, by unit
 
 # --- commands ---
 
@@ -31,10 +35,10 @@ def commands(scenario: Scenario, placement: Placement, model: str) -> list[str]:
     """
     if not placement.decode:
         return _colocated(scenario, placement, model)
-    routing = _routing_flags(scenario)
     lines = []
     p = placement.prefill
     d = placement.decode
+    routing = _routing_flags(scenario, p)
     of_prefill = _engine_flags(scenario, scenario.prefill, p)
     of_decode = _engine_flags(scenario, scenario.decode, d)
     # DistServe's rules limit no concurrency.
@@ -42,7 +46,7 @@ def commands(scenario: Scenario, placement: Placement, model: str) -> list[str]:
         scenario.distserve or scenario.concurrency == DEFAULT_PREFILL_CONCURRENCY
     )
     # `up` starts instances of one shape with the same flags, and a proxy with default routing.
-    is_one_shape = (p.tp, p.pp) == (d.tp, d.pp) and p.pp == 1
+    is_one_shape = (p.tp, p.pp, p.dp) == (d.tp, d.pp, d.dp) == (d.tp, 1, 1)
     if is_one_shape and of_prefill == of_decode and is_default_proxy:
         parallel = ["--tensor-parallel-size", str(p.tp)] if p.tp > 1 else []
         instances = ["--prefill", str(p.n), "--decode", str(d.n)]
@@ -75,6 +79,18 @@ def remarks(scenario: Scenario, placement: Placement) -> list[str]:
     p = placement.prefill
     d = placement.decode
     found = []
+    if d and max(p.dp, d.dp) > 1:
+        found.append(
+            "vllm-disagg refuses experts with data parallelism: these instances need another"
+            " connector; plan without --expert-parallel for instances that it serves"
+        )
+    if max(p.dp, d.dp if d else 1) > 1:
+        found.append(
+            "no run with data parallelism or parallel experts was measured: its error is not"
+            " known; each rank is taken to have equal work, and all-to-alls are DeepEP's"
+        )
+    if any(group.gpus // group.n > GPUS_PER_NODE for group in (p, d) if group):
+        found.append("an instance spans machines: its commands need vLLM's flags for several nodes")
     if d and ((p.tp, p.pp) != (d.tp, d.pp) or p.pp > 1):
         found.append(
             "prefill and decode differ in parallelism, or use pipelines: see README, what is not"
@@ -104,7 +120,7 @@ def _is_of_gpus(scenario: Scenario) -> bool:
 def _own_gpus(scenario: Scenario, placement: Placement) -> list[str]:
     """Returns for each instance what gives it GPUs of its own, before its command."""
     groups = [placement.prefill, *filter(None, [placement.decode])]
-    sizes = [group.tp * group.pp for group in groups for _ in range(group.n)]
+    sizes = [group.gpus // group.n for group in groups for _ in range(group.n)]
     if not _is_of_gpus(scenario) or len(sizes) == 1:
         return [""] * len(sizes)
     found = []
@@ -121,7 +137,7 @@ def _colocated(scenario: Scenario, placement: Placement, model: str) -> list[str
     source = scenario.decode if placement.on_decode_gpus else scenario.prefill
     limits = scenario.limits(source, placement.budget)
     budget = ["--max-num-batched-tokens", str(limits.budget)]
-    schedule = budget
+    schedule = [*budget, *_length_flags(scenario)]
     if not placement.chunked:
         schedule = ["--no-enable-chunked-prefill"]
         if not scenario.distserve:
@@ -153,11 +169,17 @@ def _whole_prompts(scenario: Scenario, budget: int) -> list[str]:
 def _engine_flags(scenario: Scenario, source: PerformanceSource, group: ReplicaGroup) -> list[str]:
     """Returns the flags of an instance; DistServe's rules limit neither tokens nor sequences."""
     memory = _memory_flags(scenario, source, group)
+    memory += _length_flags(scenario)
     if scenario.distserve:
         return memory
     limits = scenario.limits(source)
     budget = ["--max-num-batched-tokens", str(limits.budget)]
     return [*budget, "--max-num-seqs", str(limits.sequences), *memory]
+
+
+def _length_flags(scenario: Scenario) -> list[str]:
+    """Returns the flag of the longest request, if it was given."""
+    return ["--max-model-len", str(scenario.max_model_len)] if scenario.max_model_len else []
 
 
 def _limit_bytes(model: ModelCosts, tokens: int, group: ReplicaGroup, context: int) -> int:
@@ -177,12 +199,15 @@ def _memory_flags(scenario: Scenario, source: PerformanceSource, group: ReplicaG
     return dtype
 
 
-def _routing_flags(scenario: Scenario) -> list[str]:
-    """Returns the routing flags of the proxy; DistServe's rules limit no concurrency."""
+def _routing_flags(scenario: Scenario, group: ReplicaGroup) -> list[str]:
+    """Returns the routing flags of the proxy; DistServe's rules limit no concurrency.
+
+    Each data parallel rank of a prefill instance is simulated with as many legs.
+    """
     policy = ["--policy", scenario.policy]
     if scenario.distserve:
         return policy
-    return [*policy, "--prefill-concurrency", str(scenario.concurrency)]
+    return [*policy, "--prefill-concurrency", str(scenario.concurrency * group.dp)]
 
 
 def _serve(model: str, group: ReplicaGroup, port: int) -> list[str]:
@@ -191,10 +216,11 @@ def _serve(model: str, group: ReplicaGroup, port: int) -> list[str]:
     for flag, value in (
         ("--tensor-parallel-size", group.tp),
         ("--pipeline-parallel-size", group.pp),
+        ("--data-parallel-size", group.dp),
     ):
         if value > 1:
             words += [flag, str(value)]
-    return words
+    return [*words, "--enable-expert-parallel"] if group.dp > 1 else words
 
 
 # --- JSON ---
@@ -210,6 +236,8 @@ def as_json(advice: Advice, model: str) -> dict[str, Any]:
         "best": _score(scenario, advice.best),
         "runner_up": _score(scenario, advice.runner_up),
         "colocated": _score(scenario, advice.colocated),
+        "largest": _score(scenario, advice.largest),
+        "counted": scenario.criterion.unit,
         "ratio": advice.ratio,
         "ratio_ci": advice.ratio_ci,
         "alternatives": [_score(scenario, score) for score in advice.alternatives],
@@ -245,11 +273,14 @@ def describe(scenario: Scenario) -> dict[str, Any]:
         "tpot": objective.tpot,
         "attainment": objective.attainment,
         "attainment_of": counting,
+        "ttft_p99": objective.ttft_p99,
+        "tpot_p99": objective.tpot_p99,
         "rules": "DistServe's" if scenario.distserve else "vLLM's",
         "gpus": scenario.gpus,
         "requests": scenario.requests,
         "seeds": scenario.seeds,
         "link": scenario.link.name,
+        "links_per_gpu": scenario.nics or None,
         "overlap": scenario.overlap,
         "policy": scenario.policy,
         "prefill_concurrency": None if scenario.distserve else scenario.concurrency,
@@ -258,6 +289,7 @@ def describe(scenario: Scenario) -> dict[str, Any]:
             "decode": _limits(scenario, scenario.decode),
         },
         "kv_limit": scenario.kv_limit or None,
+        "max_model_len": scenario.max_model_len or None,
     }
 
 
@@ -275,29 +307,52 @@ def _score(scenario: Scenario, score: PlacementScore | None) -> dict[str, Any] |
     """Describes a placement with its goodput in requests/s per GPU; None for no placement."""
     if not score:
         return None
-    placement = score.placement
-    found: dict[str, Any] = {
-        "gpus": placement.gpus,
+    return {
+        **placement_document(scenario, score.placement),
         "goodput_per_gpu": score.goodput,
+        "goodput": score.total,
         "ci": score.ci,
         "rates": score.rates,
-        "closed_form": closed_form(scenario, placement),
+        "closed_form": closed_form(scenario, score.placement),
     }
+
+
+def placement_document(scenario: Scenario, placement: Placement) -> dict[str, Any]:
+    """Describes a placement for JSON documents, with what it costs."""
+    found: dict[str, Any] = {"gpus": placement.gpus}
+    for bill in bills(scenario):
+        found[BILLS[bill.unit]] = bill.units(placement)
     if placement.decode:
         return {
-            "prefill": _replica_group(placement.prefill),
-            "decode": _replica_group(placement.decode),
+            "prefill": _replica_group(placement.prefill) | _gpu_type(scenario.prefill),
+            "decode": _replica_group(placement.decode) | _gpu_type(scenario.decode),
             **found,
         }
     schedule = {
         "schedule": "chunked" if placement.chunked else "prefill-first",
         "budget": placement.budget,
     }
-    return {**_replica_group(placement.prefill), **schedule, **found}
+    source = scenario.decode if placement.on_decode_gpus else scenario.prefill
+    return {**_replica_group(placement.prefill), **_gpu_type(source), **schedule, **found}
+
+
+def bills(scenario: Scenario) -> list[Criterion]:
+    """Lists what a placement costs beside GPUs: its price and its power, where they are known."""
+    found = [scenario.price] if scenario.price else []
+    if gpu_name(scenario.prefill) and gpu_name(scenario.decode):
+        found.append(power_of(scenario))
+    return found
+
+
+def _gpu_type(source: PerformanceSource) -> dict[str, str]:
+    return {"gpu": gpu_name(source)} if gpu_name(source) else {}
 
 
 def _replica_group(group: ReplicaGroup) -> dict[str, int]:
-    return {"tp": group.tp, "pp": group.pp, "n": group.n}
+    found = {"tp": group.tp, "pp": group.pp, "n": group.n}
+    if group.dp > 1:
+        found |= {"dp": group.dp, "ep": group.tp * group.dp}
+    return found
 
 
 def closed_form(scenario: Scenario, placement: Placement) -> dict[str, Any]:

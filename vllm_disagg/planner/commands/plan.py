@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import sys
@@ -16,8 +17,10 @@ from ..search import advice, optimizer, sample_size
 from ..search.scenario import PerformanceSource, Scenario
 from ..simulation import workload
 from ..simulation.simulator import quantile
-from . import flags, live, output, report
+from . import criteria, demand, flags, live, output, report
 
+DEFAULT_GPUS = 4
+DEFAULT_GPUS_OF_RATE = 128
 KEPT_PLACEMENTS = 3  # placements of a kind that are evaluated to the end
 PREFILL_LOADS = (0.5, 0.8)  # of a prefill GPU, for waiting times
 PROGRESS_INTERVAL_SECONDS = 2.0  # between two progress lines
@@ -31,9 +34,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus",
         metavar="N",
         type=int,
-        default=4,
-        help="budget of prefill and decode together (default: %(default)s)",
+        help=f"budget of prefill and decode together (default: {DEFAULT_GPUS}; with --rate"
+        f" {DEFAULT_GPUS_OF_RATE})",
     )
+    question = parser.add_argument_group("question")
+    question.add_argument(
+        "--rate",
+        metavar="R",
+        type=float,
+        help="requests/s to hold: the least GPUs (--by: the least cost or power) up to --gpus",
+    )
+    criteria.add_arguments(question)
     add("--jobs", metavar="N", type=int, default=0, help="processes (default: one for each core)")
     add("--report", metavar="DIR", help="write report.html and plots into this folder")
     add = parser.add_argument_group("closed form, without a simulation").add_argument
@@ -51,6 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs `plan` and prints its advice. Returns the exit status."""
+    if args.gpus is None:
+        args.gpus = DEFAULT_GPUS if args.rate is None else DEFAULT_GPUS_OF_RATE
     if args.capacity_prefill is not None or args.capacity_decode is not None:
         return _closed(args)
     if args.live:
@@ -62,14 +75,19 @@ def run(args: argparse.Namespace) -> int:
     if args.report:
         report.check(args.report)
     planned = flags.read(args, args.gpus, "--gpus")
-    scenario = planned.scenario
+    scenario = criteria.counted(planned.scenario, args)
+    planned = dataclasses.replace(planned, scenario=scenario)
+    if args.rate is not None:
+        if args.report:
+            raise ConfigError("--report goes without --rate: it draws goodput by rate")
+        return demand.run(planned, args.rate, args.json)
     started_at = time.monotonic()
     jobs = optimizer.process_count(args.jobs)
     search = sample_size.search_fixed if args.requests else sample_size.search_sized
     result = search(scenario, KEPT_PLACEMENTS, jobs, _progress)
     if not result.split and not result.together:
         raise ConfigError(_nothing(scenario))
-    found = advice.advise(result)
+    found = advice.advise(result, draws=bool(args.report))
     document = output.as_json(found, planned.model)
     document["seconds"] = round(time.monotonic() - started_at, 2)
     document["fits"] = {

@@ -17,8 +17,10 @@ from ..simulation.simulator import Objective
 
 PLOTS = ("goodput.png", "attainment.png", "frontier.png")
 PAGE_STYLE = (
-    "body{font:15px/1.4 sans-serif;max-width:60em;margin:2em auto}"
-    "img{max-width:100%}td,th{padding:0 1em 0 0}"
+    "body{font:15px/1.4 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
+    "h1{font-size:1.3em}img{max-width:100%}.wide{overflow-x:auto}"
+    "td,th{padding:0 1em 0 0;text-align:left;white-space:nowrap}"
+    "pre{white-space:pre-wrap;overflow-wrap:anywhere}li{overflow-wrap:anywhere}"
 )
 TITLES = ("Goodput by rate", "Attainment by rate", "Goodput per GPU by numbers of P and D")
 
@@ -40,37 +42,19 @@ def check(directory: str) -> None:
 def text(found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, LatencyFit]]) -> str:
     """Formats the advice for a terminal."""
     scenario = found.scenario
-    objective = found.scenario.objective
     times, traffic = scenario.words()
-    counting = "in one request" if objective.joint else "each by itself"
-    limits = f"TTFT {objective.ttft:g} s and TPOT {objective.tpot:g} s"
     lines = [
         times,
-        f"objective: {limits}, {objective.attainment:.0%} of requests, {counting}",
+        f"objective: {scenario.objective.words()}",
         traffic,
         *_fit_lines(fits),
         "",
         _verdict(found),
         "",
-        f"{'':11}{'req/s per GPU':>14}  {'95 % interval':16}{'closed form':>12}  placement",
+        *_table(found, document),
+        "",
     ]
-    rows = [
-        ("best P:D", document["best"], found.best),
-        ("runner-up", document["runner_up"], found.runner_up),
-        ("colocated", document["colocated"], found.colocated),
-    ]
-    for name, row, score in rows:
-        if row and score:
-            low, high = row["ci"]
-            interval = f"{low:.3f} .. {high:.3f}" if scenario.seeds > 1 else "one sample"
-            goodput = row["goodput_per_gpu"]
-            estimate = row["closed_form"]["rate_per_gpu"]
-            columns = f"{name:11}{goodput:14.3f}  {interval:16}{estimate:12.3f}"
-            lines.append(f"{columns}  {score.placement}")
-        else:
-            lines.append(f"{name:11}{'none':>14}")
-    lines.append("")
-    lines += [crossover.words for crossover in found.crossovers.values()]
+    lines += _changes(found)
     if document["commands"]:
         lines += ["", "run it:"]
         lines += [f"  {command}" for command in document["commands"]]
@@ -78,8 +62,60 @@ def text(found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, Late
     return "\n".join(lines)
 
 
+def _rows(found: Advice, document: dict[str, Any]) -> list[list[str]]:
+    """Returns the cells of the best placements, with the names of the columns first."""
+    scenario = found.scenario
+    per = f"req/s per {scenario.criterion.unit}"
+    table = [["", per, "95 % interval", "closed form", "all", "GPUs", "placement"]]
+    rows = [
+        ("best P:D", document["best"], found.best),
+        ("runner-up", document["runner_up"], found.runner_up),
+        ("colocated", document["colocated"], found.colocated),
+        ("most in all", document["largest"], found.largest),
+    ]
+    for name, row, score in rows:
+        if not row or not score:
+            table.append([name, "none", *[""] * 5])
+            continue
+        # Goodput of a GPU in that of the criterion's unit.
+        share = score.placement.gpus / scenario.criterion.units(score.placement)
+        low, high = row["ci"]
+        interval = "one sample"
+        if scenario.seeds > 1:
+            interval = f"{low * share:.3f} .. {high * share:.3f}"
+        table.append(
+            [
+                name,
+                f"{score.goodput * share:.3f}",
+                interval,
+                f"{row['closed_form']['rate_per_gpu'] * share:.3f}",
+                f"{score.total:.2f}",
+                str(score.placement.gpus),
+                scenario.words_of(score.placement),
+            ]
+        )
+    return table
+
+
+def _table(found: Advice, document: dict[str, Any]) -> list[str]:
+    """Formats the best placements for a terminal, one a line."""
+    lines = []
+    for name, value, interval, estimate, total, gpus, placement in _rows(found, document):
+        columns = f"{name:11}{value:>14}  {interval:16}{estimate:>12}{total:>9}{gpus:>6}"
+        lines.append(f"{columns}  {placement}".rstrip())
+    return lines
+
+
+def _changes(found: Advice) -> list[str]:
+    """Lists at which objectives the answer changes, each line once."""
+    return list(dict.fromkeys(crossover.words for crossover in found.crossovers.values()))
+
+
 def _verdict(found: Advice) -> str:
     """Formats the recommendation in one line."""
+    scenario = found.scenario
+    per = f"req/s per {scenario.criterion.unit}"
+    units = scenario.criterion.units
     if not found.is_sure:
         return (
             f"cannot tell: {found.scenario.requests} requests are a burst at these rates, in which"
@@ -92,15 +128,16 @@ def _verdict(found: Advice) -> str:
             if found.ratio
             else "; nothing colocated meets the objective"
         )
-        return f"disaggregate: {found.best.placement}: {found.best.goodput:.3f} req/s per GPU{gain}"
+        words = scenario.words_of(found.best.placement)
+        return f"disaggregate: {words}: {found.best.value(units):.3f} {per}{gain}"
     base = found.colocated
     if not base:
         raise AssertionError("without a colocated placement the best one is disaggregated")
-    placement = str(base.placement).removeprefix("colocated ")
+    placement = scenario.words_of(base.placement).removeprefix("colocated ")
     reason = "nothing disaggregated meets the objective"
     if found.ratio:
         reason = f"disaggregation has {found.ratio:.2f} times that"
-    return f"colocate: {placement}: {base.goodput:.3f} req/s per GPU; {reason}"
+    return f"colocate: {placement}: {base.value(units):.3f} {per}; {reason}"
 
 
 def _fit_lines(fits: Sequence[tuple[str, LatencyFit]]) -> list[str]:
@@ -226,7 +263,7 @@ def _axes(x: str, y: str) -> tuple[Any, Any]:
     """Returns an empty figure and its axes."""
     from matplotlib.figure import Figure  # noqa: PLC0415
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
     axes = figure.subplots()
     axes.set_xlabel(x)
     axes.set_ylabel(y)
@@ -234,9 +271,14 @@ def _axes(x: str, y: str) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _save(figure: Any, axes: Any, path: Path) -> None:
+def _label(figure: Any, axes: Any) -> None:
+    """Adds the legend below the axes: inside it would hide curves."""
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize=7)
+    figure.legend(loc="outside lower center", fontsize=7)
+
+
+def _save(figure: Any, axes: Any, path: Path) -> None:
+    _label(figure, axes)
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:
@@ -247,16 +289,41 @@ def _page(
     folder: Path, found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, LatencyFit]]
 ) -> str:
     """Formats the HTML page; the plots of `folder` become data URLs, so the page is one file."""
-    pictures = []
+    scenario = found.scenario
+    inputs = [*scenario.words(), f"objective: {scenario.objective.words()}", *_fit_lines(fits)]
+    header, *rows = _rows(found, document)
+    parts = [
+        f"<h1>{html.escape(_verdict(found))}</h1>",
+        _list(inputs),
+        "<h2>Placements</h2>",
+        _html_table(header, rows),
+        _list(_changes(found)),
+    ]
     for name, title in zip(PLOTS, TITLES, strict=True):
         data = base64.b64encode((folder / name).read_bytes()).decode()
-        pictures.append(f'<h2>{title}</h2><img alt="{title}" src="data:image/png;base64,{data}">')
-    body = html.escape(text(found, document, fits))
+        parts.append(f'<h2>{title}</h2><img alt="{title}" src="data:image/png;base64,{data}">')
+    if document["commands"]:
+        commands = html.escape("\n".join(document["commands"]))
+        parts.append(f"<h2>Commands</h2><pre>{commands}</pre>")
+    parts += [_list(document["remarks"]), _residual_table(fits)]
     head = '<!doctype html><html lang="en"><meta charset="utf-8"><title>vllm-disagg plan</title>'
-    return (
-        f"{head}<style>{PAGE_STYLE}</style><h1>{html.escape(_verdict(found))}</h1>"
-        f"<pre>{body}</pre>{''.join(pictures)}{_residual_table(fits)}</html>\n"
-    )
+    return f"{head}<style>{PAGE_STYLE}</style>{''.join(parts)}</html>\n"
+
+
+def _list(lines: Sequence[str]) -> str:
+    """Formats lines as an HTML list; empty without lines."""
+    items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+    return f"<ul>{items}</ul>" if items else ""
+
+
+def _html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Formats an HTML table that scrolls by itself where the page is narrow."""
+    names = "".join(f"<th>{html.escape(name)}</th>" for name in header)
+    body = ""
+    for row in rows:
+        cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
+        body += f"<tr>{cells}</tr>"
+    return f'<div class="wide"><table><tr>{names}</tr>{body}</table></div>'
 
 
 def _residual_table(fits: Sequence[tuple[str, LatencyFit]]) -> str:
@@ -264,17 +331,16 @@ def _residual_table(fits: Sequence[tuple[str, LatencyFit]]) -> str:
     if not fits:
         return ""
     names = ("file", "phase", "sizes", "measured s", "fitted s", "error")
-    rows = ["".join(f"<th>{name}</th>" for name in names)]
-    for path, fit in fits:
-        for residual in fit.residuals:
-            cells = (
-                html.escape(path),
-                residual.phase,
-                f"{len(residual.sizes)} x {max(residual.sizes)}",
-                f"{residual.measured:.5f}",
-                f"{residual.fitted:.5f}",
-                f"{residual.error:+.1%}",
-            )
-            rows.append("".join(f"<td>{cell}</td>" for cell in cells))
-    body = "".join(f"<tr>{row}</tr>" for row in rows)
-    return f"<h2>Residuals of the fit</h2><table>{body}</table>"
+    rows = [
+        (
+            path,
+            residual.phase,
+            f"{len(residual.sizes)} x {max(residual.sizes)}",
+            f"{residual.measured:.5f}",
+            f"{residual.fitted:.5f}",
+            f"{residual.error:+.1%}",
+        )
+        for path, fit in fits
+        for residual in fit.residuals
+    ]
+    return f"<h2>Residuals of the fit</h2>{_html_table(names, rows)}"

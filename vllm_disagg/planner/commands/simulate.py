@@ -34,7 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `simulate`."""
     flags.add_arguments(parser)
     add = parser.add_argument_group("placement: TPxPP, or TPxPPxN for N instances").add_argument
-    add("--prefill", metavar="TPxPP[xN]", help="the prefill instances")
+    add(
+        "--prefill",
+        metavar="TPxPP[xN]",
+        help="the prefill instances; with --expert-parallel also TPxPP[xN]dpN",
+    )
     add("--decode", metavar="TPxPP[xN]", help="the decode instances")
     add(
         "--colocated", metavar="TPxPP[xN]", help="instead of both: instances for prefill and decode"
@@ -109,13 +113,14 @@ def _scaled(scenario: Scenario, text: str) -> Scenario:
 
 def _replica_group(flag: str, text: str) -> ReplicaGroup:
     """Parses TPxPP or TPxPPxN. Raises ConfigError with the name of the flag."""
-    match = re.fullmatch(r"(\d{1,4})x(\d{1,4})(?:x(\d{1,4}))?", text)
+    match = re.fullmatch(r"(\d{1,4})x(\d{1,4})(?:x(\d{1,4}))?(?:dp(\d{1,4}))?", text)
     if not match or "0" in match.groups():
         raise ConfigError(
-            f"{flag}: {text} is not TPxPP or TPxPPxN with numbers of 1 or more, as 4x1 or 4x1x2"
+            f"{flag}: {text} is not TPxPP or TPxPPxN with numbers of 1 or more, as 4x1 or 4x1x2,"
+            " and dpN after it for ranks of data parallelism"
         )
-    tp, pp, n = match.groups()
-    return ReplicaGroup(int(tp), int(pp), int(n or 1))
+    tp, pp, n, dp = match.groups()
+    return ReplicaGroup(int(tp), int(pp), int(n or 1), int(dp or 1))
 
 
 def _check(scenario: Scenario, placement: Placement) -> None:
@@ -128,13 +133,18 @@ def _check(scenario: Scenario, placement: Placement) -> None:
     else:
         sides = [("--colocated", scenario.prefill, placement.prefill)]
     for flag, source, group in sides:
-        shapes = source.shapes(max(8, group.gpus))
-        if (group.tp, group.pp) not in shapes:
-            known = ", ".join(f"{tp}x{pp}" for tp, pp in shapes[:12])
+        shapes = source.layouts(max(8, group.gpus))
+        if msgspec.structs.replace(group, n=1) not in shapes:
+            known = ", ".join(_flag_text(shape) for shape in shapes[:12])
             raise ConfigError(
-                f"{flag}: {group.tp}x{group.pp} cannot be simulated with {source.name}:"
+                f"{flag}: {_flag_text(group)} cannot be simulated with {source.name}:"
                 f" give one of {known}"
             )
+
+
+def _flag_text(group: ReplicaGroup) -> str:
+    """Formats the shape of a group as the flags take it."""
+    return f"{group.tp}x{group.pp}" + (f"dp{group.dp}" if group.dp > 1 else "")
 
 
 def _document(

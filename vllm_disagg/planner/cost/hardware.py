@@ -22,8 +22,12 @@ class GpuType(msgspec.Struct, frozen=True):
     bandwidth: float
     memory: float
     peer: float  # to another GPU of the node, each direction
+    watts: float  # its limit by the data sheet; its host is not in it
     fp8: float = 1.0
     fp4: float = 1.0
+    node: int = 8  # GPUs with this `peer` bandwidth between them
+    # To a GPU of another node: one NIC of 400 Gbit/s for each GPU, as in HGX reference designs.
+    fabric: float = 50e9
 
     def rate(self, dtype: str) -> float:
         """Returns the FLOP/s of a data type: bf16, fp8 or fp4."""
@@ -36,19 +40,29 @@ GPUS = {
     gpu.name: gpu
     for gpu in (
         # A100-SXM4-80GB and A100-SXM4-40GB data sheets.
-        GpuType("a100", 312e12, 2.039e12, 79.1 * GIB, 300e9),
-        GpuType("a100-40", 312e12, 1.555e12, 39.4 * GIB, 300e9),
-        GpuType("h100", 989e12, 3.35e12, 79.1 * GIB, 450e9, 2.0),  # H100-SXM5 data sheet
+        GpuType("a100", 312e12, 2.039e12, 79.1 * GIB, 300e9, 400.0),
+        GpuType("a100-40", 312e12, 1.555e12, 39.4 * GIB, 300e9, 400.0),
+        GpuType("h100", 989e12, 3.35e12, 79.1 * GIB, 450e9, 700.0, 2.0),  # H100-SXM5 data sheet
         # As H100, with NVLink limited to 400 GB/s both ways.
-        GpuType("h800", 989e12, 3.35e12, 79.1 * GIB, 200e9, 2.0),
-        GpuType("h200", 989e12, 4.8e12, 139.8 * GIB, 450e9, 2.0),  # H200-SXM data sheet
-        GpuType("h20", 148e12, 4.0e12, 95.0 * GIB, 450e9, 2.0),  # H20: bandwidth-heavy
-        GpuType("b200", 2250e12, 8.0e12, 178.3 * GIB, 900e9, 2.0, 4.0),  # HGX B200 data sheet
-        GpuType("b300", 2250e12, 8.0e12, 267.6 * GIB, 900e9, 2.0, 6.0),  # HGX B300 data sheet
+        GpuType("h800", 989e12, 3.35e12, 79.1 * GIB, 200e9, 700.0, 2.0),
+        GpuType("h200", 989e12, 4.8e12, 139.8 * GIB, 450e9, 700.0, 2.0),  # H200-SXM data sheet
+        GpuType("h20", 148e12, 4.0e12, 95.0 * GIB, 450e9, 400.0, 2.0),  # H20: bandwidth-heavy
+        # HGX B200 and HGX B300 data sheets.
+        GpuType("b200", 2250e12, 8.0e12, 178.3 * GIB, 900e9, 1000.0, 2.0, 4.0),
+        GpuType("b300", 2250e12, 8.0e12, 267.6 * GIB, 900e9, 1100.0, 2.0, 6.0),
+        # GB200 and GB300 NVL72 data sheets: 72 GPUs in one NVLink domain.
+        GpuType("gb200", 2500e12, 8.0e12, 184.0 * GIB, 900e9, 1200.0, 2.0, 4.0, 72),
+        GpuType("gb300", 2500e12, 8.0e12, 276.0 * GIB, 900e9, 1400.0, 2.0, 6.0, 72),
+        # RTX PRO 6000 Blackwell Server Edition data sheet; PCIe 5 x16 between GPUs.
+        GpuType("rtx-pro-6000", 500e12, 1.597e12, 94.9 * GIB, 64e9, 600.0, 2.0, 4.0),
+        # Instinct MI300X, MI325X and MI355X data sheets; Infinity Fabric, 7 links to the others.
+        GpuType("mi300x", 1307e12, 5.3e12, 191.7 * GIB, 448e9, 750.0, 2.0),
+        GpuType("mi325x", 1307e12, 6.0e12, 255.7 * GIB, 448e9, 1000.0, 2.0),
+        GpuType("mi355x", 2500e12, 8.0e12, 287.6 * GIB, 537.6e9, 1400.0, 2.0, 4.0),
         # L40S data sheet; PCIe 4 x16 between GPUs.
-        GpuType("l40s", 362e12, 0.864e12, 44.4 * GIB, 32e9, 2.0),
-        GpuType("a10", 125e12, 0.6e12, 22.0 * GIB, 32e9),  # A10 data sheet; PCIe 4
-        GpuType("l4", 121e12, 0.3e12, 22.0 * GIB, 32e9, 2.0),  # L4 data sheet; PCIe 4
+        GpuType("l40s", 362e12, 0.864e12, 44.4 * GIB, 32e9, 350.0, 2.0),
+        GpuType("a10", 125e12, 0.6e12, 22.0 * GIB, 32e9, 150.0),  # A10 data sheet; PCIe 4
+        GpuType("l4", 121e12, 0.3e12, 22.0 * GIB, 32e9, 72.0, 2.0),  # L4 data sheet; PCIe 4
     )
 }
 

@@ -12,14 +12,15 @@ from .known_models import MODELS
 from .sizes import ModelCosts
 
 
-def load(text: str) -> ModelCosts:
+def load(text: str, kv_cache_dtype: str = "auto") -> ModelCosts:
     """Loads a model by name, by folder or by the path of its config.json.
 
-    Raises ConfigError with the accepted values.
+    `kv_cache_dtype` is vLLM's flag. Raises ConfigError with the accepted values.
     """
+    served = {"kv_cache_dtype": kv_cache_dtype}
     name = text.lower().removeprefix("facebook/").removeprefix("meta-llama/").removeprefix("qwen/")
     if name in MODELS:
-        return parse(name, MODELS[name])
+        return parse(name, {**MODELS[name], **served})
     path = Path(text) / "config.json" if Path(text).is_dir() else Path(text)
     if not path.is_file():
         raise ConfigError(
@@ -33,7 +34,7 @@ def load(text: str) -> ModelCosts:
         if not isinstance(quantization, dict):
             raise ConfigError(f"--model: {modelopt} has no quantization")
         config["quantization_config"] = {"quant_method": "modelopt", **quantization}
-    return parse(text, config)
+    return parse(text, {**config, **served})
 
 
 def _object(path: Path) -> dict[str, Any]:

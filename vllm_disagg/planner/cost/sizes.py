@@ -71,28 +71,31 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the bytes of KV and states that a sequence of `tokens` tokens holds."""
         return sum(group.held_bytes(tokens) for group in self.kv) + self.state_bytes
 
+    def stage_share(self, pp: int) -> float:
+        """Returns the share of the layers in the largest of `pp` pipeline stages."""
+        return math.ceil(self.layers / pp) / self.layers
+
     def rank_bytes(self, tokens: int, tp: int, pp: int) -> float:
         """Returns the bytes of KV and states of a sequence on one GPU of an instance."""
         held = sum(group.held_bytes(tokens) / min(tp, group.heads) for group in self.kv)
-        return (held + self.state_bytes / tp) / pp
+        return (held + self.state_bytes / tp) * self.stage_share(pp)
 
     def kv_capacity(
-        self, memory: float, utilization: float, tp: int, pp: int, context: int = 1
+        self, memory: float, utilization: float, tp: int, pp: int, context: int = 1, dp: int = 1
     ) -> int:
-        """Returns the tokens of KV that an instance of tp*pp GPUs of `memory` bytes holds.
+        """Returns the tokens of KV that an instance of GPUs of `memory` bytes holds.
 
         `utilization` is the usable share of the memory. Returns 0 if the weights do not fit. Usable
         memory less weights is divided by the KV bytes per token of a rank, in a sequence of
-        `context` tokens. Source: profile_memory.py of DistServe.
+        `context` tokens. With data parallelism it is one rank's, and experts are shared among all.
+        Source: profile_memory.py of DistServe.
         """
-        weights = self.stored_bytes / (tp * pp)
+        experts = self.expert * self.experts * self.expert_bytes
+        others = self.stored_bytes - experts
+        weights = (others / tp + experts / (tp * dp)) * self.stage_share(pp)
         kv_memory = utilization * memory - RUNTIME_BYTES - weights
         sequence = self.rank_bytes(context, tp, pp) / context
         return max(0, int(kv_memory / sequence // 16 * 16))
-
-    def splits(self, tp: int, pp: int) -> bool:
-        """Returns whether heads divide by `tp` and layers by `pp`."""
-        return self.heads % tp == 0 and self.layers % pp == 0
 
 
 def touched(model: ModelCosts, tokens: int) -> float:

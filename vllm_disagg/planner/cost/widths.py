@@ -36,10 +36,12 @@ def widths(read: ConfigReader) -> WeightWidths:
     if dtype not in PLAIN_DTYPES:
         raise read.error(f"torch_dtype {dtype} is not one of {', '.join(PLAIN_DTYPES)}")
     quantization = read.value("quantization_config")
+    is_flag_fp8 = read.text("kv_cache_dtype") == "fp8"  # of `vllm serve`
     if not isinstance(quantization, dict):
-        return WeightWidths()
+        return WeightWidths(is_kv_fp8=is_flag_fp8)
     method = str(quantization.get("quant_method", ""))
     kv = quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo")
+    kv = kv or is_flag_fp8
     if method == "mxfp4":
         return WeightWidths(experts=MXFP4_BYTES, is_kv_fp8=bool(kv))
     quantized, dtype_of = _width(read, method, quantization)

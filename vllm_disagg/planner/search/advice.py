@@ -9,7 +9,7 @@ import msgspec
 from ..simulation.simulator import Objective, SimulationResult, simulate
 from ..simulation.workload import WorkloadSample
 from .optimizer import PlacementScore, colocated, confidence_interval, disaggregated, estimate
-from .sample_size import SearchResult
+from .sample_size import LARGE_REQUESTS, SearchResult
 from .scenario import Placement, Scenario
 
 # Disaggregation is recommended above this ratio: the models' own error is 7 to 20 %.
@@ -17,6 +17,10 @@ MIN_GAIN_RATIO = 1.10
 SWEEP_RATIOS = tuple(0.1 * 1.33**n for n in range(12))  # of the placement's goodput: 0.1 to 2.3
 # Crossovers are searched between objective / MAX_OBJECTIVE_FACTOR and objective * that factor.
 MAX_OBJECTIVE_FACTOR = 8.0
+NOT_SWEPT = (
+    f"samples have more than {LARGE_REQUESTS} requests: at which TTFT or TPOT the answer changes is"
+    " not searched"
+)
 STEPS_PER_DOUBLING = 12  # of an objective, in the search of a crossover
 
 
@@ -62,6 +66,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     runner_up: PlacementScore | None
     alternatives: list[PlacementScore]
     colocated: PlacementScore | None
+    largest: PlacementScore | None  # of both kinds, by the goodput of all GPUs together
     ratio: float | None
     ratio_ci: tuple[float, float] | None
     curves: list[RateCurve]
@@ -88,10 +93,11 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
-def advise(result: SearchResult) -> Advice:
+def advise(result: SearchResult, draws: bool = False) -> Advice:
     """Builds the advice from the best placements of each kind.
 
-    At least one of them has some goodput. Samples that are too short have no crossovers.
+    At least one of them has some goodput. Samples that are too short have no crossovers, and
+    neither have large deployments: sweeps would take minutes. With `draws` they have curves.
     """
     scenario = result.scenario
     split = result.split
@@ -100,30 +106,42 @@ def advise(result: SearchResult) -> Advice:
     base = together[0] if together else None
     ratio = ratio_ci = None
     if best and base:
-        ratio = best.goodput / base.goodput
-        ratios = [a / b for a, b in zip(best.rates, base.rates, strict=True) if b > 0]
+        units = scenario.criterion.units
+        ratio = best.value(units) / base.value(units)
+        scale = ratio / (best.goodput / base.goodput)
+        ratios = [scale * a / b for a, b in zip(best.rates, base.rates, strict=True) if b > 0]
         ratio_ci = confidence_interval(ratios) if ratios else None
-    curves = curves_of(scenario, [*split, *together])
+    missing = result.missing
+    is_large = scenario.requests > LARGE_REQUESTS
+    curves = []
+    if draws or not is_large:
+        curves = curves_of(scenario, [*split, *together], with_others=not is_large)
     crossovers = {}
-    if not result.missing:
+    if not missing and not scenario.objective.has_tails:
         for name in ("tpot", "ttft"):
-            crossovers[name] = crossover(curves, scenario.objective, name)
+            found = Crossover(None, NOT_SWEPT)
+            if not is_large:
+                found = crossover(curves, scenario.objective, name)
+            crossovers[name] = found
     return Advice(
         scenario=scenario,
         best=best,
         runner_up=split[1] if len(split) > 1 else None,
         alternatives=list(split[1:]),
         colocated=base,
+        largest=result.large[0] if result.large else None,
         ratio=ratio,
         ratio_ci=ratio_ci,
         curves=curves,
         crossovers=crossovers,
-        missing=result.missing,
+        missing=missing,
         considered=len(disaggregated(scenario)) + len(colocated(scenario)),
     )
 
 
-def curves_of(scenario: Scenario, scores: Sequence[PlacementScore]) -> list[RateCurve]:
+def curves_of(
+    scenario: Scenario, scores: Sequence[PlacementScore], with_others: bool
+) -> list[RateCurve]:
     """Simulates the best placements, and promising ones of other kinds.
 
     Other placements may lead under other objectives. So each decode shape and schedule not yet
@@ -133,7 +151,8 @@ def curves_of(scenario: Scenario, scores: Sequence[PlacementScore]) -> list[Rate
     rates = {score.placement: score.goodput for score in scores}
     seen = {_kind(placement) for placement in rates}
     others: dict[tuple[object, ...], tuple[float, Placement]] = {}
-    for placement in (*disaggregated(scenario), *colocated(scenario)):
+    placements = [*disaggregated(scenario), *colocated(scenario)] if with_others else []
+    for placement in placements:
         kind = _kind(placement)
         if kind in seen or _pipeline_stages(placement) > 1:
             continue
@@ -146,8 +165,8 @@ def curves_of(scenario: Scenario, scores: Sequence[PlacementScore]) -> list[Rate
 def _kind(placement: Placement) -> tuple[object, ...]:
     """Returns the decode shape, or the shape and the schedule of a colocated placement."""
     if placement.decode:
-        return placement.decode.tp, placement.decode.pp
-    return placement.prefill.tp, placement.prefill.pp, placement.chunked, placement.budget
+        return placement.shapes[1:]
+    return placement.shapes[0], placement.chunked, placement.budget
 
 
 def _pipeline_stages(placement: Placement) -> int:

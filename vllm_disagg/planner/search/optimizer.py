@@ -1,4 +1,7 @@
-"""Searches all placements within a GPU budget for the best goodput.
+"""Searches all placements within a GPU budget for the best goodput by one or more criteria.
+
+A criterion divides the goodput of all GPUs by units of the placement: its GPUs, price or power, or
+1 for the total itself.
 
 Goodput of a placement: each seed bisects the rate per GPU, with probes that depend only on the
 placement and the seed. The goodput is the mean of the last rates that met the objective.
@@ -10,7 +13,12 @@ completely evaluated placement: the `keep`-th best so far, less the tolerance of
 the mean is not above `floor`, the placement cannot be among the `keep` best or their equals.
 Dropping it changes no other result, because probes of other placements do not depend on it. The
 proof assumes nothing of the relation between attainment and rate. The same `keep` best result for
-any order and any number of processes; tests compare with brute force.
+any order and any number of processes; tests compare with brute force. The upper bounds of `bounds`
+prune before the first simulation, and are proved there.
+
+Large budgets have too many placements with about the same goodput. Above MAX_SIMULATED_PLACEMENTS
+only those with the most capacity are simulated (`shortlist`). That is no proof. Tests compare its
+result with that of all placements.
 """
 
 from __future__ import annotations
@@ -18,6 +26,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from itertools import product
@@ -29,6 +38,7 @@ import msgspec
 
 from ..simulation.simulator import simulate
 from ..simulation.workload import WorkloadSample
+from .bounds import CapacityBounds
 from .scenario import PerformanceSource, Placement, ReplicaGroup, Scenario
 
 BASELINE_BUDGETS_TOKENS = (512, 2048, 8192)  # of a step of the chunked baseline
@@ -40,7 +50,23 @@ NEAR_STEP_RATIO = 1.05  # the same, where another sample has given a rate
 # only a lower bound, and `sample_size` finds it too short.
 MAX_PROBE_RATIO = 64.0
 
+MAX_SIMULATED_PLACEMENTS = 400  # disaggregated ones; about those on 16 GPUs
+MAX_SIMULATED_COLOCATED = 80
+SHORTLIST_PLACEMENTS = 20  # of a kind and criterion, where there are more
+SHORTLIST_OF_SHAPES = 5  # of these that have the same two shapes of instances
+USUAL_LOAD = 0.9  # of the capacity, which large deployments reach: the first probe of a shortlist
+MIN_PARALLEL_REQUESTS = 20_000  # of all samples: fewer than MIN_PARALLEL placements share processes
+MIN_PARALLEL = 4
+
 NO_RATES: Mapping[Placement, float] = {}
+
+Units = Callable[[Placement], float]
+
+
+def of_budget(placement: Placement) -> float:
+    """Returns 1: the goodput of all GPUs together is sought."""
+    return 1.0
+
 
 # Student's t for a two-sided interval of 95 %, by degrees of freedom.
 STUDENT_T_95 = {
@@ -70,9 +96,18 @@ class PlacementScore(msgspec.Struct, frozen=True):
         return mean(self.rates)
 
     @property
+    def total(self) -> float:
+        """Mean over the seeds, in requests/s of all GPUs."""
+        return self.goodput * self.placement.gpus
+
+    @property
     def ci(self) -> tuple[float, float]:
         """95 % confidence interval of the goodput."""
         return confidence_interval(self.rates)
+
+    def value(self, units: Units) -> float:
+        """Goodput by a criterion."""
+        return self.total / units(self.placement)
 
 
 def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
@@ -107,8 +142,8 @@ def colocated(scenario: Scenario) -> list[Placement]:
         budgets = [source.budget]
         if not source.budget:
             budgets = sorted({*BASELINE_BUDGETS_TOKENS, source.defaults.budget})
-        for tp, pp in source.shapes(scenario.gpus):
-            group = ReplicaGroup(tp, pp, scenario.gpus // (tp * pp))
+        for shape in source.layouts(scenario.gpus):
+            group = msgspec.structs.replace(shape, n=scenario.gpus // shape.gpus)
             found += [
                 Placement(group, None, budget, True, bool(on_decode_gpus)) for budget in budgets
             ]
@@ -118,8 +153,9 @@ def colocated(scenario: Scenario) -> list[Placement]:
 
 def _replica_groups(source: PerformanceSource, gpus: int) -> Iterator[ReplicaGroup]:
     """Yields all groups of equal instances of up to `gpus` GPUs."""
-    for tp, pp in source.shapes(gpus):
-        yield from (ReplicaGroup(tp, pp, n) for n in range(1, gpus // (tp * pp) + 1))
+    for shape in source.layouts(gpus):
+        for n in range(1, gpus // shape.gpus + 1):
+            yield msgspec.structs.replace(shape, n=n)
 
 
 class RateBisection:
@@ -165,12 +201,16 @@ def evaluate(
     samples: Sequence[WorkloadSample],
     floor: float,
     near: float = 0.0,
+    bounds: CapacityBounds | None = None,
 ) -> PlacementScore | None:
     """Returns the goodput of a placement, or None once it is certainly not above `floor`.
 
-    `near` is its goodput by other samples, or 0 if it is not known.
+    `floor` is in requests/s per GPU. `near` is its goodput by other samples, or 0 if it is not
+    known. `bounds` are of the same samples.
     """
     sample = samples[0]
+    if bounds and floor > 0 and bounds.rate(placement) / placement.gpus <= floor:
+        return None
     if all(scenario.infeasible(placement, s) for s in samples):
         return PlacementScore(placement, [0.0] * len(samples)) if floor < 0 else None
     deployment = scenario.deployment(placement)
@@ -188,8 +228,8 @@ def evaluate(
             rate = search.probe()
             result = simulate(deployment, samples[seed], rate * gpus, scenario.objective, seed)
             search.record(rate, not result.stopped)
-            bounds = (s.low if s.converged else s.high for s in searches)
-            if not search.converged and mean(bounds) <= floor:
+            ends = (s.low if s.converged else s.high for s in searches)
+            if not search.converged and mean(ends) <= floor:
                 return None
     score = PlacementScore(placement, [s.low for s in searches])
     return score if score.goodput > floor else None
@@ -206,6 +246,81 @@ def estimate(scenario: Scenario, placement: Placement, sample: WorkloadSample) -
 ProgressCallback = Callable[[int, int, PlacementScore | None], None]
 
 
+def shortlist(
+    placements: Sequence[Placement], bounds: CapacityBounds, units: Units
+) -> list[Placement]:
+    """Selects the placements with the most capacity by a criterion, a few of each pair of shapes.
+
+    Equals with more GPUs come first: their instances share the load better.
+    """
+
+    def order(placement: Placement) -> tuple[float, int, Placement]:
+        value = bounds.capacity(placement) / units(placement)
+        return -round(value, 6), -placement.gpus, placement
+
+    counts: Counter[object] = Counter()
+    found = []
+    for placement in sorted(placements, key=order):
+        shapes = placement.shapes
+        counts[shapes] += 1
+        if counts[shapes] <= SHORTLIST_OF_SHAPES:
+            found.append(placement)
+    return found[:SHORTLIST_PLACEMENTS]
+
+
+class Leaders:
+    """Placements found so far, the best of each criterion, and what others must exceed."""
+
+    def __init__(self, scenario: Scenario, keep: int, criteria: Sequence[Units]) -> None:
+        self._scenario = scenario
+        # Half as many of the criteria after the first.
+        self._keeps = [keep if n == 0 else -(-keep // 2) for n in range(len(criteria))]
+        self._criteria = criteria
+        self._found: list[list[PlacementScore]] = [[] for _ in criteria]
+
+    def _rankings(self) -> Iterator[tuple[Units, int, list[PlacementScore]]]:
+        """Yields each criterion with the number to keep, and the scores found."""
+        yield from zip(self._criteria, self._keeps, self._found, strict=True)
+
+    def add(self, score: PlacementScore | None) -> None:
+        """Adds the score of a placement, if it has goodput."""
+        if not score or score.goodput <= 0:
+            return
+        for units, _, found in self._rankings():
+            found.append(score)
+            found.sort(key=_order_by(units))
+
+    def floor(self, placement: Placement) -> float:
+        """Returns the goodput per GPU that a placement must exceed by one criterion."""
+        floors = []
+        for units, keep, found in self._rankings():
+            if not 0 < keep <= len(found):
+                return 0.0
+            least = found[keep - 1].value(units) * (1 - self._scenario.tolerance)
+            floors.append(least * units(placement) / placement.gpus)
+        return min(floors)
+
+    @property
+    def best(self) -> PlacementScore | None:
+        """The best placement so far by the first criterion."""
+        return self._found[0][0] if self._found[0] else None
+
+    def ranked(self) -> list[list[PlacementScore]]:
+        """Returns the best placements of each criterion, best first."""
+        return [
+            ranked(self._scenario, found, keep, units) for units, keep, found in self._rankings()
+        ]
+
+
+def _order_by(units: Units) -> Callable[[PlacementScore], tuple[float, Placement]]:
+    """Returns the key that sorts scores, best first."""
+
+    def order(score: PlacementScore) -> tuple[float, Placement]:
+        return -score.value(units), score.placement
+
+    return order
+
+
 def search(
     scenario: Scenario,
     placements: Iterable[Placement],
@@ -214,47 +329,69 @@ def search(
     progress: ProgressCallback,
     near: Mapping[Placement, float] = NO_RATES,
 ) -> list[PlacementScore]:
-    """Returns the `keep` best placements, best first, without those that have no goodput.
+    """Returns the `keep` best placements by the scenario's criterion, as `search_by`."""
+    units = scenario.criterion.units
+    return search_by(scenario, placements, keep, jobs, progress, near, (units,))[0]
+
+
+def search_by(
+    scenario: Scenario,
+    placements: Iterable[Placement],
+    keep: int,
+    jobs: int,
+    progress: ProgressCallback,
+    near: Mapping[Placement, float],
+    criteria: Sequence[Units],
+) -> list[list[PlacementScore]]:
+    """Returns the `keep` best placements of each criterion, without those that have no goodput.
 
     With `keep` 0 it returns all of them and prunes nothing. `near` is as of `evaluate`.
     """
     samples = scenario.samples()
+    bounds = CapacityBounds(scenario, samples)
+    chosen = set(placements)
+    rates = dict(near)
+    most = MAX_SIMULATED_PLACEMENTS
+    if not any(place.decode for place in chosen):
+        most = MAX_SIMULATED_COLOCATED
+    if keep and len(chosen) > most:
+        listed = list(chosen)
+        chosen = {place for units in criteria for place in shortlist(listed, bounds, units)}
+        for place in chosen:
+            rates[place] = USUAL_LOAD * bounds.capacity(place) / place.gpus
 
     def order(placement: Placement) -> tuple[int, float, Placement]:
-        return _pipeline_stages(placement), -estimate(scenario, placement, samples[0]), placement
+        value = estimate(scenario, placement, samples[0]) * placement.gpus
+        return _pipeline_stages(placement), -value / criteria[0](placement), placement
 
-    ordered = sorted(placements, key=order)
-    found: list[PlacementScore] = []
+    ordered = sorted(chosen, key=order)
+    leaders = Leaders(scenario, keep, criteria)
     total = len(ordered)
     done = 0
 
     def record_score(score: PlacementScore | None) -> None:
         nonlocal done
         done += 1
-        if score and score.goodput > 0:
-            found.append(score)
-            found.sort(key=lambda s: (-s.goodput, s.placement))
-        progress(done, total, found[0] if found else None)
+        leaders.add(score)
+        progress(done, total, leaders.best)
 
-    def floor() -> float:
-        if 0 < keep <= len(found):
-            return found[keep - 1].goodput * (1 - scenario.tolerance)
-        return 0.0
-
-    if jobs <= 1 or total < 4:
+    requests = scenario.requests * scenario.seeds
+    least = MIN_PARALLEL if requests < MIN_PARALLEL_REQUESTS else 2
+    if jobs <= 1 or total < least:
         for placement in ordered:
-            rate = near.get(placement, 0.0)
-            record_score(evaluate(scenario, placement, samples, floor(), rate))
+            floor = leaders.floor(placement)
+            rate = rates.get(placement, 0.0)
+            record_score(evaluate(scenario, placement, samples, floor, rate, bounds))
     else:
-        _search_in_processes(scenario, ordered, jobs, floor, record_score, near)
-    return _ranked(scenario, found, keep)
+        _search_in_processes(scenario, ordered, jobs, leaders.floor, record_score, rates)
+    return leaders.ranked()
 
 
 def _search_in_processes(
     scenario: Scenario,
     ordered: Iterable[Placement],
     jobs: int,
-    floor: Callable[[], float],
+    floor: Units,
     record_score: Callable[[PlacementScore | None], None],
     near: Mapping[Placement, float],
 ) -> None:
@@ -267,7 +404,8 @@ def _search_in_processes(
             while True:
                 for placement in waiting:
                     rate = near.get(placement, 0.0)
-                    pending.add(pool.submit(_evaluate_in_worker, placement, floor(), rate))
+                    least = floor(placement)
+                    pending.add(pool.submit(_evaluate_in_worker, placement, least, rate))
                     if len(pending) > jobs:
                         break
                 if not pending:
@@ -280,13 +418,15 @@ def _search_in_processes(
             raise
 
 
-def _ranked(scenario: Scenario, found: Sequence[PlacementScore], keep: int) -> list[PlacementScore]:
+def ranked(
+    scenario: Scenario, found: Sequence[PlacementScore], keep: int, units: Units
+) -> list[PlacementScore]:
     """Ranks scores; equals within the tolerance are ordered by GPUs, then by instances."""
     if not found:
         return []
-    top = found[0].goodput * (1 - scenario.tolerance)
+    top = found[0].value(units) * (1 - scenario.tolerance)
     first = min(
-        (s for s in found if s.goodput >= top),
+        (s for s in found if s.value(units) >= top),
         key=lambda s: (s.placement.gpus, s.placement.instances, -s.goodput),
     )
     return [first, *(s for s in found if s is not first)][: keep or len(found)]
@@ -309,7 +449,8 @@ def process_count(wanted: int) -> int:
     return os.cpu_count() or 1
 
 
-_worker_state: list[tuple[Scenario, list[WorkloadSample]]] = []  # of a worker process
+# Of a worker process.
+_worker_state: list[tuple[Scenario, list[WorkloadSample], CapacityBounds]] = []
 
 
 def _init_worker(scenario: Scenario) -> None:
@@ -317,7 +458,8 @@ def _init_worker(scenario: Scenario) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it and ends the pool
     # A parent that is killed ends no pool; its workers would wait for ever for work.
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _worker_state.append((scenario, scenario.samples()))
+    samples = scenario.samples()
+    _worker_state.append((scenario, samples, CapacityBounds(scenario, samples)))
 
 
 def _end_with_parent() -> None:
@@ -330,5 +472,5 @@ def _end_with_parent() -> None:
 
 def _evaluate_in_worker(placement: Placement, floor: float, near: float) -> PlacementScore | None:
     """Evaluates a placement of the worker's scenario."""
-    scenario, samples = _worker_state[0]
-    return evaluate(scenario, placement, samples, floor, near)
+    scenario, samples, bounds = _worker_state[0]
+    return evaluate(scenario, placement, samples, floor, near, bounds)

@@ -13,27 +13,37 @@ per cent, and the last finalist is behind the best by more; that is not proved.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from ..simulation import workload
 from ..simulation.simulator import simulate
+from .bounds import CapacityBounds
 from .optimizer import (
+    USUAL_LOAD,
     PlacementScore,
     ProgressCallback,
     colocated,
     disaggregated,
     estimate,
-    search,
+    of_budget,
+    ranked,
+    search_by,
 )
-from .scenario import EDGE_SHARE, Scenario
+from .scenario import EDGE_SHARE, Placement, Scenario
 
 MIN_SECONDS = 60.0
 MIN_LATENCIES = 10.0
 MARGIN_RATIO = 1.25  # of the requests that a sample needs: the next rate found differs a little
 MIN_REQUESTS = 1000  # of a sample whose size is chosen here
 MAX_REQUESTS = 100_000  # of a sample whose size is chosen here: more take minutes
+MAX_SCREENED_REQUESTS = 5000  # of the sample of the first search
+SCREENED_TOLERANCE = 0.03  # of bisections in the first search of a large deployment
+LARGE_TOLERANCE = 0.02  # of bisections in its other searches
+MAX_REQUESTS_OF_SEEDS = 60_000  # of all samples together: above, there are fewer samples
+LARGE_REQUESTS = 20_000  # of a sample: above, the deployment counts as large
+LARGE_FINALISTS = 2  # of a kind, of a large deployment
 FINALISTS = 6  # placements of a kind
 MAX_SEARCHES = 4  # of the finalists, each with more requests
 # Of the mean, that half of an interval may have: rooflines err by more (docs/explanation).
@@ -52,6 +62,7 @@ class SearchResult(msgspec.Struct, frozen=True):
     scenario: Scenario
     split: list[PlacementScore]
     together: list[PlacementScore]
+    large: Sequence[PlacementScore] = ()  # of both kinds, by the goodput of all GPUs together
 
     @property
     def best(self) -> list[PlacementScore]:
@@ -74,17 +85,50 @@ def search_fixed(
     scenario: Scenario, keep: int, jobs: int, progress: ProgressFactory
 ) -> SearchResult:
     """Searches all placements with the scenario's own samples."""
-    split = search(scenario, disaggregated(scenario), keep, jobs, progress("disaggregated"))
-    together = search(scenario, colocated(scenario), keep, jobs, progress("colocated"))
-    return SearchResult(scenario, split, together)
+    found = []
+    for placements, kind in (
+        (disaggregated(scenario), "disaggregated"),
+        (colocated(scenario), "colocated"),
+    ):
+        rates = dict.fromkeys(placements, 0.0)
+        found.append(_search(scenario, rates, keep, jobs, progress(kind)))
+    return _result(scenario, found, keep)
+
+
+def _search(
+    scenario: Scenario,
+    rates: dict[Placement, float],
+    keep: int,
+    jobs: int,
+    progress: ProgressCallback,
+) -> list[list[PlacementScore]]:
+    """Searches placements by the scenario's criterion and by the goodput of all GPUs."""
+    criteria = (scenario.criterion.units, of_budget)
+    return search_by(scenario, rates, keep, jobs, progress, rates, criteria)
+
+
+def _result(
+    scenario: Scenario, found: Sequence[list[list[PlacementScore]]], keep: int
+) -> SearchResult:
+    """Builds a result from the searches of both kinds."""
+    (split, split_large), (together, together_large) = found
+    large = sorted([*split_large, *together_large], key=lambda score: -score.total)
+    return SearchResult(scenario, split, together, ranked(scenario, large, keep, of_budget))
 
 
 def search_sized(
     scenario: Scenario, keep: int, jobs: int, progress: ProgressFactory
 ) -> SearchResult:
     """Searches all placements with samples that are long enough, if the workload has them."""
-    first = grown(scenario, max(MIN_REQUESTS, _first_guess(scenario)))
-    found = search_fixed(msgspec.structs.replace(first, seeds=1), FINALISTS, jobs, progress)
+    guess = _first_guess(scenario)
+    first = grown(scenario, max(MIN_REQUESTS, min(guess, MAX_SCREENED_REQUESTS)))
+    first = msgspec.structs.replace(first, seeds=1)
+    finalists = FINALISTS
+    if guess > LARGE_REQUESTS:
+        finalists = LARGE_FINALISTS
+        scenario = msgspec.structs.replace(scenario, tolerance=LARGE_TOLERANCE)
+        first = msgspec.structs.replace(first, tolerance=SCREENED_TOLERANCE)
+    found = search_fixed(first, finalists, jobs, progress)
     for _ in range(MAX_SEARCHES):
         if not found.best:
             break
@@ -92,11 +136,26 @@ def search_sized(
         if sized == found.scenario:
             break
         scores = []
-        for finalists, kind in ((found.split, "disaggregated"), (found.together, "colocated")):
-            rates = {score.placement: score.goodput for score in finalists}
-            scores.append(search(sized, rates, keep, jobs, progress(f"{kind} finalists"), rates))
-        found = SearchResult(sized, scores[0], scores[1])
-    return SearchResult(found.scenario, found.split[:keep], found.together[:keep])
+        for best, kind in ((found.split, "disaggregated"), (found.together, "colocated")):
+            is_split = kind == "disaggregated"
+            large = [s for s in found.large if bool(s.placement.decode) == is_split]
+            rates = _near_rates(found.scenario, [*best, *large])
+            scores.append(_search(sized, rates, keep, jobs, progress(f"{kind} finalists")))
+        found = _result(sized, scores, keep)
+    return SearchResult(found.scenario, found.split[:keep], found.together[:keep], found.large)
+
+
+def _near_rates(scenario: Scenario, scores: Sequence[PlacementScore]) -> dict[Placement, float]:
+    """Returns rates per GPU near which a longer sample will find those of these scores.
+
+    A short sample finds rates above the capacity, which a longer one does not.
+    """
+    bounds = CapacityBounds(scenario, scenario.samples())
+    found = {}
+    for score in scores:
+        capacity = bounds.capacity(score.placement) / score.placement.gpus
+        found[score.placement] = min(score.goodput, USUAL_LOAD * capacity)
+    return found
 
 
 def lasting(scenario: Scenario, rate: float) -> Scenario:
@@ -107,20 +166,26 @@ def lasting(scenario: Scenario, rate: float) -> Scenario:
 
 def grown(scenario: Scenario, requests: int) -> Scenario:
     """Returns the scenario with so many requests, or as many as there may be."""
+    requests = min(requests, MAX_REQUESTS)
+    most = max(1, MAX_REQUESTS_OF_SEEDS // requests)
     requests, seeds = workload.extent(
-        scenario.workload, scenario.arrivals, min(requests, MAX_REQUESTS), scenario.seeds
+        scenario.workload, scenario.arrivals, requests, min(scenario.seeds, most)
     )
     return msgspec.structs.replace(scenario, requests=requests, seeds=seeds)
 
 
 def requests_needed(scenario: Scenario, score: PlacementScore) -> int:
     """Returns the requests that a sample needs at the rate found."""
-    sample = scenario.samples()[0]
-    rate = score.goodput * score.placement.gpus
-    result = simulate(scenario.deployment(score.placement), sample, rate)
+    return requests_lasting(scenario, score.total, seconds_needed(scenario, score))
+
+
+def seconds_needed(scenario: Scenario, score: PlacementScore) -> float:
+    """Returns the seconds that a sample must last between its edges, at the rate found."""
+    requests = min(scenario.requests, MAX_SCREENED_REQUESTS)  # enough for a mean
+    sample = msgspec.structs.replace(scenario, requests=requests).samples()[0]
+    result = simulate(scenario.deployment(score.placement), sample, score.total)
     served = [seconds for seconds in result.latency if seconds >= 0]
-    latency = sum(served) / len(served)
-    return requests_lasting(scenario, rate, max(MIN_SECONDS, MIN_LATENCIES * latency))
+    return max(MIN_SECONDS, MIN_LATENCIES * sum(served) / len(served))
 
 
 def requests_lasting(scenario: Scenario, rate: float, seconds: float) -> int:
@@ -138,9 +203,18 @@ def _first_guess(scenario: Scenario) -> int:
 
 
 def _wanted(found: SearchResult) -> int:
-    """Returns the requests for the next search; fewer than it had where they were enough."""
-    needed = found.needed
-    enough = needed if needed > found.scenario.requests else 0
+    """Returns the requests for the next search; fewer than it had where they were enough.
+
+    A short sample finds rates that nothing holds: capacity bounds what a long one can find.
+    """
+    scenario = found.scenario
+    bounds = CapacityBounds(scenario, scenario.samples())
+    needed = 0
+    for score in found.best:
+        rate = min(score.total, bounds.capacity(score.placement))
+        lasting = requests_lasting(scenario, rate, seconds_needed(scenario, score))
+        needed = max(needed, lasting)
+    enough = needed if needed > scenario.requests else 0
     narrow = min(_narrowing(found), MAX_NARROWING_RATIO * needed)
     return int(MARGIN_RATIO * max(enough, narrow))
 

@@ -20,6 +20,7 @@ from ..cost.latency import (
     FITTED_GPUS,
     TPOT_ERROR_LEFT_OUT,
     TTFT_ERROR_LEFT_OUT,
+    InstanceShape,
     LatencyModel,
     LinearLatency,
     PathDelay,
@@ -34,7 +35,12 @@ from ..simulation.simulator import Deployment, Handoff, Objective, ReplicaPool
 from ..simulation.workload import Arrivals, Workload, WorkloadSample
 
 UNLIMITED = 1 << 40
-GPUS_PER_NODE = 8  # GPUs that tensor parallelism may span
+GPUS_PER_NODE = 8  # in the commands of an answer
+MAX_TENSOR_PARALLEL = 8  # GPUs that it may span: those of a node
+# Numbers of pipeline stages that need not divide the layers: the largest stage sets the time.
+UNEVEN_STAGES = (2, 3, 4, 6, 8)
+MAX_STAGES = 16  # of a pipeline in a roofline
+MIN_KV_TOKENS = 16  # of an instance: one block
 # From the last byte at D to D's step: its scheduler's notice, docs/benchmarks/handoff.md (on CPUs).
 NOTICE_SECONDS = 0.0037
 # Of a sample, at either end, simulated and not counted: there the deployment fills and empties.
@@ -59,29 +65,65 @@ class PerformanceSource(msgspec.Struct, frozen=True):
     context: int = 4096  # tokens of a request, in the mean: for windows and states
     beside: int = 0  # other instances of its machine that were under load
     scale: float = 1.0  # on all times, from a refit
+    expert_parallel: bool = False  # also data parallel instances with parallel experts
+    max_model_len: int = 0  # vLLM starts only if the KV of one such request fits; 0: not given
 
     def shapes(self, gpus: int) -> list[tuple[int, int]]:
         """Lists (TP, PP) of instances of up to `gpus` GPUs that hold the weights and some KV."""
         if self.fitted or not self.model:
             return [(1, 1)]  # an instance as it was profiled counts as one
-        if self.kind == "coefficients":
-            degrees = distserve.degrees(self.name, self.model.name)
-        else:
-            powers_of_two = (tp for tp in range(1, GPUS_PER_NODE + 1) if tp & (tp - 1) == 0)
-            degrees = [tp for tp in powers_of_two if self.model.heads % tp == 0]
         shapes = []
-        for tp in degrees:
-            for pp in range(1, gpus // tp + 1):
-                if self.model.splits(tp, pp) and self.kv(tp, pp) >= 16:
+        for tp in self._degrees():
+            for pp in self._stages(self.model, gpus // tp):
+                if self.kv(tp, pp) >= self._least_kv:
                     shapes.append((tp, pp))
         return shapes
 
-    def latency(self, tp: int, pp: int) -> LatencyModel:
-        """Returns the step times of an instance, scaled by the refit."""
-        found = self._unscaled(tp, pp)
+    def layouts(self, gpus: int) -> list[ReplicaGroup]:
+        """Lists the shapes of one instance, with data and expert parallel ones.
+
+        An instance with data parallelism shares its experts among all GPUs, and each rank has the
+        rest of the model, KV and a scheduler of its own. Models without experts are not so served.
+        """
+        found = [ReplicaGroup(tp, pp, 1) for tp, pp in self.shapes(gpus)]
+        if not self.expert_parallel or not self.model:
+            return found
+        for tp in self._degrees():
+            dp = 2
+            while tp * dp <= gpus and self.model.experts % (tp * dp) == 0:
+                if self.kv(tp, 1, dp) >= self._least_kv:
+                    found.append(ReplicaGroup(tp, 1, 1, dp))
+                dp *= 2
+        return found
+
+    @property
+    def _least_kv(self) -> int:
+        """Tokens of KV without which vLLM does not start."""
+        return max(MIN_KV_TOKENS, self.max_model_len)
+
+    def _degrees(self) -> list[int]:
+        """Lists the tensor parallel sizes that divide the heads."""
+        if not self.model:
+            raise AssertionError("only a profile goes without a model")
+        if self.kind == "coefficients":
+            return distserve.degrees(self.name, self.model.name)
+        most = min(MAX_TENSOR_PARALLEL, self.gpu.node if self.gpu else MAX_TENSOR_PARALLEL)
+        powers_of_two = (tp for tp in range(1, most + 1) if tp & (tp - 1) == 0)
+        return [tp for tp in powers_of_two if self.model.heads % tp == 0]
+
+    def _stages(self, model: ModelCosts, most: int) -> list[int]:
+        """Lists numbers of pipeline stages: those that divide the layers, and usual uneven ones."""
+        if self.kind == "coefficients":
+            return [pp for pp in range(1, most + 1) if model.layers % pp == 0]
+        stages = range(1, min(most, MAX_STAGES) + 1)
+        return [pp for pp in stages if model.layers % pp == 0 or pp in UNEVEN_STAGES]
+
+    def latency(self, tp: int, pp: int, dp: int = 1) -> LatencyModel:
+        """Returns the step times of an instance, or of one of its ranks, scaled by the refit."""
+        found = self._unscaled(tp, pp, dp)
         return found if self.scale == 1 else ScaledLatency(found, self.scale)
 
-    def _unscaled(self, tp: int, pp: int) -> LatencyModel:
+    def _unscaled(self, tp: int, pp: int, dp: int) -> LatencyModel:
         """Returns the step times without the factor of a refit."""
         if self.fitted:
             return self.fitted
@@ -91,15 +133,15 @@ class PerformanceSource(msgspec.Struct, frozen=True):
             return distserve.latency(self.name, self.model.name, tp, pp)
         if not self.gpu:
             raise AssertionError("a roofline has a GPU")
-        return RooflineLatency(self.model, self.gpu, tp, pp)
+        return RooflineLatency(self.model, self.gpu, InstanceShape(tp, pp, dp))
 
-    def kv(self, tp: int, pp: int) -> int:
-        """Returns the tokens of KV that an instance holds."""
+    def kv(self, tp: int, pp: int, dp: int = 1) -> int:
+        """Returns the tokens of KV that an instance holds, or one of its data parallel ranks."""
         if self.fitted or not self.model:
             return self.kv_tokens
         memory = self.gpu.memory if self.gpu else distserve.GPU_MEMORY_BYTES
         share = self.memory_utilization
-        return self.model.kv_capacity(memory, share, tp, pp, self.context)
+        return self.model.kv_capacity(memory, share, tp, pp, self.context, dp)
 
     @property
     def memory_utilization(self) -> float:
@@ -132,23 +174,32 @@ class PerformanceSource(msgspec.Struct, frozen=True):
         fitted = f"roofline of {self.name}, fitted to runs of vLLM on {', '.join(FITTED_GPUS)}"
         if self.name.lower() in FITTED_GPUS:
             return f"{fitted}: off in the mean, for other models, {errors}"
-        return f"{fitted} and on no {self.name}: expect more error than {errors}"
+        return (
+            f"{fitted} and on no {self.name}: its error is not measured there; elsewhere {errors}"
+        )
 
 
 class ReplicaGroup(msgspec.Struct, frozen=True, order=True):
-    """Group of `n` equal instances of TP*PP GPUs."""
+    """Group of `n` equal instances of TP*PP*DP GPUs; with DP the experts are parallel, too."""
 
     tp: int
     pp: int
     n: int
+    dp: int = 1
 
     @property
     def gpus(self) -> int:
         """GPUs of all instances."""
-        return self.tp * self.pp * self.n
+        return self.tp * self.pp * self.dp * self.n
+
+    @property
+    def ranks(self) -> int:
+        """Schedulers of all instances: each data parallel rank has one."""
+        return self.dp * self.n
 
     def __str__(self) -> str:
-        return f"{self.n} x TP{self.tp}" + (f" PP{self.pp}" if self.pp > 1 else "")
+        words = f"{self.n} x TP{self.tp}" + (f" PP{self.pp}" if self.pp > 1 else "")
+        return words + (f" DP{self.dp} EP{self.tp * self.dp}" if self.dp > 1 else "")
 
 
 class Placement(msgspec.Struct, frozen=True, order=True):
@@ -169,6 +220,12 @@ class Placement(msgspec.Struct, frozen=True, order=True):
         return self.prefill.gpus + (self.decode.gpus if self.decode else 0)
 
     @property
+    def shapes(self) -> tuple[ReplicaGroup, ReplicaGroup | None]:
+        """Groups of one instance each: the shapes without their numbers."""
+        one = msgspec.structs.replace(self.prefill, n=1)
+        return one, msgspec.structs.replace(self.decode, n=1) if self.decode else None
+
+    @property
     def instances(self) -> int:
         """Instances of all groups."""
         return self.prefill.n + (self.decode.n if self.decode else 0)
@@ -178,6 +235,25 @@ class Placement(msgspec.Struct, frozen=True, order=True):
             return f"prefill {self.prefill}, decode {self.decode}"
         schedule = f"chunked prefill of {self.budget} tokens" if self.chunked else "prefill first"
         return f"colocated {self.prefill}, {schedule}"
+
+
+class Criterion(msgspec.Struct, frozen=True):
+    """What goodput is divided by, and what is to be least: GPUs, their price or their power.
+
+    `prefill` and `decode` are the units of one GPU of each side.
+    """
+
+    unit: str = "GPU"
+    prefill: float = 1.0
+    decode: float = 1.0
+
+    def units(self, placement: Placement) -> float:
+        """Returns the units of all GPUs of a placement."""
+        if placement.decode:
+            decode = placement.decode.gpus * self.decode
+            return placement.prefill.gpus * self.prefill + decode
+        each = self.decode if placement.on_decode_gpus else self.prefill
+        return placement.prefill.gpus * each
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,6 +276,10 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     sequences: int = 0  # that run at once; 0: the default of each source
     distserve: bool = False  # DistServe's rules and clock
     tolerance: float = 0.01
+    criterion: Criterion = Criterion()
+    price: Criterion | None = None
+    max_model_len: int = 0  # tokens of the longest request; 0: the model's own
+    nics: float = 0.0  # links of each GPU of a node; 0: each instance has one link
 
     def samples(self) -> list[WorkloadSample]:
         """Draws one sample of requests for each seed.  DistServe's rules count all of them."""
@@ -219,22 +299,29 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         """
         if not placement.decode:
             source = self.decode if placement.on_decode_gpus else self.prefill
-            rules = self._rules(source, placement.budget, placement.chunked)
+            rules = self.rules(source, placement.budget, placement.chunked)
             side = self._side(source, placement.prefill, rules)
             return Deployment(side, distserve=self.distserve, policy=self.policy, path=source.path)
         return Deployment(
-            self._side(self.prefill, placement.prefill, self._rules(self.prefill, 0, True)),
-            self._side(self.decode, placement.decode, self._rules(self.decode, 0, True)),
-            self._handoff(),
+            self._side(self.prefill, placement.prefill, self.rules(self.prefill, 0, True)),
+            self._side(self.decode, placement.decode, self.rules(self.decode, 0, True)),
+            self._handoff(placement.prefill, placement.decode),
             self.policy,
             self.distserve,
             self.prefill.path,
         )
 
-    def _handoff(self) -> Handoff:
+    def _link_of(self, prefill: ReplicaGroup, decode: ReplicaGroup) -> NetworkLink:
+        """Returns the link of a pair: the NICs of its GPUs together, of the smaller instance."""
+        if not self.nics:
+            return self.link
+        gpus = min(prefill.tp * prefill.pp, decode.tp * decode.pp)
+        return msgspec.structs.replace(self.link, bandwidth=self.link.bandwidth * gpus * self.nics)
+
+    def _handoff(self, prefill: ReplicaGroup, decode: ReplicaGroup) -> Handoff:
         """Builds the hand-off of the model's KV; without a model it has no bytes."""
         found = Handoff(
-            self.link,
+            self._link_of(prefill, decode),
             overlap=self.overlap,
             concurrency=UNLIMITED if self.distserve else self.concurrency,
             notice=0.0 if self.distserve else NOTICE_SECONDS,
@@ -254,8 +341,12 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         self, source: PerformanceSource, group: ReplicaGroup, rules: SchedulingRules
     ) -> ReplicaPool:
         """Builds the pool of one group."""
-        kv = self.kv_limit or source.kv(group.tp, group.pp)
-        return ReplicaPool(group.n, _latency(source, group.tp, group.pp), kv, rules)
+        kv = self.kv_tokens(source, group)
+        return ReplicaPool(group.ranks, latency_of(source, group), kv, rules)
+
+    def kv_tokens(self, source: PerformanceSource, group: ReplicaGroup) -> int:
+        """Returns the tokens of KV of one instance, or of one of its data parallel ranks."""
+        return self.kv_limit or source.kv(group.tp, group.pp, group.dp)
 
     def limits(self, source: PerformanceSource, budget: int = 0) -> EngineDefaults:
         """Returns the limits of an instance; `budget` 0 selects the scenario's own.
@@ -266,12 +357,22 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         sequences = self.sequences or source.defaults.sequences
         return EngineDefaults(budget, min(sequences, budget))
 
-    def _rules(self, source: PerformanceSource, budget: int, chunked: bool) -> SchedulingRules:
+    def rules(self, source: PerformanceSource, budget: int, chunked: bool) -> SchedulingRules:
         """Returns the scheduling rules; `budget` 0 selects the scenario's own."""
         if self.distserve:
             return SchedulingRules(budget if budget and chunked else UNLIMITED, UNLIMITED, chunked)
         limits = self.limits(source, budget)
         return SchedulingRules(limits.budget, limits.sequences, chunked)
+
+    def words_of(self, placement: Placement) -> str:
+        """Describes a placement for people, with GPU types where there are two."""
+        if self.prefill.name == self.decode.name:
+            return str(placement)
+        if not placement.decode:
+            side = self.decode if placement.on_decode_gpus else self.prefill
+            return f"{placement} on {side.name}"
+        prefill = f"prefill {placement.prefill} on {self.prefill.name}"
+        return f"{prefill}, decode {placement.decode} on {self.decode.name}"
 
     def words(self) -> list[str]:
         """Describes for people the source of the times, and the traffic."""
@@ -300,16 +401,16 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         self, group: ReplicaGroup, sample: WorkloadSample, on_decode_gpus: bool = False
     ) -> float:
         """Estimates requests/s of a prefill group alone."""
-        latency = _latency(self.decode if on_decode_gpus else self.prefill, group.tp, group.pp)
+        latency = latency_of(self.decode if on_decode_gpus else self.prefill, group)
         work = sum(latency.mixed(p, float(p) ** 2, 0, 0, True) for p in sample.prompts[:200])
-        return group.n * min(200, len(sample)) / work
+        return group.ranks * min(200, len(sample)) / work
 
     def decode_capacity(self, group: ReplicaGroup, sample: WorkloadSample) -> float:
         """Estimates requests/s of a decode group alone."""
-        latency = _latency(self.decode, group.tp, group.pp)
+        latency = latency_of(self.decode, group)
         output = sum(sample.outputs) / len(sample)
         context = sum(sample.prompts) / len(sample) + output / 2
-        room = (self.kv_limit or self.decode.kv(group.tp, group.pp)) / context
+        room = self.kv_tokens(self.decode, group) / context
 
         def step_seconds(n: int) -> float:
             base, slope = latency.decode(n, True)
@@ -325,7 +426,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
                     low = middle
                 else:
                     high = middle - 1
-        return group.n * latency.pp * high / (step_seconds(high) * output)
+        return group.ranks * latency.pp * high / (step_seconds(high) * output)
 
     def infeasible(self, placement: Placement, sample: WorkloadSample) -> str:
         """Returns the objective that no rate can meet, or an empty text.
@@ -337,7 +438,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         counted = sample.counted
         allowed = objective.allowed(len(counted))
         source = self.decode if placement.on_decode_gpus else self.prefill
-        prefill = _latency(source, placement.prefill.tp, placement.prefill.pp)
+        prefill = latency_of(source, placement.prefill)
         if not sample.prefixes:  # a cached prefix makes a prompt faster than alone
             late = 0
             for r in counted:
@@ -347,7 +448,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             if late > allowed:
                 return "ttft"
         group = placement.decode or placement.prefill
-        decode = _latency(self.decode if placement.decode else source, group.tp, group.pp)
+        decode = latency_of(self.decode if placement.decode else source, group)
         slow = 0
         for r in counted:
             seconds = unloaded_decode(decode, sample.prompts[r])
@@ -355,18 +456,23 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         return "tpot" if slow > allowed else ""
 
 
+def latency_of(source: PerformanceSource, group: ReplicaGroup) -> LatencyModel:
+    """Returns the step times of an instance of a group, built once for each shape."""
+    return _latency(source, group.tp, group.pp, group.dp)
+
+
 @cache
-def _latency(source: PerformanceSource, tp: int, pp: int) -> LatencyModel:
+def _latency(source: PerformanceSource, tp: int, pp: int, dp: int) -> LatencyModel:
     """Returns the step times of an instance, built once."""
-    return source.latency(tp, pp)
+    return source.latency(tp, pp, dp)
 
 
 def check_model(source: PerformanceSource, gpus: int, flag: str) -> None:
     """Raises ConfigError if the model fits on no instance of up to `gpus` GPUs."""
-    if source.shapes(gpus):
+    if source.layouts(gpus):
         return
     name = source.model.name if source.model else source.name
-    least = next((g for g in range(gpus + 1, 129) if source.shapes(g)), None)
+    least = next((g for g in range(gpus + 1, 129) if source.layouts(g)), None)
     hint = "give a GPU with more memory"
     if least:
         hint = f"it needs at least {least}: give {flag} {least} or more"

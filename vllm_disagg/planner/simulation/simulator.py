@@ -20,6 +20,7 @@ The simulation is deterministic: only the policy power_of_two draws random numbe
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
+from operator import attrgetter
 from random import Random
 
 import msgspec
@@ -37,6 +38,8 @@ from .workload import WorkloadSample
 # the result does not depend on how many steps one event stands for.
 SimulationEvent = tuple[float, int, int, int, Replica | None, Batch | None]
 ARRIVAL_RANK = -1
+_load = attrgetter("load")
+TAIL_SHARE = 0.99  # of requests: the limits of p99
 
 
 class ReplicaPool(msgspec.Struct, frozen=True):
@@ -90,6 +93,28 @@ class Objective(msgspec.Struct, frozen=True):
     tpot: float
     attainment: float = 0.9
     joint: bool = True
+    # Limits that all but 1 % of the requests must meet beside; None: no such limit.
+    ttft_p99: float | None = None
+    tpot_p99: float | None = None
+
+    @property
+    def has_tails(self) -> bool:
+        """Whether 99 % of the requests have a limit of their own."""
+        return self.ttft_p99 is not None or self.tpot_p99 is not None
+
+    def allowed_of_tail(self, requests: int) -> int:
+        """Returns the number of requests that may miss a limit of 99 %."""
+        return int(requests * (1 - TAIL_SHARE) + 1e-9)
+
+    def words(self) -> str:
+        """Describes the objective for people."""
+        counting = "in one request" if self.joint else "each by itself"
+        limits = f"TTFT {self.ttft:g} s and TPOT {self.tpot:g} s"
+        words = f"{limits}, {self.attainment:.0%} of requests, {counting}"
+        for name, limit in (("TTFT", self.ttft_p99), ("TPOT", self.tpot_p99)):
+            if limit is not None:
+                words += f"; p99 of {name} {limit:g} s"
+        return words
 
     def allowed(self, requests: int) -> int:
         """Returns the number of requests that may miss."""
@@ -189,9 +214,15 @@ class Simulation:
         self._kv_arrived = [False] * self._count
         self._next_of_loop = self._count  # next request of a closed loop
         self._miss_counts = [0, 0]
+        self._tail_misses = [0, 0]  # of TTFT and of TPOT
         self._has_missed = bytearray(self._count)
         self._stopped_early = False
         self._allowed_misses = objective.allowed(len(self._counted)) if objective else self._count
+        self._allowed_in_tail = 0
+        self._tails: list[float | None] = [None, None]
+        if objective:
+            self._allowed_in_tail = objective.allowed_of_tail(len(self._counted))
+            self._tails = [objective.ttft_p99, objective.tpot_p99]
 
     def _replicas(self, pool: ReplicaPool, requests: RequestTable, first: int) -> list[Replica]:
         """Builds the replicas of a pool, numbered from `first`."""
@@ -239,6 +270,8 @@ class Simulation:
         if prompt + 1 > deployment.prefill.kv or prompt + answer > last.kv:
             self._count_miss(r, 0)  # exceeds every replica: vLLM refuses it
             self._count_miss(r, 1)
+            self._check_tail(r, 0, float("inf"))
+            self._check_tail(r, 1, float("inf"))
             return
         if self._decodes:
             self._queue.append(r)
@@ -336,8 +369,12 @@ class Simulation:
         if self._requests.first_token_at[r] >= 0:
             return
         self._requests.first_token_at[r] = now
-        if self._objective and self._ttft(r) > self._objective.ttft:
+        if not self._objective:
+            return
+        if self._ttft(r) > self._objective.ttft:
             self._count_miss(r, 0)
+        if self._tails[0] is not None:
+            self._check_tail(r, 0, self._ttft(r))
 
     def on_finished(self, replica: Replica, now: float, r: int) -> None:
         """Records the end of a request."""
@@ -345,8 +382,12 @@ class Simulation:
         self._finished_at[r] = now
         if self._next_of_loop < self._count:
             self._send_next(now + self._path(r))
-        if self._objective and self._tpot(r) > self._objective.tpot:
+        if not self._objective:
+            return
+        if self._tpot(r) > self._objective.tpot:
             self._count_miss(r, 1)
+        if self._tails[1] is not None:
+            self._check_tail(r, 1, self._tpot(r))
 
     def _send_next(self, now: float) -> None:
         """Sends the next request of a closed loop."""
@@ -415,6 +456,15 @@ class Simulation:
         if self._miss_counts[limit] > self._allowed_misses:
             self._stopped_early = True
 
+    def _check_tail(self, r: int, limit: int, seconds: float) -> None:
+        """Counts a request above the limit of 99 % of TTFT (`limit` 0) or TPOT (1)."""
+        most = self._tails[limit]
+        if most is None or seconds <= most or r not in self._counted:
+            return
+        self._tail_misses[limit] += 1
+        if self._tail_misses[limit] > self._allowed_in_tail:
+            self._stopped_early = True
+
     def _path(self, r: int) -> float:
         """Returns the seconds of a request outside the engine."""
         return self._deployment.path.of(self._requests.prompts[r])
@@ -457,10 +507,6 @@ class Simulation:
             preemptions=sum(replica.preemptions for replica in replicas),
             stopped=self._stopped_early,
         )
-
-
-def _load(replica: Replica) -> int:
-    return replica.load
 
 
 def quantile(values: list[float], share: float) -> float:

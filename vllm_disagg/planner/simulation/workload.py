@@ -135,6 +135,27 @@ def load(text: str) -> Workload:
     return Workload(path.name, trace=trace)
 
 
+def limited(workload: Workload, tokens: int) -> Workload:
+    """Returns the workload without requests of more than `tokens` tokens, which vLLM refuses.
+
+    Raises ConfigError if fewer than two are left.
+    """
+    if workload.lengths:
+        limit = min(workload.lengths.limit, tokens + 1)
+        lengths = msgspec.structs.replace(workload.lengths, limit=limit)
+        return msgspec.structs.replace(workload, lengths=lengths)
+    if workload.trace:
+        kept = [row for row in workload.trace.requests if row.prompt + row.answer <= tokens]
+        if len(kept) >= 2:
+            trace = msgspec.structs.replace(workload.trace, requests=kept)
+            return msgspec.structs.replace(workload, trace=trace)
+    elif sum(workload.fixed or ()) <= tokens:
+        return workload
+    raise ConfigError(
+        f"--max-model-len: fewer than 2 requests of {workload.name} have at most {tokens} tokens"
+    )
+
+
 def arrivals(text: str, workload: Workload) -> Arrivals:
     """Parses poisson, gamma:CV or trace.
 

@@ -1,0 +1,119 @@
+"""Capacity bounds against simulations, and pruned searches against searches of everything."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from vllm_disagg.planner.cost import hardware, model
+from vllm_disagg.planner.cost.latency import LinearLatency
+from vllm_disagg.planner.search import demand, optimizer
+from vllm_disagg.planner.search.bounds import CapacityBounds
+from vllm_disagg.planner.search.scenario import PerformanceSource, Scenario
+from vllm_disagg.planner.simulation import workload
+from vllm_disagg.planner.simulation.simulator import Objective
+from vllm_disagg.planner.simulation.workload import Arrivals
+
+SEEDS = range(10)
+
+
+def _quiet(done: int, total: int, best: optimizer.PlacementScore | None) -> None:
+    assert done <= total
+
+
+def small_scenario(seed: int) -> Scenario:
+    """Returns a random cluster of up to 4 instances under random traffic."""
+    random = Random(seed)
+    constant = random.choice([0.0, 0.004, 0.02])
+    prefill = (constant, random.uniform(2e-5, 2e-4), random.choice([0.0, 1e-9, 1e-8]))
+    decode = (random.uniform(0.002, 0.02), random.uniform(0, 4e-7), random.uniform(0, 3e-4))
+    source = PerformanceSource(
+        "profile",
+        "random",
+        fitted=LinearLatency(1, prefill, decode, decode, chunk=512),
+        kv_tokens=random.choice([3000, 20_000, 400_000]),
+        budget=random.choice([128, 512, 2048]),
+    )
+    lengths = random.choice(["200:20", "900:60", "60:200", "humaneval-like", "sharegpt-like"])
+    return Scenario(
+        prefill=source,
+        decode=source,
+        workload=workload.load(lengths),
+        arrivals=Arrivals(*random.choice([("poisson", 1.0), ("gamma", 3.0)])),
+        objective=Objective(
+            random.choice([0.2, 1.0]), random.choice([0.02, 0.05]), 0.9, random.random() < 0.6
+        ),
+        requests=random.choice([50, 100]),
+        seeds=random.choice([1, 2]),
+        gpus=random.choice([3, 4]),
+        link=hardware.link("none"),
+        distserve=random.random() < 0.3,
+    )
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_goodput_is_above_its_bound(seed: int) -> None:
+    scenario = small_scenario(seed)
+    samples = scenario.samples()
+    bounds = CapacityBounds(scenario, samples)
+    for placement in (*optimizer.disaggregated(scenario), *optimizer.colocated(scenario)):
+        score = optimizer.evaluate(scenario, placement, samples, -1.0)
+        assert score
+        assert score.total <= bounds.rate(placement) * (1 + 1e-9), placement
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_cheapest_placement_for_a_rate_is_that_of_trying_all(seed: int) -> None:
+    scenario = small_scenario(seed)
+    samples = scenario.samples()
+    rate = 0.6 * max(
+        optimizer.estimate(scenario, place, samples[0]) * place.gpus
+        for place in optimizer.disaggregated(scenario)
+    )
+    found = demand._cheapest(scenario, rate, lambda kind, place: None)
+    everything = optimizer.disaggregated(scenario)
+    holding = [p.gpus for p in everything if demand.trial(scenario, p, samples, rate)]
+    assert (found.split.placement.gpus if found.split else None) == min(holding, default=None)
+    if found.split and found.least_units:
+        assert found.least_units <= found.split.placement.gpus
+
+
+def _roofline_scenario(gpus: int, requests: int) -> Scenario:
+    source = PerformanceSource("roofline", "h100", model.load("opt-13b"), hardware.gpu("h100"))
+    return Scenario(
+        prefill=source,
+        decode=source,
+        workload=workload.load("2000:20"),
+        arrivals=Arrivals("poisson"),
+        objective=Objective(1.5, 0.05),
+        requests=requests,
+        seeds=1,
+        gpus=gpus,
+        link=hardware.link("ib-400"),
+    )
+
+
+def test_a_shortlist_has_the_best_of_all_placements(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario = _roofline_scenario(5, 150)
+    placements = optimizer.disaggregated(scenario)
+    criteria = (scenario.criterion.units, optimizer.of_budget)
+    brute = optimizer.search_by(scenario, placements, 0, 1, _quiet, {}, criteria)
+    monkeypatch.setattr(optimizer, "MAX_SIMULATED_PLACEMENTS", 0)
+    monkeypatch.setattr(optimizer, "SHORTLIST_PLACEMENTS", 10)
+    short = optimizer.search_by(scenario, placements, 1, 1, _quiet, {}, criteria)
+    for units, found, best in zip(criteria, short, brute, strict=True):
+        assert len(best) > 20
+        assert found[0].value(units) >= (1 - 2 * scenario.tolerance) * best[0].value(units)
+
+
+def test_a_bisection_finds_the_price_of_trying_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario = _roofline_scenario(6, 200)
+    for rate in (10.0, 25.0):
+        found = demand._cheapest(scenario, rate, lambda kind, place: None)
+        with monkeypatch.context() as patch:
+            patch.setattr(demand, "MAX_TRIED", 0)
+            quick = demand._cheapest(scenario, rate, lambda kind, place: None)
+        assert found.split and quick.split
+        assert quick.split.placement.gpus == found.split.placement.gpus
+        assert found.least_units and found.least_units <= found.split.placement.gpus

@@ -1,0 +1,170 @@
+"""Answers how many GPUs a rate needs: `vllm-disagg plan --rate R`."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from typing import Any
+
+from ...errors import ConfigError
+from ..search import demand
+from ..search.advice import MIN_GAIN_RATIO
+from ..search.demand import DemandResult, DemandScore
+from ..search.scenario import Placement, Scenario
+from ..simulation.simulator import SimulationResult, quantile
+from . import output
+from .flags import PlanInputs
+
+PROGRESS_INTERVAL_SECONDS = 2.0  # between two progress lines
+TIMES = ("ttft", "tpot")
+SHARES = (50, 90, 99)
+
+
+def run(planned: PlanInputs, rate: float, as_json: bool) -> int:
+    """Searches the cheapest placement for a rate and prints it. Returns the exit status."""
+    if not 0 < rate < math.inf:
+        raise ConfigError(f"--rate: {rate} is not a rate: give requests/s, more than 0")
+    started_at = time.monotonic()
+    result = demand.cheapest(planned.scenario, rate, _progress())
+    chosen = _chosen(result)
+    if not chosen:
+        raise ConfigError(_nothing(result))
+    document = _document(result, chosen, planned.model)
+    document["seconds"] = round(time.monotonic() - started_at, 2)
+    print(json.dumps(document) if as_json else _text(result, chosen, document))
+    return 0
+
+
+def _progress() -> demand.TrialCallback:
+    """Returns a callback that prints every few seconds what is tried."""
+    printed_at = time.monotonic()
+    tried = 0
+
+    def print_progress(kind: str, placement: Placement) -> None:
+        nonlocal printed_at, tried
+        tried += 1
+        now = time.monotonic()
+        if now - printed_at >= PROGRESS_INTERVAL_SECONDS:
+            printed_at = now
+            line = f"plan: {kind}: {tried} placements tried; now {placement}"
+            print(line, file=sys.stderr)
+
+    return print_progress
+
+
+def _chosen(result: DemandResult) -> DemandScore | None:
+    """Returns the recommended placement: disaggregated only if it costs clearly less."""
+    split = result.split
+    together = result.together
+    if not split or not together:
+        return split or together
+    units = result.scenario.criterion.units
+    gain = units(together.placement) / units(split.placement)
+    return split if gain > MIN_GAIN_RATIO else together
+
+
+def _nothing(result: DemandResult) -> str:
+    """Explains why no placement holds the rate."""
+    scenario = result.scenario
+    gpus = f"{scenario.gpus} GPU{'s' if scenario.gpus > 1 else ''}"
+    within = f"within --ttft {scenario.objective.ttft:g} and --tpot {scenario.objective.tpot:g}"
+    if result.most_rate < result.rate:
+        return (
+            f"nothing on {gpus} holds --rate {result.rate:g} {within}:"
+            f" no schedule exceeds {result.most_rate:.4g} req/s there: give more --gpus"
+        )
+    return f"nothing on {gpus} holds --rate {result.rate:g} {within}: give more --gpus"
+
+
+# --- what is printed ---
+
+
+def _document(result: DemandResult, chosen: DemandScore, model: str) -> dict[str, Any]:
+    """Builds the document that `plan --rate --json` prints."""
+    scenario = result.scenario
+    placement = chosen.placement
+    return {
+        "rate": result.rate,
+        "recommendation": "disaggregate" if placement.decode else "colocate",
+        "counted": scenario.criterion.unit,
+        "disaggregated": _score(scenario, result.split),
+        "colocated": _score(scenario, result.together),
+        "least_possible": result.least_units,
+        "considered": result.considered,
+        "commands": output.commands(scenario, placement, model),
+        "remarks": output.remarks(scenario, placement),
+        "setting": output.describe(scenario),
+    }
+
+
+def _score(scenario: Scenario, score: DemandScore | None) -> dict[str, Any] | None:
+    """Describes a placement with its times at the rate; None for no placement."""
+    if not score:
+        return None
+    found = output.placement_document(scenario, score.placement)
+    found["attainment"] = score.attainment(scenario)
+    for name in TIMES:
+        for share in SHARES:
+            found[f"{name}_p{share}"] = _quantile(score.results, name, share)
+    return found
+
+
+def _quantile(results: list[SimulationResult], name: str, share: int) -> float | None:
+    """Returns a quantile over all samples; None where too few requests have a value."""
+    values = [seconds for result in results for seconds in getattr(result, name)]
+    found = quantile(values, share / 100)
+    return found if found < math.inf else None
+
+
+def _text(result: DemandResult, chosen: DemandScore, document: dict[str, Any]) -> str:
+    """Formats the answer for a terminal."""
+    scenario = result.scenario
+    unit = scenario.criterion.unit
+    verdict = document["recommendation"]
+    words = scenario.words_of(chosen.placement).removeprefix("colocated ")
+    lines = [
+        *scenario.words(),
+        f"objective: {scenario.objective.words()}",
+        "",
+        f"{verdict}: {words}: {_cost(scenario, chosen.placement)} for {result.rate:g} req/s",
+        "",
+        f"{'':14}{'GPUs':>5}{unit if unit != 'GPU' else '':>10}{'attainment':>12}"
+        f"{'TTFT p90':>10}{'p99':>8}{'TPOT p90':>10}{'p99':>8}  placement",
+    ]
+    for name, score in (("disaggregated", result.split), ("colocated", result.together)):
+        row = document[name]
+        if not score or not row:
+            lines.append(f"{name:14}{'none':>5}")
+            continue
+        counted = scenario.criterion.units(score.placement)
+        cost = f"{counted:.4g}" if unit != "GPU" else ""
+        times = "".join(
+            f"{_seconds(row[f'{metric}_p90']):>10}{_seconds(row[f'{metric}_p99']):>8}"
+            for metric in TIMES
+        )
+        columns = f"{name:14}{score.placement.gpus:5}{cost:>10}{row['attainment']:12.1%}{times}"
+        lines.append(f"{columns}  {scenario.words_of(score.placement)}")
+    if result.least_units:
+        least = f"{result.least_units:.4g}{'' if unit == 'GPU' else ' ' + unit}"
+        lines += ["", f"by capacity alone no placement needs less than {least}{_plural(unit)}"]
+    lines += ["", "run it:", *(f"  {command}" for command in document["commands"])]
+    lines += [f"note: {remark}" for remark in document["remarks"]]
+    return "\n".join(lines)
+
+
+def _plural(unit: str) -> str:
+    return " GPUs" if unit == "GPU" else ""
+
+
+def _seconds(value: float | None) -> str:
+    return "never" if value is None else f"{value:.3f}"
+
+
+def _cost(scenario: Scenario, placement: Placement) -> str:
+    """Formats GPUs, price and power of a placement."""
+    parts = [f"{placement.gpus} GPUs"]
+    for found in output.bills(scenario):
+        parts.append(f"{found.units(placement):.4g} {found.unit}")
+    return ", ".join(parts)

@@ -942,8 +942,9 @@ def test_each_step_is_measured_from_the_calls_of_vllm(monkeypatch: pytest.Monkey
     first = plain.on_step_ended()
     assert first is not None and first.data["step_sums"]["contexts*seconds"] == 41 * 1.5
     assert "tokens*tokens" not in first.data["step_sums"], "exported before"
+    now = 200.0
     plain.on_request_arrived(asked)
     plain.build_step_metadata(step(new={"r1": (0, 40, [7, 8, 9])}))
-    now = 103.25
+    now = 201.25
     second = plain.on_step_ended()
     assert second is not None and second.data["step_sums"]["tokens*seconds"] == 40 * 1.25

@@ -7,6 +7,7 @@ steps keep an engine busy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
@@ -45,7 +46,7 @@ class SumsFit(msgspec.Struct, frozen=True):
         for first, row in zip(sample, self.covariances, strict=True):
             for second, covariance in zip(sample, row, strict=True):
                 variance += first * second * covariance
-        return STANDARD_ERRORS * max(0.0, variance) ** 0.5
+        return STANDARD_ERRORS * math.sqrt(max(0.0, variance))
 
 
 class StepFit(msgspec.Struct, frozen=True):

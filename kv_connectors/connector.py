@@ -167,10 +167,13 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.take_lookup_counts()
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
-        """Returns the statistics of this half since last time; None without any."""
+        """Returns the statistics of this half since last time; None without any.
+
+        vLLM calls it at the end of each step.
+        """
         if self._role is KVConnectorRole.WORKER:
             return self._worker.stats.take()
-        return self._scheduler.stats.take()
+        return self._scheduler.on_step_ended()
 
     def shutdown(self) -> None:
         """Stops the driver of a worker, and withdraws the scheduler's registrations at proxies."""

@@ -6,7 +6,7 @@ docs/reference/metrics.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -17,6 +17,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from vllm_disagg.config import TransportName
+from vllm_disagg.product_sums import (
+    HANDOFF_QUANTITIES,
+    STEP_QUANTITIES,
+    ProductSums,
+    product_names,
+)
 from vllm_disagg.protocol import events
 from vllm_disagg.transports.base import Counters
 
@@ -49,6 +55,25 @@ COUNTS = {
 EngineMetrics = dict[int, Any]  # a Prometheus metric by engine index
 TRANSPORTS: tuple[str, ...] = get_args(TransportName)
 REASONS = tuple(reason.value for reason in events.Reason)
+# Counters with one label, by name: the label, its values, the help text.
+LABELLED_COUNTS: dict[str, tuple[str, Sequence[str], str]] = {
+    "received_wire_bytes": (
+        "transport",
+        TRANSPORTS,
+        "KV bytes received and written into blocks, as on the wire, by transport",
+    ),
+    "failed_loads": ("reason", REASONS, "loads of KV that failed, by reason"),
+    "step_sums": (
+        "product",
+        product_names(STEP_QUANTITIES),
+        "sums over the steps of this engine, from which plan --live fits their times",
+    ),
+    "handoff_sums": (
+        "product",
+        product_names(HANDOFF_QUANTITIES),
+        "sums over the loads of KV, from which plan --live fits the time of a hand-off",
+    ),
+}
 
 
 @dataclass
@@ -56,7 +81,7 @@ class ConnectorStats(KVConnectorStats):
     """Statistics of one worker, or of the scheduler's half, since the last `take`.
 
     `data` holds the `COUNTS` by name; "load_seconds", a list with each successful load;
-    "failed_loads", a count by reason; "received_wire_bytes", a count by transport.
+    the `LABELLED_COUNTS`, each a count by the values of its label.
     """
 
     def __post_init__(self) -> None:
@@ -68,8 +93,7 @@ class ConnectorStats(KVConnectorStats):
         self.data: dict[str, Any] = {
             **dict.fromkeys(COUNTS, 0),
             "load_seconds": [],
-            "failed_loads": {},
-            "received_wire_bytes": {},
+            **{name: {} for name in LABELLED_COUNTS},
         }
         self._last_counters = Counters()
 
@@ -87,9 +111,27 @@ class ConnectorStats(KVConnectorStats):
         self.data["verified_loads"] += outcome.is_verified
         if outcome.reason is None:
             self.data["load_seconds"].append(outcome.seconds)
+            if not is_reuse:
+                self._add_handoff(outcome)
         else:
             failures = self.data["failed_loads"]
             failures[outcome.reason.value] = failures.get(outcome.reason.value, 0) + 1
+
+    def _add_handoff(self, outcome: events.LoadResult) -> None:
+        missing_bytes = outcome.bytes_landed - outcome.bytes_overlapped
+        handoff = ProductSums(HANDOFF_QUANTITIES)
+        handoff.add((1, missing_bytes, outcome.seconds_after_prefill))
+        self._add_labelled("handoff_sums", handoff.take())
+
+    def add_step_sums(self, sums: Mapping[str, float]) -> None:
+        """Adds sums of `StepProfile`, by name."""
+        self._add_labelled("step_sums", sums)
+
+    def _add_labelled(self, name: str, counts: Mapping[str, float]) -> None:
+        """Adds counts to one of `LABELLED_COUNTS`, by the values of its label."""
+        totals = self.data[name]
+        for label, count in counts.items():
+            totals[label] = totals.get(label, 0) + count
 
     def count(self, name: str) -> None:
         """Adds one to a count of `COUNTS`."""
@@ -132,9 +174,8 @@ class ConnectorStats(KVConnectorStats):
         for name in COUNTS:
             self.data[name] += other.data.get(name, 0)
         self.data["load_seconds"] = self.data["load_seconds"] + other.data.get("load_seconds", [])
-        for labelled in ("failed_loads", "received_wire_bytes"):
-            for label, count in other.data.get(labelled, {}).items():
-                self.data[labelled][label] = self.data[labelled].get(label, 0) + count
+        for labelled in LABELLED_COUNTS:
+            self._add_labelled(labelled, other.data.get(labelled, {}))
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -180,18 +221,10 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
             ),
             per_engine_labelvalues,
         )
-        self._received = self._labelled_counter(
-            "received_wire_bytes",
-            "KV bytes received and written into blocks, as on the wire, by transport",
-            "transport",
-            TRANSPORTS,
-        )
-        self._failed_loads = self._labelled_counter(
-            "failed_loads",
-            "loads of KV that failed, by reason",
-            "reason",
-            REASONS,
-        )
+        self._labelled = {
+            name: self._labelled_counter(name, words, label, values)
+            for name, (label, values, words) in LABELLED_COUNTS.items()
+        }
 
     def _counter(self, name: str, words: str) -> EngineMetrics:
         metric = self._counter_cls(
@@ -200,7 +233,7 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
         return create_metric_per_engine(metric, self.per_engine_labelvalues)
 
     def _labelled_counter(
-        self, name: str, words: str, label: str, values: Iterable[str]
+        self, name: str, words: str, label: str, values: Sequence[str]
     ) -> dict[str, EngineMetrics]:
         """Creates a counter by the values of a label. Each one starts at zero."""
         metric = self._counter_cls(
@@ -223,10 +256,7 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
             metric[engine_idx].inc(transfer_stats_data.get(name, 0))
         for seconds in transfer_stats_data.get("load_seconds", ()):
             self._load_seconds[engine_idx].observe(seconds)
-        for metrics, name in (
-            (self._received, "received_wire_bytes"),
-            (self._failed_loads, "failed_loads"),
-        ):
+        for name, metrics in self._labelled.items():
             for label, count in transfer_stats_data.get(name, {}).items():
                 # A label of another version has no metric.
                 if label in metrics:

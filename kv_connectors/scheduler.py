@@ -27,6 +27,7 @@ from .admission import Admission, AdmittedRequest
 from .metadata import Handshake, StepMetadata
 from .metrics import ConnectorStats
 from .missing_parameters import MissingParameters
+from .step_profile import StepProfile
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -104,6 +105,7 @@ class SchedulerSide:
         self._aborted_loads: dict[str, str] = {}
         self._missing_parameters = MissingParameters()
         self.stats = ConnectorStats()
+        self._step_profile = StepProfile()
         self._legs = EngineLegs(cache)
         self._started_at = time.monotonic()
 
@@ -168,6 +170,7 @@ class SchedulerSide:
     # vLLM's calls ---------------------------------------------------------------------------------
     def on_request_arrived(self, request: Request) -> None:
         """Makes the leg of a new request."""
+        self._step_profile.on_arrived(request.request_id, time.monotonic())
         self._admit(request, before_lookup=True)
         if request.request_id not in self._admitted:
             log.info("request %s: no grant; this engine computes it alone", request.request_id)
@@ -211,6 +214,7 @@ class SchedulerSide:
 
         Sleeps `IDLE_STEP_SLEEP_SECONDS` if the step computes nothing and a leg waits for KV.
         """
+        self._step_profile.on_scheduled(output)
         for request_id in output.preempted_req_ids or ():
             self._legs.on_preempted(request_id)
             self._hand_over_again(request_id)
@@ -253,12 +257,20 @@ class SchedulerSide:
             token_end = computed_tokens + counts[request_id]
             self._legs.on_scheduled(request_id, token_end, new_blocks)
 
+    def on_step_ended(self) -> ConnectorStats | None:
+        """Measures the step that has ended; returns the statistics since last time."""
+        now = time.monotonic()
+        self._step_profile.on_step_ended(now)
+        self.stats.add_step_sums(self._step_profile.take(now))
+        return self.stats.take()
+
     # End of a request -----------------------------------------------------------------------------
     def on_request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """Ends a leg; returns (whether vLLM keeps its blocks, `kv_transfer_params` of the answer).
 
         Kept blocks are freed when the workers report the transfer as sent.
         """
+        self._step_profile.on_finished(request.request_id)
         self._admit(request)  # the request may end before it was scheduled
         admitted = self._admitted.pop(request.request_id, None)
         if admitted is None:

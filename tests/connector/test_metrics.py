@@ -7,12 +7,13 @@ from types import SimpleNamespace
 from typing import get_args
 
 import pytest
+from msgspec import structs
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 stats = pytest.importorskip("kv_connectors.metrics", reason="there is no vLLM here")
 
 from vllm_disagg.config import TransportName  # noqa: E402 - after the skip
-from vllm_disagg.protocol.events import Reason  # noqa: E402
+from vllm_disagg.protocol.events import LoadResult, Reason  # noqa: E402
 from vllm_disagg.transports.base import Counters  # noqa: E402
 
 
@@ -49,12 +50,14 @@ def test_the_metrics_page_counts_each_report_once() -> None:
             assert value("failed_loads_total", engine, reason=reason.value) == 0.0
         for transport in get_args(TransportName):
             assert value("received_wire_bytes_total", engine, transport=transport) == 0.0
+        assert value("step_sums_total", engine, product="tokens*seconds") == 0.0
     reported = stats.ConnectorStats()
     reported.data |= {
         "sent_bytes": 7,
         "load_seconds": [0.1],
         "failed_loads": {"peer_timeout": 2},
         "received_wire_bytes": {"zmq": 40},
+        "step_sums": {"tokens*seconds": 1.5},
     }
     page.observe(reported.data, 1)
     page.observe({"failed_loads": {"of another version": 1}}, 1)
@@ -62,6 +65,30 @@ def test_the_metrics_page_counts_each_report_once() -> None:
     assert value("load_seconds_count", "1") == 1
     assert value("failed_loads_total", "1", reason="peer_timeout") == 2
     assert value("received_wire_bytes_total", "1", transport="zmq") == 40
+    assert value("step_sums_total", "1", product="tokens*seconds") == 1.5
     assert value("sent_bytes_total") == value("load_seconds_count") == 0
     assert value("failed_loads_total", reason="peer_timeout") == 0
     assert value("received_wire_bytes_total", transport="zmq") == 0
+
+
+def test_hand_offs_are_summed_with_the_bytes_that_followed_the_prefill() -> None:
+    reported = stats.ConnectorStats()
+    load = LoadResult(
+        "t", None, bytes_landed=50, bytes_overlapped=30, seconds=9.0, seconds_after_prefill=0.5
+    )
+    reported.record(load)
+    reported.record(load, is_reuse=True)
+    reported.record(structs.replace(load, reason=Reason.TRANSFER_STALLED))
+    assert reported.data["handoff_sums"] == {
+        "handoffs*handoffs": 1,
+        "handoffs*bytes": 20,
+        "handoffs*seconds": 0.5,
+        "bytes*bytes": 400,
+        "bytes*seconds": 10,
+        "seconds*seconds": 0.25,
+    }
+    other = stats.ConnectorStats()
+    other.add_step_sums({"tokens*seconds": 1.5})
+    reported.aggregate(other)
+    assert reported.data["step_sums"] == {"tokens*seconds": 1.5}
+    assert "step_sums" not in reported.reduce(), "a line for people"

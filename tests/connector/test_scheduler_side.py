@@ -89,9 +89,12 @@ def step(
 ) -> SimpleNamespace:
     """Returns vLLM's output; `new`, `cached`: id -> (computed before, scheduled, block ids)."""
     new, cached = new or {}, cached or {}
+    counts = {name: n for name, (_, n, _) in {**new, **cached}.items()}
     return SimpleNamespace(
         preempted_req_ids=preempted,
-        num_scheduled_tokens={name: n for name, (_, n, _) in {**new, **cached}.items()},
+        scheduled_spec_decode_tokens={},
+        num_scheduled_tokens=counts,
+        total_num_scheduled_tokens=sum(counts.values()),
         scheduled_new_reqs=[
             SimpleNamespace(req_id=name, num_computed_tokens=c, block_ids=(b,))
             for name, (c, _, b) in new.items()
@@ -927,3 +930,26 @@ def test_a_request_with_an_unreadable_adapter_is_computed_here(
     monkeypatch.setattr(prompt_digest, "sample_files", gone)
     d = side("decode")
     assert d.tokens_to_load(request("decode", d, lora_request=adapter(tmp_path / "a", b"")), 0) == 0
+
+
+def test_each_step_is_measured_from_the_calls_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(scheduler.time, "monotonic", lambda: now)
+    plain = side("both")
+    asked = request("prefill", plain, kv_transfer_params=None)
+    plain.on_request_arrived(asked)
+    plain.build_step_metadata(step(new={"r1": (0, 40, [7, 8, 9])}))
+    now = 100.5
+    assert plain.on_step_ended() is not None
+    plain.build_step_metadata(step(cached={"r1": (40, 1, [])}))
+    plain.on_request_finished(asked)
+    now = 102.0
+    first = plain.on_step_ended()
+    assert first is not None and first.data["step_sums"]["contexts*seconds"] == 41 * 1.5
+    assert "tokens*tokens" not in first.data["step_sums"], "exported before"
+    now = 200.0
+    plain.on_request_arrived(asked)
+    plain.build_step_metadata(step(new={"r1": (0, 40, [7, 8, 9])}))
+    now = 201.25
+    second = plain.on_step_ended()
+    assert second is not None and second.data["step_sums"]["tokens*seconds"] == 40 * 1.25

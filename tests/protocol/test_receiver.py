@@ -448,6 +448,7 @@ def test_one_of_two_sources_is_not_success(two: Receiver) -> None:
     assert said(two.handle(completed(1), 0.7)) == ["ReadComplete"]
     (report,) = two.handle(settled("q"), 0.8)
     assert isinstance(report, LoadResult) and report.reason is None and report.bytes_landed == 40
+    assert report.seconds_after_prefill == pytest.approx(0.8 - 0.5), "since q had all tokens"
 
 
 def test_bytes_of_blocks_that_were_released_too_early_are_not_used(two: Receiver) -> None:

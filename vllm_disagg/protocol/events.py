@@ -300,6 +300,7 @@ class LoadResult(msgspec.Struct, frozen=True, tag=True):
     bytes_landed: int = 0
     bytes_overlapped: int = 0  # bytes that landed while the sender still computed the prompt
     seconds: float = 0.0  # since LoadRequested
+    seconds_after_prefill: float = 0.0  # since D knew the whole prompt's KV to be final
     is_verified: bool = False  # all blocks have the sums of their senders' blocks
     detail: str = ""  # with KV_MISMATCH: which layer differs
 

@@ -191,6 +191,7 @@ class IncomingTransfer:
     pieces: dict[int, PieceRecord] = field(default_factory=dict)  # those not written yet, by number
     bytes_landed: int = 0
     bytes_overlapped: int = 0  # written before the sender had computed the whole prompt
+    computed_at: float = 0.0  # time of the last Progress with which a source had all tokens
     detail: str = ""  # of a failure
 
     @property
@@ -541,6 +542,8 @@ class Receiver:
         progress = (event.tokens_final, event.tokens_partial, event.layers_partial)
         if progress <= (source.tokens_final, source.tokens_partial, source.layers_partial):
             return []  # repeated, or overtaken by a later one
+        if event.tokens_final >= t.token_end > source.tokens_final:
+            t.computed_at = now
         source.tokens_final = event.tokens_final
         source.tokens_partial = event.tokens_partial
         source.layers_partial = event.layers_partial
@@ -905,6 +908,7 @@ class Receiver:
             bytes_landed=t.bytes_landed,
             bytes_overlapped=t.bytes_overlapped,
             seconds=now - t.started_at,
+            seconds_after_prefill=now - max(t.computed_at, t.started_at),
             is_verified=reason is None and t.is_verified,
             detail=t.detail,
         )

@@ -15,7 +15,8 @@ import pytest
 from vllm_disagg import cli
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.planner.commands import flags, live
-from vllm_disagg.planner.commands.live import ObservedTraffic, between, parse
+from vllm_disagg.planner.commands.live import ObservedTraffic, between
+from vllm_disagg.planner.commands.metric_page import parse
 from vllm_disagg.planner.search.scenario import Placement, ReplicaGroup
 from vllm_disagg.planner.simulation.simulator import simulate
 
@@ -197,7 +198,7 @@ def test_what_a_window_held() -> None:
 )
 def test_a_fleet_without_a_ratio_is_said(rows: list[object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        live.count(json.dumps(rows).encode())
+        live.instances(json.dumps(rows).encode())
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from ...errors import ConfigError
 from ...fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY, POLICY_NAMES
 from ...workloads import lengths
 from ..cost import distserve, hardware, known_models, model, profile
-from ..cost.latency import FITTED_PATH, PathDelay
+from ..cost.latency import FITTED_PATH, LinearLatency, PathDelay
 from ..cost.sizes import ModelCosts
 from ..search import sample_size
 from ..search.scenario import PerformanceSource, Scenario, check_model
@@ -22,7 +22,13 @@ from ..simulation.simulator import Objective
 DEFAULT_WORKLOAD = "sharegpt-like"
 DEFAULT_REQUESTS = sample_size.MIN_REQUESTS
 # No default is a free hand-off. A profile beside other instances of its machine is of one machine.
-DEFAULT_LINKS = {"coefficients": "nvlink", "profile": "eth-25", "roofline": "ib-400"}
+# With "live" the engines measured their own.
+DEFAULT_LINKS = {
+    "coefficients": "nvlink",
+    "profile": "eth-25",
+    "roofline": "ib-400",
+    "live": "none",
+}
 
 
 @dataclass(frozen=True)
@@ -211,14 +217,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object")
 
 
-def read(args: argparse.Namespace, gpus: int, flag: str) -> PlanInputs:
+def has_source(args: argparse.Namespace) -> bool:
+    """Returns whether the flags name a source of step times."""
+    return bool(args.gpu or args.profile or args.coefficients)
+
+
+def read(
+    args: argparse.Namespace, gpus: int, flag: str, live: LinearLatency | None = None
+) -> PlanInputs:
     """Builds the scenario from the flags.
 
-    `gpus` is the budget, and `flag` the flag that raises it. Raises ConfigError with one line for
-    an invalid value.
+    `gpus` is the budget, and `flag` the flag that raises it. `live` stands for the step times that
+    running engines will have measured, and takes the place of a source. Raises ConfigError with one
+    line for an invalid value.
     """
     _check(args)
-    kind, prefill, decode, fits = _sources(args)
+    kind, prefill, decode, fits = _live_source(args, live) if live else _sources(args)
     rules = args.rules or ("distserve" if kind == "coefficients" else "vllm")
     like_distserve = rules == "distserve"
     link = args.link or _default_link(kind, prefill)
@@ -320,6 +334,19 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(f"{flag}: {value} is too few: give {minimum} or more")
     if args.kv_limit < 0:
         raise ConfigError(f"--kv-limit: {args.kv_limit} is not a number of tokens")
+
+
+def _live_source(
+    args: argparse.Namespace, latency: LinearLatency
+) -> tuple[str, PerformanceSource, PerformanceSource, list[tuple[str, profile.LatencyFit]]]:
+    """Returns sources whose step times running engines measure."""
+    for flag in ("decode_gpu", "decode_profile"):
+        if getattr(args, flag):
+            name = flag.replace("_", "-")
+            raise ConfigError(f"--{name} goes with --{name.removeprefix('decode-')}")
+    loaded = model.load(args.model) if args.model else None
+    source = PerformanceSource("live", "the running engines", loaded, fitted=latency)
+    return "live", source, source, []
 
 
 def _sources(

@@ -1,11 +1,14 @@
 """Judges the number of prefill and decode instances of a running deployment: `plan --live URL`.
 
 The proxy's /metrics, read at both ends of a window, give the rate, the mean lengths and the mean
-times. The list of instances comes from /disagg/instances. One factor for each phase scales the
-given latency model. With both factors, a simulation of the present deployment under the same
-traffic has the measured times. Then each split of as many instances is simulated for its goodput.
-Means do not show the spread of lengths. A log-normal distribution (LENGTH_LOG_SIGMA) is assumed
-unless --workload gives another.
+times. The list of instances comes from /disagg/instances. Step times come from the engines' own
+/metrics (`engine_profiles.py`), with the hand-off and the path between them. With --gpu, --profile
+or --coefficients, one factor for each phase scales that model instead, until a simulation of the
+present deployment under the same traffic has the measured times.
+
+Then each split of as many instances is simulated for its goodput. Means do not show the spread of
+lengths. A log-normal distribution (LENGTH_LOG_SIGMA) is assumed unless --workload gives another.
+"Cannot tell" is an answer, with the measurement that would decide.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -24,12 +27,15 @@ from ... import http_client
 from ...errors import ConfigError
 from ...fleet.keys import ADMIN_KEY
 from ...workloads import lengths
+from ..cost.latency import LinearLatency
 from ..search import optimizer, sample_size
 from ..search.advice import MIN_GAIN_RATIO
 from ..search.scenario import Placement, ReplicaGroup, Scenario
 from ..simulation import workload
 from ..simulation.simulator import simulate
-from . import flags
+from . import engine_profiles, flags
+from .live_text import cannot_tell, doubt, text
+from .metric_page import MetricSamples, MetricWindow, parse
 from .output import describe
 
 # Standard deviation of the logarithm of lengths; between DistServe's ShareGPT and Azure's traces.
@@ -38,6 +44,7 @@ REFIT_ROUNDS = 3
 MAX_REFIT_FACTOR = 64.0  # factors are between 1 / MAX_REFIT_FACTOR and MAX_REFIT_FACTOR
 REFIT_PRECISION_RATIO = 1.01  # of the ends of a bisection
 MIN_WINDOW_REQUESTS = 20  # means of fewer requests are too uncertain
+DRAWS = 4  # of step times within their intervals
 
 COUNTERS = {
     "requests": "vllm_disagg_requests_total",
@@ -45,8 +52,8 @@ COUNTERS = {
     "ttft": "vllm_disagg_ttft_seconds",
     "tpot": "vllm_disagg_tpot_seconds",
 }
-
-MetricSamples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+# Stands for step times that the engines have not measured yet.
+UNMEASURED = LinearLatency(1, (1.0, 0.0, 0.0), (1.0, 0.0, 0.0), (1.0, 0.0, 0.0))
 
 
 class ObservedTraffic(msgspec.Struct, frozen=True):
@@ -59,6 +66,7 @@ class ObservedTraffic(msgspec.Struct, frozen=True):
     output: float
     ttft: float
     tpot: float
+    queue: float = 0.0  # of TTFT: waiting in the proxy
 
 
 def add_arguments(parser: Any) -> None:
@@ -67,7 +75,8 @@ def add_arguments(parser: Any) -> None:
     add(
         "--live",
         metavar="URL",
-        help="address of the proxy; needs --gpu, --profile or --coefficients",
+        help="address of the proxy; takes the step times that its engines measured of themselves,"
+        " or one of --gpu, --profile and --coefficients, refitted",
     )
     add(
         "--window",
@@ -94,28 +103,38 @@ def run(args: argparse.Namespace, say: Callable[[str], None] | None = None) -> i
         raise ConfigError(f"--window: {args.window:g} s is not between 1 s and a day")
     tp, pp = _shape(args.instance)
     url = http_client.address("--live", args.live)
-    prefills, decodes = count(_page(url, "/disagg/instances"))
-    gpus = (prefills + decodes) * tp * pp
-    planned = flags.read(args, gpus, "more GPUs, as an --instance of")
+    prefills, decodes = instances(_page(url, "/disagg/instances"))
+    present = Placement(ReplicaGroup(tp, pp, len(prefills)), ReplicaGroup(tp, pp, len(decodes)))
+    is_own = not flags.has_source(args)
+    budget_flag = "more GPUs, as an --instance of"
+    planned = flags.read(args, present.gpus, budget_flag, UNMEASURED if is_own else None)
     source = planned.scenario.prefill
-    if (tp, pp) not in source.shapes(max(8, tp * pp)):
+    if not is_own and (tp, pp) not in source.shapes(max(8, tp * pp)):
         raise ConfigError(f"--instance: {args.instance} cannot be simulated with {source.name}")
-    before = parse(_page(url, "/metrics"))
-    started_at = time.monotonic()
     print_progress(
-        f"plan: {prefills} prefill and {decodes} decode instances;"
+        f"plan: {len(prefills)} prefill and {len(decodes)} decode instances;"
         f" measuring {args.window:g} s of traffic"
     )
-    time.sleep(args.window)
-    after = parse(_page(url, "/metrics"))
-    traffic = between(before, after, time.monotonic() - started_at)
-    present = Placement(ReplicaGroup(tp, pp, prefills), ReplicaGroup(tp, pp, decodes))
+    windows = measure(url, [*prefills, *decodes] if is_own else [], args.window)
+    traffic = between(windows[url].before, windows[url].after, windows[url].seconds)
     scenario = _with_lengths(planned.scenario, traffic, args.workload)
     if not args.requests:
         scenario = sample_size.lasting(scenario, traffic.rate)
-    scenario = refit(scenario, present, traffic)
-    document = judge(scenario, present, traffic, optimizer.process_count(args.jobs))
-    print(json.dumps(document) if args.json else _text(document))
+    jobs = optimizer.process_count(args.jobs)
+    if is_own:
+        read = engine_profiles.read
+        profile = engine_profiles.disaggregated(
+            windows[url],
+            [read(engine, windows[engine]) for engine in prefills],
+            [read(engine, windows[engine]) for engine in decodes],
+        )
+        document = judge_measured(scenario, present, traffic, profile, args.link, jobs)
+    elif reason := doubt(traffic.queue, traffic.ttft):
+        document = cannot_tell(reason, msgspec.to_builtins(traffic))
+    else:
+        scenario = refit(scenario, present, traffic)
+        document = judge(scenario, present, traffic, jobs)
+    print(json.dumps(document) if args.json else text(document))
     return 0
 
 
@@ -126,34 +145,41 @@ def _page(url: str, path: str) -> bytes:
     return http_client.get(url, path, "a vllm-disagg proxy", ADMIN_KEY)
 
 
-def count(body: bytes) -> tuple[int, int]:
-    """Counts the prefill and decode instances that the proxy can use now."""
+def measure(proxy: str, engines: Sequence[str], seconds: float) -> dict[str, MetricWindow]:
+    """Reads the metrics of the proxy and of engines at both ends of a window; by address."""
+    servers = {proxy: "a vllm-disagg proxy"} | dict.fromkeys(engines, "a vLLM")
+
+    def read() -> dict[str, tuple[float, MetricSamples]]:
+        pages = {}
+        for url, server in servers.items():
+            body = http_client.get(url, "/metrics", server, ADMIN_KEY if url == proxy else "")
+            pages[url] = time.monotonic(), parse(body, url)
+        return pages
+
+    before = read()
+    time.sleep(seconds)
+    windows = {}
+    for url, (ended_at, after) in read().items():
+        started_at, samples = before[url]
+        windows[url] = MetricWindow(samples, after, ended_at - started_at)
+    return windows
+
+
+def instances(body: bytes) -> tuple[list[str], list[str]]:
+    """Returns the addresses of the prefill and decode instances that the proxy can use now."""
     try:
         rows = json.loads(body)
-        roles = [row["role"] for row in rows if row["usable"] and not row.get("leaving")]
+        usable = [row for row in rows if row["usable"] and not row.get("leaving")]
+        prefills = [row["url"] for row in usable if row["role"] == "prefill"]
+        decodes = [row["url"] for row in usable if row["role"] == "decode"]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"--live: /disagg/instances is not the answer of a vllm-disagg proxy: {error!r}"
         ) from None
-    if "prefill" not in roles or "decode" not in roles:
-        found = f"{roles.count('prefill')} prefill and {roles.count('decode')} decode instances"
+    if not prefills or not decodes:
+        found = f"{len(prefills)} prefill and {len(decodes)} decode instances"
         raise ConfigError(f"--live: the proxy can use {found} now: there is no ratio to judge")
-    return roles.count("prefill"), roles.count("decode")
-
-
-def parse(body: bytes) -> MetricSamples:
-    """Parses Prometheus text into samples by name and labels."""
-    from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415
-
-    try:
-        families = list(text_string_to_metric_families(body.decode()))
-    except (ValueError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--live: /metrics is not Prometheus' text: {error}") from None
-    samples: MetricSamples = {}
-    for family in families:
-        for sample in family.samples:
-            samples[sample.name, frozenset(sample.labels.items())] = sample.value
-    return samples
+    return prefills, decodes
 
 
 def between(before: MetricSamples, after: MetricSamples, seconds: float) -> ObservedTraffic:
@@ -169,15 +195,8 @@ def between(before: MetricSamples, after: MetricSamples, seconds: float) -> Obse
                 " the proxy is of an older release, or has served no request"
             )
 
-    def increase(name: str, **labels: str) -> float:
-        """Returns the increase of a counter, summed over all series with these labels."""
-        total = 0.0
-        for key, value in after.items():
-            series_name, series_labels = key
-            if series_name == name and series_labels >= labels.items():
-                total += value - before.get(key, 0.0)
-        return total
-
+    window = MetricWindow(before, after, seconds)
+    increase = window.increase
     requests = increase(COUNTERS["requests"], outcome="ok")
     if requests < MIN_WINDOW_REQUESTS:
         raise ConfigError(
@@ -208,6 +227,7 @@ def between(before: MetricSamples, after: MetricSamples, seconds: float) -> Obse
         output=output / requests,
         ttft=increase(f"{COUNTERS['ttft']}_sum") / ttft_count,
         tpot=increase(f"{COUNTERS['tpot']}_sum") / tpot_count,
+        queue=window.mean("vllm_disagg_queue_seconds"),
     )
 
 
@@ -268,20 +288,54 @@ def _scaled(scenario: Scenario, phase: str, factor: float) -> Scenario:
     )
 
 
+def judge_measured(
+    scenario: Scenario,
+    present: Placement,
+    traffic: ObservedTraffic,
+    profile: engine_profiles.FleetProfile,
+    link: str,
+    jobs: int,
+) -> dict[str, Any]:
+    """Judges with the engines' own step times, hand-off and path; `link`: the flag, or empty."""
+    facts = engine_profiles.facts(profile)
+    if reason := engine_profiles.uncertain(profile):
+        return cannot_tell(reason, msgspec.to_builtins(traffic)) | {"engines": facts}
+    ranks = present.prefill.tp * present.prefill.pp
+    measured = engine_profiles.scenario_of(scenario, profile, 0 if link else ranks)
+    alternatives = []
+    draws = zip(profile.prefill.steps.draws(DRAWS), profile.decode.steps.draws(DRAWS), strict=True)
+    for prefill, decode in draws:
+        alternatives.append(engine_profiles.with_latencies(measured, prefill, decode))
+    document = judge(measured, present, traffic, jobs, alternatives)
+    means = simulated_means(measured, present, traffic.rate)
+    document |= {"engines": facts, "simulated": means}
+    document["setting"]["latency"] = dict.fromkeys(("prefill", "decode"), "the engines' own steps")
+    waits = doubt(traffic.queue, traffic.ttft)
+    document["overloaded"] = bool(waits)
+    reason = engine_profiles.unexplained(means, traffic.ttft, traffic.tpot)
+    # A queue that grows has no mean to compare.
+    if reason and not waits:
+        document |= {"verdict": "cannot tell", "right": False, "why": reason}
+    return document
+
+
 def judge(
-    scenario: Scenario, present: Placement, traffic: ObservedTraffic, jobs: int
+    scenario: Scenario,
+    present: Placement,
+    traffic: ObservedTraffic,
+    jobs: int,
+    alternatives: Sequence[Scenario] = (),
 ) -> dict[str, Any]:
     """Compares the goodput of the present split with all others, and with one instance more.
 
-    Raises ConfigError if no split of as many instances meets the objective.
+    `alternatives` have other step times that the measurement permits. Raises ConfigError if no
+    split of as many instances meets the objective.
     """
     tp = present.prefill.tp
     pp = present.prefill.pp
-    decode = present.decode
-    total = present.prefill.n + (decode.n if decode else 0)
     splits = []
-    for prefills in range(1, total):
-        decode_group = ReplicaGroup(tp, pp, total - prefills)
+    for prefills in range(1, present.instances):
+        decode_group = ReplicaGroup(tp, pp, present.instances - prefills)
         splits.append(Placement(ReplicaGroup(tp, pp, prefills), decode_group))
     scores = optimizer.search(scenario, splits, 0, jobs, lambda *_: None)
     now = next((score for score in scores if score.placement == present), None)
@@ -294,10 +348,15 @@ def judge(
             " give more"
         )
     gain = best.goodput / now.goodput if now else None
+    interval = _gain_interval(now, scores, alternatives, jobs)
+    verdict, why = _verdict(interval)
     present_goodput = now.goodput * present.gpus if now else 0.0
     return {
-        "right": gain is not None and gain <= MIN_GAIN_RATIO,
+        "verdict": verdict,
+        "why": why,
+        "right": verdict == "keep",
         "gain": gain,
+        "gain_ci": interval,
         "present": _split(present, now),
         "best": _split(best.placement, best),
         "alternatives": [_split(score.placement, score) for score in scores],
@@ -310,6 +369,58 @@ def judge(
         "headroom": present_goodput / traffic.rate,
         "setting": describe(scenario),
     }
+
+
+def _verdict(interval: tuple[float, float] | None) -> tuple[str, str]:
+    """Returns keep, change or cannot tell, and why it cannot tell."""
+    if interval is None:
+        return "change", ""
+    low, high = interval
+    if high <= MIN_GAIN_RATIO:
+        return "keep", ""
+    if low > MIN_GAIN_RATIO:
+        return "change", ""
+    why = (
+        f"the best other split gains {low:.2f} to {high:.2f} times, and {MIN_GAIN_RATIO:.2f} is"
+        " needed for a change: a longer --window, or more --requests, decides"
+    )
+    return "cannot tell", why
+
+
+def _gain_interval(
+    now: optimizer.PlacementScore | None,
+    scores: Sequence[optimizer.PlacementScore],
+    alternatives: Sequence[Scenario],
+    jobs: int,
+) -> tuple[float, float] | None:
+    """Returns the interval of the gain of the best other split; None if the present has none.
+
+    It spans the samples' 95 % interval and the gains with other step times.
+    """
+    if now is None:
+        return None
+    other = next((score for score in scores if score.placement != now.placement), None)
+    if other is None:
+        return 1.0, 1.0
+    pairs = zip(other.rates, now.rates, strict=True)
+    ends = list(optimizer.confidence_interval([a / b for a, b in pairs if b > 0]))
+    for scenario in alternatives:
+        placements = [now.placement, other.placement]
+        found = optimizer.search(scenario, placements, 0, jobs, lambda *_: None)
+        rates = {score.placement: score.goodput for score in found}
+        if now.placement in rates:
+            ends.append(rates.get(other.placement, 0.0) / rates[now.placement])
+    return min(ends), max(ends)
+
+
+def simulated_means(scenario: Scenario, present: Placement, rate: float) -> dict[str, float]:
+    """Returns the mean TTFT and TPOT of the present split at the measured rate, as simulated."""
+    result = simulate(scenario.deployment(present), scenario.samples()[0], rate)
+    found = {}
+    for name, values in (("ttft", result.ttft), ("tpot", result.tpot)):
+        served = [seconds for seconds in values if seconds > 0]
+        found[name] = sum(served) / len(served) if served else 0.0
+    return found
 
 
 def _one_more(
@@ -332,34 +443,6 @@ def _split(placement: Placement, score: optimizer.PlacementScore | None) -> dict
         "goodput": score.goodput * placement.gpus if score else 0.0,
         "ci": [edge * placement.gpus for edge in score.ci] if score else [0.0, 0.0],
     }
-
-
-def _text(document: dict[str, Any]) -> str:
-    """Formats the comparison for a terminal."""
-    traffic = document["traffic"]
-    present = document["present"]
-    best = document["best"]
-    factors = document["refit"]
-    measured = (
-        f"{traffic['requests']} requests in {traffic['seconds']:.0f} s: {traffic['rate']:.3g}/s,"
-        f" mean {traffic['prompt']:.0f} tokens in and {traffic['output']:.0f} out,"
-        f" TTFT {traffic['ttft']:.3g} s, TPOT {traffic['tpot']:.3g} s"
-    )
-    refitted = f"refitted: prefill x {factors['prefill']:.2f}, decode x {factors['decode']:.2f}"
-    now = f"{present['prefill']}P{present['decode']}D: goodput {present['goodput']:.3g} requests/s"
-    if document["right"]:
-        verdict = "no other split of these instances gains more than 10 %: keep it"
-    else:
-        gain = "the present split meets the objective at no rate"
-        if document["gain"]:
-            gain = f"{document['gain']:.2f} times that"
-        split = f"{best['prefill']}P{best['decode']}D"
-        verdict = f"change to {split}: goodput {best['goodput']:.3g} requests/s, {gain}"
-    lines = [measured, refitted, f"now {now}", verdict]
-    for role, found in document["one_more"].items():
-        gain = f", {found['gain']:.2f} times that" if found["gain"] else ""
-        lines.append(f"one more {role} instance: {found['goodput']:.3g} requests/s{gain}")
-    return "\n".join(lines)
 
 
 def _shape(text: str) -> tuple[int, int]:

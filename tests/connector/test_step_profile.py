@@ -1,0 +1,122 @@
+"""Each step counts with its composition, and with the seconds in which it kept the engine busy."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kv_connectors.step_profile import MAX_STEPS_IN_FLIGHT, StepProfile, compose
+
+
+def step(
+    new: dict[str, tuple[int, int]] | None = None,
+    cached: dict[str, tuple[int, int]] | None = None,
+    drafts: dict[str, list[int]] | None = None,
+) -> Any:
+    """Returns vLLM's output of a step; `new`, `cached`: id -> (computed before, scheduled)."""
+    new = new or {}
+    cached = cached or {}
+    counts = {name: count for name, (_, count) in {**new, **cached}.items()}
+    return SimpleNamespace(
+        num_scheduled_tokens=counts,
+        total_num_scheduled_tokens=sum(counts.values()),
+        scheduled_spec_decode_tokens=drafts or {},
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=name, num_computed_tokens=done)
+            for name, (done, _) in new.items()
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=list(cached), num_computed_tokens=[done for done, _ in cached.values()]
+        ),
+    )
+
+
+def test_the_chunks_of_a_prompt_add_up_to_its_square() -> None:
+    first = compose(step(new={"a": (0, 30)}))
+    second = compose(step(cached={"a": (30, 70)}))
+    assert first == (1, 1, 30, 900, 0, 0)
+    assert second == (1, 1, 70, 100**2 - 30**2, 0, 0)
+
+
+def test_a_sequence_attends_to_its_new_token_too() -> None:
+    """Also a prompt that D has loaded except for its last token."""
+    assert compose(step(cached={"a": (30, 1), "b": (7, 1)})) == (1, 0, 0, 0, 2, 39)
+    assert compose(step(new={"c": (99, 1)})) == (1, 0, 0, 0, 1, 100)
+    mixed = step(new={"d": (0, 5), "e": (10, 1)}, cached={"a": (30, 1), "b": (2, 3)})
+    assert compose(mixed) == (1, 1, 8, 25 + 21, 2, 42)
+
+
+def test_steps_without_work_or_with_drafts_are_left_out() -> None:
+    assert compose(step()) is None
+    assert compose(step(cached={"a": (30, 3)}, drafts={"a": [1, 2]})) is None
+
+
+def seconds(profile: StepProfile, now: float) -> tuple[float, float]:
+    """Returns the steps and their seconds since the last export."""
+    sums = profile.take(now)
+    return sums.get("steps*steps", 0.0), sums.get("steps*seconds", 0.0)
+
+
+def test_a_step_of_an_idle_engine_begins_with_the_request() -> None:
+    profile = StepProfile()
+    profile.on_arrived("a", 10.0)
+    profile.on_scheduled(step(new={"a": (0, 30)}))
+    profile.on_step_ended(10.5)
+    profile.on_scheduled(step(cached={"a": (30, 1)}))
+    profile.on_finished("a")
+    profile.on_step_ended(10.7)
+    profile.on_arrived("b", 90.0)
+    profile.on_scheduled(step(new={"b": (0, 30)}))
+    profile.on_step_ended(90.1)
+    assert seconds(profile, 91.0) == (3, pytest.approx(0.5 + 0.2 + 0.1))
+
+
+def test_steps_that_overlap_share_no_time() -> None:
+    """vLLM schedules the next step while one runs; its last token may be one that vLLM drops."""
+    profile = StepProfile()
+    profile.on_arrived("a", 10.0)
+    profile.on_scheduled(step(new={"a": (0, 30)}))
+    profile.on_scheduled(step(cached={"a": (30, 1)}))
+    profile.on_step_ended(10.5)
+    profile.on_scheduled(step(cached={"a": (31, 1)}))
+    profile.on_finished("a")
+    profile.on_step_ended(10.6)
+    profile.on_step_ended(10.7)
+    assert seconds(profile, 11.0) == (2, pytest.approx(0.6))
+
+
+def test_idle_steps_end_the_time_of_the_one_before() -> None:
+    profile = StepProfile()
+    profile.on_arrived("waits for KV", 10.0)
+    profile.on_scheduled(step())
+    profile.on_step_ended(14.0)
+    profile.on_scheduled(step(new={"waits for KV": (29, 1)}))
+    profile.on_step_ended(14.1)
+    assert seconds(profile, 15.0) == (1, pytest.approx(0.1))
+
+
+def test_exports_are_a_second_apart() -> None:
+    profile = StepProfile()
+    profile.on_arrived("a", 10.0)
+    for number in range(3):
+        profile.on_scheduled(step(cached={"a": (number, 1)}))
+        profile.on_step_ended(10.1 + 0.1 * number)
+    assert seconds(profile, 10.3)[0] == 3
+    profile.on_scheduled(step(cached={"a": (3, 1)}))
+    profile.on_step_ended(10.4)
+    assert profile.take(11.2) == {}
+    assert seconds(profile, 11.4)[0] == 1
+
+
+def test_steps_whose_end_vllm_never_reports_are_forgotten() -> None:
+    profile = StepProfile()
+    for _ in range(2 * MAX_STEPS_IN_FLIGHT):
+        profile.on_scheduled(step(new={"a": (0, 30)}))
+    profile.on_arrived("a", 0.0)
+    for _ in range(2 * MAX_STEPS_IN_FLIGHT):
+        profile.on_step_ended(1.0)
+    assert seconds(profile, 2.0)[0] == MAX_STEPS_IN_FLIGHT

@@ -1,0 +1,219 @@
+"""`plan --live` with the step times that engines measured of themselves: scripted pages."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from vllm_disagg import cli
+from vllm_disagg.errors import ConfigError
+from vllm_disagg.planner.commands import engine_profiles, live, live_text
+from vllm_disagg.planner.commands.engine_profiles import EngineWindow
+from vllm_disagg.planner.commands.metric_page import MetricSamples, MetricWindow, parse
+from vllm_disagg.product_sums import HANDOFF_QUANTITIES, STEP_QUANTITIES, ProductSums
+
+PROXY = "http://proxy:1"
+TRUE = (0.010, 0.004, 2e-4, 0.0, 5e-4, 1e-6)  # as STEP_QUANTITIES
+PROMPT = 60
+ANSWER = 60
+TPOT = 0.0115  # of a sequence alone, by TRUE
+WORDS = ["plan", "--live", PROXY, "--workload", f"{PROMPT}:{ANSWER}", "--ttft", "1"]
+WORDS += ["--tpot", "0.05", "--jobs", "1", "--seeds", "1", "--requests", "400"]
+
+
+def steps(kind: str, count: int = 200, noise: float = 0.0, factor: float = 1.0) -> dict[str, float]:
+    """Returns the sums over steps of an engine that only prefills or only decodes."""
+    chance = random.Random(3)
+    found = ProductSums(STEP_QUANTITIES)
+    for _ in range(count):
+        if kind == "prefill":
+            tokens = chance.randrange(20, 200)
+            step = (1, 1, tokens, tokens**2, 0, 0)
+        else:
+            sequences = chance.randrange(1, 30)
+            step = (1, 0, 0, 0, sequences, sequences * chance.randrange(50, 100))
+        seconds = sum(c * x for c, x in zip(TRUE, step, strict=True))
+        found.add((*step, factor * seconds * chance.lognormvariate(0, noise)))
+    return found.take()
+
+
+def handoffs() -> dict[str, float]:
+    found = ProductSums(HANDOFF_QUANTITIES)
+    for size in range(10):
+        found.add((1, 1000 * size, 0.005))
+    return found.take()
+
+
+def engine_page(sums: Mapping[str, float], queue: float, first: float) -> MetricSamples:
+    lines = []
+    for product, value in sums.items():
+        lines.append(f'vllm:disagg_step_sums_total{{engine="0",product="{product}"}} {value!r}')
+    for product, value in handoffs().items():
+        lines.append(f'vllm:disagg_handoff_sums_total{{engine="0",product="{product}"}} {value!r}')
+    for name, mean in (("queue", queue), ("prefill", first)):
+        lines.append(f"vllm:request_{name}_time_seconds_sum {mean * 100}")
+        lines.append(f"vllm:request_{name}_time_seconds_count 100")
+    lines.append('vllm:cache_config_info{block_size="16",num_gpu_blocks="2000"} 1.0')
+    return parse("\n".join([*lines, ""]).encode())
+
+
+def window(after: MetricSamples, seconds: float = 10.0) -> MetricWindow:
+    return MetricWindow(dict.fromkeys(after, 0.0), after, seconds)
+
+
+def proxy_window(
+    ttft: float, tpot: float = TPOT, queue: float = 0.0, rate: int = 4
+) -> MetricWindow:
+    requests = 10 * rate
+    text = f"""vllm_disagg_requests_total{{outcome="ok"}} {requests}
+vllm_disagg_tokens_total{{kind="prompt"}} {requests * PROMPT}
+vllm_disagg_tokens_total{{kind="completion"}} {requests * ANSWER}
+"""
+    for name, mean in (("ttft", ttft), ("tpot", tpot), ("queue", queue)):
+        text += f"vllm_disagg_{name}_seconds_sum {requests * mean}\n"
+        text += f"vllm_disagg_{name}_seconds_count {requests}\n"
+    return window(parse(text.encode()))
+
+
+def fleet(
+    monkeypatch: pytest.MonkeyPatch, proxy: MetricWindow, pages: Mapping[str, list[MetricSamples]]
+) -> None:
+    """Scripts a proxy and its engines: the pages of each role."""
+    rows = []
+    windows = {PROXY: proxy}
+    for role, found in pages.items():
+        for number, page in enumerate(found):
+            url = f"http://{role}:{number}"
+            rows.append({"url": url, "role": role, "usable": True})
+            windows[url] = window(page)
+    monkeypatch.setattr(live, "_page", lambda url, path: json.dumps(rows).encode())
+    monkeypatch.setattr(live, "measure", lambda url, engines, seconds: windows)
+
+
+def prefill_page(**change: float) -> MetricSamples:
+    return engine_page(steps("prefill", **change), 0.001, 0.026)  # type: ignore[arg-type]
+
+
+def decode_page(**change: float) -> MetricSamples:
+    return engine_page(steps("decode", **change), 0.002, 0.0106)  # type: ignore[arg-type]
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    status = cli.main([*WORDS, "--json", *words])
+    out, err = capsys.readouterr()
+    assert status == 0, err
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def test_three_prefill_and_one_decode_are_wrong_by_the_engines_own_times(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pages = {"prefill": [prefill_page()] * 3, "decode": [decode_page()]}
+    fleet(monkeypatch, proxy_window(0.06), pages)
+    found = answer(capsys)
+    assert found["verdict"] == "change" and found["gain_ci"][0] > 1.1
+    assert found["best"]["decode"] > 1 and not found["overloaded"]
+    base, _, _, _, sequence, context = found["engines"]["decode"]["coefficients"]
+    assert [base, sequence, context] == pytest.approx([TRUE[0], *TRUE[4:]], rel=1e-3)
+    wait = sum(steps("decode")[name] for name in ("seconds*seconds",)) / 2 / 10.0
+    parts = 0.001 + 0.026 + 0.005 + wait + 0.0106
+    assert found["engines"]["path"] == pytest.approx(0.06 - parts, abs=1e-5)
+    assert found["simulated"]["ttft"] == pytest.approx(0.06, rel=0.25)
+    assert found["setting"]["latency"]["prefill"] == "the engines' own steps"
+
+
+def test_a_queue_at_the_proxy_is_no_slow_engine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pages = {"prefill": [prefill_page()], "decode": [decode_page()]}
+    fleet(monkeypatch, proxy_window(40.0, queue=39.9, rate=30), pages)
+    found = answer(capsys)
+    assert found["overloaded"] and found["verdict"] == "keep"
+    assert found["engines"]["prefill"]["seconds"] == pytest.approx(0.036, rel=0.1)
+    assert cli.main(WORDS) == 0
+    assert "overloaded: 39.9 s of TTFT are the proxy's queue" in capsys.readouterr().out
+    refit = ["--coefficients", "distserve-a100", "--model", "opt-13b"]
+    found = answer(capsys, *refit)
+    assert found["verdict"] == "cannot tell" and "is overloaded" in found["why"]
+
+
+def test_a_slow_engine_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pages = {
+        "prefill": [prefill_page()] * 3 + [prefill_page(factor=1.8)],
+        "decode": [decode_page()] * 2,
+    }
+    fleet(monkeypatch, proxy_window(0.06), pages)
+    found = answer(capsys)
+    assert found["engines"]["prefill"]["slow"] == {"http://prefill:3": pytest.approx(1.5)}
+    assert found["engines"]["decode"]["slow"] == {}
+
+
+def test_steps_that_determine_nothing_cannot_tell(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pages = {"prefill": [prefill_page(count=31, noise=2.5)], "decode": [decode_page()]}
+    fleet(monkeypatch, proxy_window(0.06), pages)
+    found = answer(capsys)
+    assert found["verdict"] == "cannot tell" and "a --window" in found["why"]
+    assert cli.main(WORDS) == 0
+    assert "cannot tell: the steps of the prefill engines" in capsys.readouterr().out
+
+
+def test_a_simulation_that_differs_from_the_deployment_cannot_tell(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pages = {"prefill": [prefill_page()], "decode": [decode_page()]}
+    fleet(monkeypatch, proxy_window(0.06, tpot=0.03), pages)
+    found = answer(capsys)
+    assert found["verdict"] == "cannot tell" and "--workload with a trace" in found["why"]
+
+
+def test_a_gain_on_both_sides_of_the_limit_cannot_tell() -> None:
+    assert live._verdict((0.9, 1.05)) == ("keep", "")
+    assert live._verdict((1.2, 1.5)) == ("change", "")
+    assert live._verdict(None) == ("change", "")
+    verdict, why = live._verdict((0.9, 1.5))
+    assert verdict == "cannot tell" and "0.90 to 1.50" in why
+
+
+def test_waiting_that_is_not_most_of_ttft_is_no_overload() -> None:
+    assert not live_text.doubt(0.4, 1.0)
+    assert "overloaded" in live_text.doubt(0.6, 1.0)
+
+
+def refused(page: MetricSamples, before: MetricSamples | None = None) -> str:
+    with pytest.raises(ConfigError) as error:
+        engine_profiles.read("http://e", MetricWindow(before or {}, page, 10.0))
+    return str(error.value)
+
+
+def test_engines_without_a_profile_are_one_line_each() -> None:
+    page = decode_page()
+    without = {key: value for key, value in page.items() if "step_sums" not in key[0]}
+    assert "exports no step profile" in refused(without)
+    restarted = {key: value + 1 for key, value in page.items()}
+    assert "was restarted during the window" in refused(page, restarted)
+    info = {key: value for key, value in page.items() if "cache_config" not in key[0]}
+    assert "0 times: its KV is not known" in refused(info)
+    bad = info | {("vllm:cache_config_info", frozenset({("block_size", "None")})): 1.0}
+    assert "lacks num_gpu_blocks or block_size" in refused(bad)
+
+
+def engine(sums: dict[str, float]) -> EngineWindow:
+    return EngineWindow("http://e", 10.0, sums, {}, 0.0, 0.0, 1000)
+
+
+def test_too_few_steps_of_a_kind_are_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"12 steps of prompts .* at the prefill engines"):
+        engine_profiles.of_role("prefill", [engine(steps("prefill", 12))])
+    with pytest.raises(ConfigError, match=r"0 steps of answers .* at the colocated engines"):
+        engine_profiles.of_role("colocated", [engine(steps("prefill"))])
+    with pytest.raises(ConfigError, match=r"0 steps of answers .* at the decode engines"):
+        engine_profiles.of_role("decode", [engine(steps("prefill"))])

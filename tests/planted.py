@@ -599,7 +599,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("the workers miss the end of a prefill", "protocol/prefill_leg.py", "            self.step.for_sender.append(PrefillFinished(self.facts.transfer))\n", "", "tests/scheduler_worlds"),
     ("the workers miss that blocks are revoked", "protocol/prefill_leg.py", "            self.step.for_sender.append(BlocksRevoked(self.facts.transfer))\n", "            pass\n", "tests/scheduler_worlds"),
     ("D loads the token that P leaves out", "protocol/decode_leg.py", "        missing = self.facts.prompt_tokens - self.cache.tokens_left_out - cached_tokens\n", "        missing = self.facts.prompt_tokens - cached_tokens\n", "tests/scheduler_worlds"),
-    ("D loads from the start of the prompt", "protocol/decode_leg.py", "        tokens = range(token_end - tokens_to_load, token_end)\n", "        tokens = range(0, tokens_to_load)\n", "tests/scheduler_worlds"),
+    ("D loads from the start of the prompt", "protocol/decode_leg.py", "        tokens = range(allocated_end - tokens_to_load, token_end)\n", "        tokens = range(0, tokens_to_load)\n", "tests/scheduler_worlds"),
     ("D serves more tokens than it has cached", "protocol/decode_leg.py", "            tokens=self.cached_tokens,\n", "            tokens=self.cached_tokens - 1 + self.cache.block_sizes[0],\n", "tests/scheduler_worlds"),
     ("a load lacks its last block", "protocol/request_leg.py", "    stop = -(-tokens.stop // block_size)\n", "    stop = max(1, tokens.stop // block_size)\n", "tests/scheduler_worlds"),
     ("all groups load into the first one's blocks", "protocol/request_leg.py", "            blocks_of_tokens(ids, block_size, tokens)\n", "            blocks_of_tokens(blocks[0], self.cache.block_sizes[0], tokens)\n", "tests/scheduler_worlds"),

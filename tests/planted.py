@@ -1018,4 +1018,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a window that has passed no block counts as one block earlier", "protocol/decode_leg.py", "if window and first > 0 and first", "if window and first", "tests/protocol/test_legs.py"),
     ("the last token is read into its block", "protocol/decode_leg.py", "tokens = range(allocated_end - tokens_to_load, token_end)", "tokens = range(allocated_end - tokens_to_load, allocated_end)", "tests/protocol/test_legs.py"),
     ("the scheduler's half names no windows", "kv_connectors/scheduler.py", "            windows=windows,\n", "", "tests/connector/test_scheduler_side.py"),
+    ("up: an invalid date in its file is a traceback", "launcher/config_file.py", "    except Exception as error:\n", "    except yaml.YAMLError as error:\n", "tests/launcher/test_up_flags.py"),
+    ("a plan serves workers of one name with other layouts", "fleet/grant_checks.py", "if cached is not None and cached.source_layouts == source_layouts:", "if cached is not None:", "tests/fleet/test_grant_checks.py"),
 ]

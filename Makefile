@@ -11,6 +11,7 @@
 # make operator-proof  what operators deploy: alert rules, manifests, images, units, and engines replaced under load; the last line is JSON
 # make worlds    10,000 seeded worlds of vLLM's own schedulers (SEEDS=100000, FIRST=0); the last line is JSON
 # make world-faults  planted faults of the scheduler's half that these worlds must find alone; the last line is JSON
+# make fuzz     hostile frames, bodies and bytes at every port; FRAMES and SECONDS choose how many; the last line is JSON
 # make mutants   plant faults in the protocol; the tests must notice
 # make planner-accuracy  the planner's step times beside measured runs of vLLM on GPUs; fits their coefficients; the last line is JSON
 # make bench     the hand-off, measured
@@ -33,10 +34,10 @@ BIN    := $(VENV)/bin
 MODEL  := .cache/models/heavy
 # Tests that need neither an engine nor processes of their own; the first ones mostly wait, the others compute.
 WAITING   := $(addprefix tests/,proxy doctor unit deploy launcher bench transports/zmq transports/tcp transports/nixl) $(wildcard tests/transports/test_*.py)
-COMPUTING := $(addprefix tests/,protocol kv fleet connector planner workloads transports/collective simulation scheduler_worlds property gpu)
+COMPUTING := $(addprefix tests/,protocol kv fleet connector planner workloads transports/collective simulation scheduler_worlds property gpu fuzz)
 QUICK     := $(WAITING) $(COMPUTING)
 
-.PHONY: setup demo check static quick-waiting quick-computing coverage test wide routers chaos versions gpu-proof page-proof operator-proof worlds world-faults mutants bench bench-proxy bench-transport goodput planner-accuracy house clean
+.PHONY: setup demo check static quick-waiting quick-computing coverage test wide routers chaos versions gpu-proof page-proof operator-proof worlds world-faults fuzz mutants bench bench-proxy bench-transport goodput planner-accuracy house clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.ours
@@ -76,7 +77,7 @@ static: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy vllm_disagg kv_connectors
-	MYPYPATH=tests:$$(find $(QUICK) -type d ! -name __pycache__ | paste -sd:) \
+	MYPYPATH=tests:tests/transports/processes:$$(find $(QUICK) -type d ! -name __pycache__ | paste -sd:) \
 		$(BIN)/mypy --config-file tests/mypy.ini $$(find $(QUICK) -name '*.py' ! -name conftest.py)
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python scripts/reference.py --check
@@ -136,6 +137,12 @@ worlds: setup
 
 world-faults: setup
 	$(BIN)/python tests/scheduler_worlds/world_faults.py
+
+# In one process FRAMES inputs, at the ports of each real process SECONDS; SEED repeats a run.
+FUZZ_PATH := .:tests:tests/fuzz:tests/proxy:tests/transports/processes
+fuzz: setup
+	PYTHONPATH=$(FUZZ_PATH) $(BIN)/python tests/fuzz/fuzz.py --seed $(or $(SEED),$(shell date +%s)) \
+		--frames $(or $(FRAMES),10000000) --port-seconds $(or $(SECONDS),300)
 
 mutants: setup
 	$(BIN)/python tests/mutants.py

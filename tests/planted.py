@@ -1018,6 +1018,10 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a window that has passed no block counts as one block earlier", "protocol/decode_leg.py", "if window and first > 0 and first", "if window and first", "tests/protocol/test_legs.py"),
     ("the last token is read into its block", "protocol/decode_leg.py", "tokens = range(allocated_end - tokens_to_load, token_end)", "tokens = range(allocated_end - tokens_to_load, allocated_end)", "tests/protocol/test_legs.py"),
     ("the scheduler's half names no windows", "kv_connectors/scheduler.py", "            windows=windows,\n", "", "tests/connector/test_scheduler_side.py"),
-    ("up: an invalid date in its file is a traceback", "launcher/config_file.py", "    except Exception as error:\n", "    except yaml.YAMLError as error:\n", "tests/launcher/test_up_flags.py"),
     ("a plan serves workers of one name with other layouts", "fleet/grant_checks.py", "if cached is not None and cached.source_layouts == source_layouts:", "if cached is not None:", "tests/fleet/test_grant_checks.py"),
+    ("fuzz: an extent beyond the layers ends P's driver", "protocol/sender.py", "        if not extent.layer < extent.layer_end <= len(self.layout.layers):\n            return False\n", "", "tests/fuzz/test_fuzz.py::test_hostile_input_ends_nothing_and_leaves_nothing[worker]"),
+    ("fuzz: a name that is no UTF-8 ends the driver", "protocol/messages.py", "except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:", "except (msgspec.DecodeError, RecursionError) as error:", "tests/fuzz/test_fuzz.py::test_hostile_input_ends_nothing_and_leaves_nothing[decoder]"),
+    ("fuzz: runs of half a number end D's driver", "transports/nixl/notes.py", "    if not note.runs or len(note.runs) % RUN_BYTES:\n", "    if not note.runs:\n", "tests/fuzz/test_fuzz.py::test_hostile_input_ends_nothing_and_leaves_nothing[nixl]"),
+    ("fuzz: a forbidden field with an escape passes", "proxy/requests/bodies.py", "    return any(True for _ in _search_slices(_ESCAPE, json, len(\"\\\\u005\")))", "    return False", "tests/fuzz/test_fuzz.py::test_hostile_input_ends_nothing_and_leaves_nothing[body]"),
+    ("fuzz: a closed connection keeps its bytes", "proxy/http/request_reader.py", "        self._share.release_all()\n", "        pass\n", "tests/fuzz/test_fuzz.py::test_hostile_input_ends_nothing_and_leaves_nothing[request]"),
 ]

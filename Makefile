@@ -12,6 +12,7 @@
 # make operator-proof  what operators deploy: alert rules, manifests, images, units, and engines replaced under load; the last line is JSON
 # make worlds    10,000 seeded worlds of vLLM's own schedulers (SEEDS=100000, FIRST=0); the last line is JSON
 # make world-faults  planted faults of the scheduler's half that these worlds must find alone; the last line is JSON
+# make fuzz     hostile frames, bodies and bytes at every port; FRAMES and SECONDS choose how many; the last line is JSON
 # make mutants   plant faults in the protocol; the tests must notice
 # make planner-accuracy  the planner's step times beside measured runs of vLLM on GPUs; fits their coefficients; the last line is JSON
 # make bench     the hand-off, measured
@@ -28,7 +29,6 @@ NEWEST := 0.32.0
 NIXL   := nixl==1.5.1 nixl-cu12==1.5.1
 VENV   ?= .venv
 # Of `make soak`; SEED repeats the faults of a run.
-SECONDS ?= 7200
 ABORTS ?= 10000
 # The first Python here that is 3.11 or newer.
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
@@ -37,10 +37,10 @@ BIN    := $(VENV)/bin
 MODEL  := .cache/models/heavy
 # Tests that need neither an engine nor processes of their own; the first ones mostly wait, the others compute.
 WAITING   := $(addprefix tests/,proxy doctor unit deploy soak launcher bench transports/zmq transports/tcp transports/nixl) $(wildcard tests/transports/test_*.py)
-COMPUTING := $(addprefix tests/,protocol kv fleet connector planner workloads transports/collective simulation scheduler_worlds property gpu)
+COMPUTING := $(addprefix tests/,protocol kv fleet connector planner workloads transports/collective simulation scheduler_worlds property gpu fuzz)
 QUICK     := $(WAITING) $(COMPUTING)
 
-.PHONY: setup demo check static quick-waiting quick-computing coverage test wide routers chaos versions gpu-proof page-proof operator-proof worlds world-faults mutants bench bench-proxy bench-transport goodput planner-accuracy soak house clean
+.PHONY: setup demo check static quick-waiting quick-computing coverage test wide routers chaos versions gpu-proof page-proof operator-proof fuzz worlds world-faults mutants bench bench-proxy bench-transport goodput planner-accuracy soak house clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.ours
@@ -80,7 +80,7 @@ static: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy vllm_disagg kv_connectors
-	MYPYPATH=tests:tests/engine:$$(find $(QUICK) -type d ! -name __pycache__ | paste -sd:) \
+	MYPYPATH=tests:tests/engine:tests/transports/processes:$$(find $(QUICK) -type d ! -name __pycache__ | paste -sd:) \
 		$(BIN)/mypy --config-file tests/mypy.ini $$(find $(QUICK) -name '*.py' ! -name conftest.py)
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python scripts/reference.py --check
@@ -113,7 +113,7 @@ chaos: setup
 
 # Needs root, for a route that drops packets.
 soak: setup
-	$(BIN)/python tests/soak/soak.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) --aborts $(ABORTS) --save docs/benchmarks/soak
+	$(BIN)/python tests/soak/soak.py --seconds $(or $(SECONDS),7200) $(if $(SEED),--seed $(SEED)) --aborts $(ABORTS) --save docs/benchmarks/soak
 
 versions:
 	@for version in $(OLDEST) $(NEWEST); do \
@@ -144,6 +144,13 @@ worlds: setup
 
 world-faults: setup
 	$(BIN)/python tests/scheduler_worlds/world_faults.py
+
+# In one process FRAMES inputs, at the ports of each real process SECONDS; SEED repeats a run.
+FRAMES  ?= 10000000
+FUZZ_PATH := .:tests:tests/fuzz:tests/proxy:tests/transports/processes
+fuzz: setup
+	PYTHONPATH=$(FUZZ_PATH) $(BIN)/python tests/fuzz/fuzz.py \
+		--seed $(or $(SEED),$$(date +%s)) --frames $(FRAMES) --port-seconds $(or $(SECONDS),300)
 
 mutants: setup
 	$(BIN)/python tests/mutants.py

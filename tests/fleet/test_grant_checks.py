@@ -124,3 +124,13 @@ def test_plans_are_kept_for_a_bounded_number_of_engines(monkeypatch: pytest.Monk
         check.plan_reads([worker])
     again = check.plan_reads(workers[:1])
     assert again == first and again is not first
+
+
+def test_a_plan_is_used_again_for_the_same_layouts_only() -> None:
+    """A plan for other layers ends the driver's thread; P's HTTP describes P's workers."""
+    check = checker()
+    worker = msgspec.structs.replace(OTHER, holds=uniform(3, 16, [64]))
+    check.plan_reads([worker])
+    with pytest.raises(Unmappable, match="layer 1 is at none of P's"):
+        check.plan_reads([msgspec.structs.replace(worker, holds=uniform(1, 16, [64]))])
+    assert check.plan_reads([OTHER]) == reshard.plan([HOLDS], [HOLDS])

@@ -6,9 +6,11 @@ Pure: `now` comes with each call, by the clock of this engine.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ..errors import BadGrant, Unmappable
 from ..kv import reshard
+from ..kv.layout import RankLayout
 from ..kv.reshard import ReshardPlan
 from ..protocol.peers import EngineInfo, WorkerInfo, difference
 from . import dialling
@@ -19,6 +21,13 @@ from .used_grants import UsedGrants, check_time
 MAX_CACHED_PLANS = 256  # reshard plans, by the names of the other engine's workers
 
 
+class _CachedPlan(NamedTuple):
+    """A reshard plan, and the layouts that it reads."""
+
+    source_layouts: list[RankLayout]
+    plan: ReshardPlan
+
+
 class GrantChecker:
     """Checks the grants of one engine, and plans the reads that they permit."""
 
@@ -27,7 +36,7 @@ class GrantChecker:
         self.engine = engine
         self._used = used
         self._loopback_only = loopback_only
-        self._plans: dict[tuple[str, ...], ReshardPlan] = {}  # by the other workers' names
+        self._plans: dict[tuple[str, ...], _CachedPlan] = {}  # by the other workers' names
 
     def check_probe(self, grant: Grant, now: float) -> None:
         """Raises BadGrant unless a probe is for this engine and valid now.
@@ -109,13 +118,18 @@ class GrantChecker:
     def plan_reads(self, sources: Sequence[WorkerInfo]) -> ReshardPlan:
         """Returns which of our ranks reads what of these workers; Unmappable if none can be."""
         names = tuple(worker.name for worker in sources)
-        if names not in self._plans:
-            own_layouts = [worker.holds for worker in self.engine.workers]
-            source_layouts = [worker.holds for worker in sources]
-            self._plans[names] = reshard.plan(source_layouts, own_layouts)
-            if len(self._plans) > MAX_CACHED_PLANS:
-                del self._plans[next(iter(self._plans))]
-        return self._plans[names]
+        source_layouts = [worker.holds for worker in sources]
+        cached = self._plans.get(names)
+        # Compared, because the other engine's HTTP has described its workers: a plan for other
+        # layouts would end the driver's thread, and with it all transfers.
+        if cached is not None and cached.source_layouts == source_layouts:
+            return cached.plan
+        own_layouts = [worker.holds for worker in self.engine.workers]
+        plan = reshard.plan(source_layouts, own_layouts)
+        self._plans[names] = _CachedPlan(source_layouts, plan)
+        if len(self._plans) > MAX_CACHED_PLANS:
+            del self._plans[next(iter(self._plans))]
+        return plan
 
     def plan_reuse(self, grant: Grant) -> ReshardPlan:
         """Returns the plan by which a prefill leg reads from D.

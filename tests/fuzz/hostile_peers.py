@@ -1,0 +1,132 @@
+"""Hostile peers of a worker's ports, in a process of their own: strangers and members.
+
+    python hostile_peers.py STRANGERS_PORTS MEMBERS_ENDPOINTS WORKER SEED
+
+Both lists are joined by commas. Strangers send bytes to any port. Members have the fleet's key and
+send messages of any content to the worker of this name. Prints one line of JSON every second.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import sys
+import time
+from random import Random
+
+import msgspec
+import zmq
+from fuzz_campaign import corpus
+from fuzz_values import mutated, random_bytes, values_of
+
+from vllm_disagg.config import Config
+from vllm_disagg.fleet.keys import KEY_BYTES, FleetKey
+from vllm_disagg.protocol import messages
+from vllm_disagg.transports.zmq import control as zmq_control
+
+KEY = FleetKey(b"k" * KEY_BYTES)
+CONNECTIONS = 24  # of strangers, at a time
+MESSAGES_PER_ROUND = 8  # of members
+ROUND_SECONDS = 0.004  # a member is limited by its network, too
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"
+CURVE = GREETING + b"CURVE".ljust(20, b"\0") + bytes(32)
+HELLO = CURVE + b"\x04\xc8\x05HELLO\x01\x00" + bytes(72) + bytes(120)
+
+
+class Strangers:
+    """Connections without the key, at every port of a worker."""
+
+    def __init__(self, ports: list[int], random: Random) -> None:
+        self._ports = ports
+        self._random = random
+        self._openings = [HELLO, CURVE, GREETING, *corpus("http_requests")]
+        self._open: list[socket.socket] = []
+        self.frames = 0
+
+    def step(self) -> None:
+        """Makes, uses and leaves some connections."""
+        random = self._random
+        while len(self._open) < CONNECTIONS:
+            made = socket.socket()
+            made.setblocking(False)
+            made.connect_ex(("127.0.0.1", random.choice(self._ports)))
+            self._open.append(made)
+        _, writable, _ = select.select([], self._open, [], 0)
+        for one in writable:
+            frame = random.choice(self._openings)
+            if random.random() < 0.7:
+                frame = mutated(random, frame)
+            if random.random() < 0.2:
+                frame = random_bytes(random, 500)
+            try:
+                one.send(frame)
+                self.frames += 1
+                is_gone = random.random() < 0.3
+            except OSError:
+                is_gone = True
+            if is_gone:
+                one.close()
+                self._open.remove(one)
+
+
+class Members:
+    """Connections with the key, and messages of any content."""
+
+    def __init__(self, endpoints: list[str], worker: str, random: Random) -> None:
+        self._random = random
+        self._worker = worker
+        control = zmq_control.Control(Config(transport="zmq"), KEY, "hostile/0")
+        self._links = []
+        for number, endpoint in enumerate(endpoints):
+            name = f"hostile/{number}".encode()
+            link = control.dial(endpoint, name, messages.MAX_FRAME_BYTES, encrypt=number == 0)
+            assert link is not None
+            self._links.append(link)
+        self._control = control
+        kinds = (*messages.AtSender.__args__, messages.PieceHeader)
+        self._makers = [values_of(kind) for kind in kinds]
+        self.frames = 0
+
+    def step(self) -> None:
+        """Sends some messages, and drops what comes."""
+        random = self._random
+        for _ in range(MESSAGES_PER_ROUND):
+            message = random.choice(self._makers)(random)
+            changes = {}
+            if hasattr(message, "source"):
+                changes = {"source": self._worker, "reader": "hostile/0"}
+            frame = messages.encode(msgspec.structs.replace(message, **changes))
+            if random.random() < 0.3:
+                frame = mutated(random, frame)
+            link = random.choice(self._links)
+            frames = [frame, *(random_bytes(random) for _ in range(random.choice((0, 0, 0, 2))))]
+            try:
+                link.send_multipart(frames, zmq.NOBLOCK)
+                self.frames += 1
+            except zmq.Again:
+                pass
+        for link in self._links:
+            for _ in zmq_control.receive(link):
+                pass
+
+
+def main() -> None:
+    """Goes on until the process is killed."""
+    ports = [int(port) for port in sys.argv[1].split(",")]
+    endpoints = sys.argv[2].split(",")
+    random = Random(sys.argv[4])
+    strangers = Strangers(ports, random)
+    members = Members(endpoints, sys.argv[3], random)
+    reported = 0.0
+    while True:
+        strangers.step()
+        members.step()
+        time.sleep(ROUND_SECONDS)
+        if time.monotonic() > reported + 1.0:
+            reported = time.monotonic()
+            print(json.dumps({"frames": strangers.frames + members.frames}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""A few seconds of each campaign; `make fuzz` has the rest."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from fuzz import TARGETS
+from fuzz_campaign import Leak, Tally, Target, Unit, run_batch
+
+SEED = 17
+INPUTS = 400  # of each target
+FILES = 40  # each is read by seven readers
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_hostile_input_ends_nothing_and_leaves_nothing(name: str) -> None:
+    if name == "permission":
+        pytest.importorskip("vllm")
+
+    inputs = FILES if name == "file" else INPUTS
+
+    def make(random: Random) -> Target:
+        target = TARGETS[name](random)
+        target.batch = inputs
+        return target
+
+    tally = Tally()
+    run_batch(name, make, SEED, 0, tally)
+    assert not tally.failures, tally.lines()
+    assert tally.frames + tally.bodies == inputs
+
+
+class FailingTarget:
+    """A target that fails at one input, or leaves something."""
+
+    unit: Unit = "frames"
+    batch = 10
+
+    def __init__(self, failure: Exception, after: int) -> None:
+        self.closed = False
+        self._failure = failure
+        self._after = after
+        self._values: list[float] = []
+
+    def feed(self, random: Random) -> None:
+        self._values.append(random.random())
+        if len(self._values) == self._after:
+            raise self._failure
+
+    def finish(self) -> None:
+        if self._after > self.batch:
+            raise self._failure
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_failure_is_counted_and_can_be_repeated() -> None:
+    tally = Tally()
+    first, second = (FailingTarget(ZeroDivisionError("found"), after=3) for _ in range(2))
+    run_batch("x", lambda _: first, 5, 7, tally)
+    run_batch("x", lambda _: second, 5, 7, tally)
+    assert first._values == second._values, "the same inputs"
+    assert (tally.deaths, tally.leaks, tally.frames) == (2, 0, 4)
+    assert first.closed and second.closed
+    [line] = tally.lines()
+    assert line.startswith("2 times: x: ZeroDivisionError at test_fuzz.py:")
+    assert line.endswith(
+        "after 2 inputs: found; python tests/fuzz/fuzz.py --target x --seed 5 --batch 7"
+    )
+
+
+def test_what_is_left_is_a_leak() -> None:
+    tally = Tally()
+    target = FailingTarget(Leak("an entry"), after=99)
+    run_batch("x", lambda _: target, 5, 7, tally)
+    assert (tally.deaths, tally.leaks, tally.frames) == (0, 1, 10)

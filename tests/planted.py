@@ -1009,7 +1009,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("up: a mirror that refuses ends all", "launcher/model_check.py", "    except errors.HfHubHTTPError:\n        return", "    except errors.HfHubHTTPError:\n        raise", "tests/launcher/test_up_flags.py"),
     ("up: a folder of Mistral's format is none", "launcher/model_check.py", '("config.json", "params.json")', '("config.json",)', "tests/launcher/test_up_flags.py"),
     ("sockets of another machine are removed", "transports/local_socket.py", '_base32(hashlib.sha256(machine_id().encode()).digest())', '"2345"', "tests/transports/test_local_socket.py"),
-    ("a drain takes a busy server for an ended one", "drain.py", "        except http_client.NotListening:", "        except ConfigError:", "tests/unit/test_drain.py"),
+    ("a drain takes a busy server for an ended one", "drain.py", "        except http_client.NoListener:", "        except ConfigError:", "tests/unit/test_drain.py"),
     ("pairs that have left stay without a scrape", "proxy/telemetry/metrics.py", "forgets pairs that have left.\"\"\"\n        self._keep_present_pairs()\n", "forgets pairs that have left.\"\"\"\n", "tests/proxy/telemetry/test_request_metrics.py::test_pairs_that_have_left_are_forgotten_without_a_scrape"),
     ("the folder of a socket has a name that engines refuse", "transports/local_socket.py", "DIGITS = 4 ", "DIGITS = 5 ", "tests/transports/test_local_socket.py"),
     ("the folder of a socket is open to other users", "transports/local_socket.py", "os.mkdir(path, 0o700)", "os.mkdir(path)", "tests/transports/test_local_socket.py"),

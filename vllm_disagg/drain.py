@@ -104,7 +104,7 @@ def _wait(url: str, requests: float, notice: float, timeout: float) -> int:
         try:
             requests = count_requests(url)
             state = f"{requests:g} requests"
-        except http_client.NotListening:
+        except http_client.NoListener:
             print(f"{url} has ended: no process listens there any more")
             return 0
         except ConfigError as error:

@@ -12,7 +12,7 @@ PAGE_TIMEOUT_SECONDS = 10.0
 MAX_PAGE_BYTES = 16 << 20
 
 
-class NotListening(ConfigError):
+class NoListener(ConfigError):
     """No process listens at the address."""
 
 
@@ -59,7 +59,7 @@ def headers(key: str = "") -> dict[str, str]:
 def get(
     url: str, path: str, server: str = "a vLLM, or a proxy in front of one", key_name: str = ""
 ) -> bytes:
-    """Requests a page of a `server`. Raises ConfigError on any failure, or its NotListening.
+    """Requests a page of a `server`. Raises ConfigError on any failure, or its NoListener.
 
     `key_name` names an environment variable with a key that takes precedence over OPENAI_API_KEY.
     """
@@ -69,7 +69,7 @@ def get(
         answer = connection.getresponse()
         content = answer.read(MAX_PAGE_BYTES)
     except ConnectionRefusedError as error:
-        raise NotListening(f"cannot reach {url}: {reason(error)}: is it running?") from None
+        raise NoListener(f"cannot reach {url}: {reason(error)}: is it running?") from None
     except (OSError, http.client.HTTPException, UnicodeError) as error:
         # UnicodeError: the name of the host is invalid.
         raise ConfigError(f"cannot reach {url}: {reason(error)}: is it running?") from None

@@ -1,7 +1,8 @@
 """Known GPUs and links, with the source of every figure, and vLLM's defaults on each GPU.
 
 Sources: NVIDIA data sheets (dense figures, without sparsity) as NVIDIA AIConfigurator and BLIS
-embed them. Memory is what CUDA reports as a GPU's total, up to 6 % from the data sheet's figure.
+embed them. Figures of GB200, GB300, RTX PRO 6000 and of AMD are those that third parties quote of
+the data sheets; they were not compared with the sheets. Memory is what CUDA reports as a GPU's total, up to 6 % from the data sheet's figure.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ GPUS = {
         # HGX B200 and HGX B300 data sheets.
         GpuType("b200", 2250e12, 8.0e12, 178.3 * GIB, 900e9, 1000.0, 2.0, 4.0),
         GpuType("b300", 2250e12, 8.0e12, 267.6 * GIB, 900e9, 1100.0, 2.0, 6.0),
-        # GB200 and GB300 NVL72 data sheets: 72 GPUs in one NVLink domain.
+        # GB200 and GB300 NVL72: 72 GPUs in one NVLink domain.
         GpuType("gb200", 2500e12, 8.0e12, 184.0 * GIB, 900e9, 1200.0, 2.0, 4.0, 72),
         GpuType("gb300", 2500e12, 8.0e12, 276.0 * GIB, 900e9, 1400.0, 2.0, 6.0, 72),
-        # RTX PRO 6000 Blackwell Server Edition data sheet; PCIe 5 x16 between GPUs.
+        # RTX PRO 6000 Blackwell Server Edition; PCIe 5 x16 between GPUs.
         GpuType("rtx-pro-6000", 500e12, 1.597e12, 94.9 * GIB, 64e9, 600.0, 2.0, 4.0),
-        # Instinct MI300X, MI325X and MI355X data sheets; Infinity Fabric, 7 links to the others.
+        # Instinct MI300X, MI325X and MI355X; Infinity Fabric, 7 links to the others.
         GpuType("mi300x", 1307e12, 5.3e12, 191.7 * GIB, 448e9, 750.0, 2.0),
         GpuType("mi325x", 1307e12, 6.0e12, 255.7 * GIB, 448e9, 1000.0, 2.0),
         GpuType("mi355x", 2500e12, 8.0e12, 287.6 * GIB, 537.6e9, 1400.0, 2.0, 4.0),

@@ -2,7 +2,8 @@
 
 Sources: NVIDIA data sheets (dense figures, without sparsity) as NVIDIA AIConfigurator and BLIS
 embed them. Figures of GB200, GB300, RTX PRO 6000 and of AMD are those that third parties quote of
-the data sheets; they were not compared with the sheets. Memory is what CUDA reports as a GPU's total, up to 6 % from the data sheet's figure.
+the data sheets; they were not compared with the sheets. Memory is what CUDA reports as a GPU's
+total, up to 6 % from the data sheet's figure.
 """
 
 from __future__ import annotations

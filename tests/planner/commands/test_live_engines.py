@@ -200,6 +200,8 @@ def test_engines_without_a_profile_are_one_line_each() -> None:
     assert "exports no step profile" in refused(without)
     restarted = {key: value + 1 for key, value in page.items()}
     assert "was restarted during the window" in refused(page, restarted)
+    unqueued = {key: value for key, value in page.items() if "queue_time" not in key[0]}
+    assert "has no vllm:request_queue_time_seconds" in refused(unqueued)
     info = {key: value for key, value in page.items() if "cache_config" not in key[0]}
     assert "0 times: its KV is not known" in refused(info)
     bad = info | {("vllm:cache_config_info", frozenset({("block_size", "None")})): 1.0}

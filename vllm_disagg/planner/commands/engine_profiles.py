@@ -106,6 +106,12 @@ def read(url: str, window: MetricWindow) -> EngineWindow:
     steps = window.increases(STEP_SUMS, "product")
     if min(steps.values()) < 0:
         raise ConfigError(f"--live: {url} was restarted during the window: run this command again")
+    for histogram in (QUEUE_SECONDS, PREFILL_SECONDS):
+        if not window.has(f"{histogram}_sum"):
+            raise ConfigError(
+                f"--live: {url}/metrics has no {histogram}, so the path is not known;"
+                " give --gpu, --profile or --coefficients"
+            )
     return EngineWindow(
         url=url,
         seconds=window.seconds,

@@ -65,14 +65,24 @@ def all_specs(groups: Sequence[Any]) -> list[Any]:
     return specs
 
 
+# Specs of caches in which all ranks hold one head. DeepSeek V4 has windows of both kinds of state:
+# of latent vectors, and of vectors that are not compressed yet.
+LATENT_SPECS = {"MLAAttentionSpec", "SlidingWindowMLASpec"}
+
+
 def is_latent(spec: Any) -> bool:
     """Returns whether a layer has multi-head latent attention (MLA): all ranks hold one head."""
-    return any(kind.__name__ == "MLAAttentionSpec" for kind in type(spec).__mro__)
+    return any(kind.__name__ in LATENT_SPECS for kind in type(spec).__mro__)
 
 
 def window(spec: Any) -> int:
-    """Returns the tokens of a layer's sliding window; 0 if vLLM keeps all of its tokens."""
-    return int(spec.sliding_window) if isinstance(spec, SlidingWindowSpec) else 0
+    """Returns how many of the last tokens vLLM keeps of a layer; 0 if it keeps all of them.
+
+    These are the sliding window, and what drafts of several modules need before it.
+    """
+    if not isinstance(spec, SlidingWindowSpec):
+        return 0
+    return int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
 
 
 def group_window(group: Any) -> int:
@@ -136,6 +146,41 @@ def before_adapters_load(note: Callable[[Any], None]) -> None:
 
     add_lora.noted_by = note  # type: ignore[attr-defined]
     EngineCore.add_lora = add_lora  # type: ignore[method-assign]
+
+
+def keep_kv_mapped() -> None:
+    """Makes vLLM refuse, in words, to unmap its KV cache while it runs.
+
+    A receiver may still read blocks of it. vLLM reports the refusal to the client, and goes on.
+    Connectors have no hook for this, so two methods of `EngineCore` are wrapped, once.
+    """
+    from vllm.v1.engine.core import EngineCore  # noqa: PLC0415 - it imports connectors
+
+    sleep = EngineCore.sleep
+    if getattr(sleep, "keeps_kv_mapped", False):
+        return
+
+    # vLLM converts a client's arguments by the signature, which `wraps` keeps.
+    @wraps(sleep)
+    def pause_only(self: Any, level: int = 1, *args: Any, **keywords: Any) -> Any:
+        if level > 0:  # 0 pauses the scheduler, and unmaps nothing
+            raise ConfigError(f"{KV_STAYS_MAPPED}: use level 0, or stop this engine")
+        return sleep(self, level, *args, **keywords)
+
+    pause_only.keeps_kv_mapped = True  # type: ignore[attr-defined]
+    EngineCore.sleep = pause_only  # type: ignore[method-assign]
+    if not hasattr(EngineCore, "release_kv_cache_memory"):  # before vLLM 0.32
+        return
+
+    def release_kv_cache_memory(self: Any) -> None:
+        raise ConfigError(f"{KV_STAYS_MAPPED}: stop this engine")
+
+    EngineCore.release_kv_cache_memory = release_kv_cache_memory  # type: ignore[method-assign]
+
+
+KV_STAYS_MAPPED = (
+    "DisaggConnector keeps the KV cache in memory, because other engines may still read it"
+)
 
 
 def before_blocks_change(vllm_config: Any, revoke: Callable[[Any], None]) -> None:

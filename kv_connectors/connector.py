@@ -87,6 +87,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         role = ROLES[str(self._kv_transfer_config.kv_role)]
         rank = compatibility.data_parallel_rank(vllm_config)
         compat.before_adapters_load(prompt_digest.note_adapter)
+        compat.keep_kv_mapped()
         self._scheduler = SchedulerSide(
             key,
             role,

@@ -15,6 +15,17 @@ from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet import keys
 
 CONNECTOR = "DisaggConnector"
+# Connectors that may not be children of MultiConnector beside this one, and why.
+_MOVES_KV_TOO = "also moves KV from P to D"
+REFUSED_SIBLINGS = {
+    "DisaggConnector": "may be there only once",
+    "NixlConnector": _MOVES_KV_TOO,
+    "NixlPullConnector": _MOVES_KV_TOO,
+    "NixlPushConnector": _MOVES_KV_TOO,
+    "MooncakeConnector": _MOVES_KV_TOO,
+    "MoRIIOConnector": _MOVES_KV_TOO,
+    "DecodeBenchConnector": "fills the cache with numbers that no model computed",
+}
 
 
 def install() -> None:
@@ -71,7 +82,25 @@ def settings_in(transfer: Any) -> list[dict[str, Any]]:
             )
         if child.get("kv_connector") == CONNECTOR:
             found.append(_settings(child.get("kv_connector_extra_config")))
+    if found:
+        _refuse_siblings([child.get("kv_connector") for child in children])
     return found
+
+
+def _refuse_siblings(names: list[Any]) -> None:
+    """Raises ConfigError for a child of MultiConnector that cannot work beside this connector.
+
+    Two connectors that answer a finished request with the same fields of `kv_transfer_params` end
+    vLLM's engine, and of two that load a request's KV only the first is called for.
+    """
+    names = list(names)
+    names.remove(CONNECTOR)
+    for name in names:
+        if reason := REFUSED_SIBLINGS.get(str(name)):
+            raise ConfigError(
+                f"kv_connector_extra_config: connectors of MultiConnector has {name} beside"
+                f" {CONNECTOR}, but {name} {reason}: leave one of them out"
+            )
 
 
 def _settings(extra: Any) -> dict[str, Any]:

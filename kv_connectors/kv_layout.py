@@ -277,11 +277,17 @@ def opaque_layout(
     facts = [describe_block(part) for part in parts]
     facts += [backend] if backend else []
     facts += [f"{getattr(spec, name, '')}" for name in ("shapes", "dtypes")]
+    window = compat.window(spec)
+    if window:
+        facts.append(f"window {window}")
+    tokens_per_vector = getattr(spec, "tokens_per_state", 1)
+    if tokens_per_vector > 1:  # compressed
+        facts.append(f"{tokens_per_vector} tokens a vector")
     digest = hashlib.sha256("; ".join(facts).encode()).hexdigest()[:12]
     form = f"{type(spec).__name__} {sum(rows)} B a block, {digest}"
     regions = [opaque(row) for row in rows]
     if compat.is_latent(spec):  # each rank holds the same
-        return LayerLayout(form, spec.block_size, rows, regions, group=group)
+        return LayerLayout(form, spec.block_size, rows, regions, group=group, window=window)
     return LayerLayout(form, STATE, rows, regions, 1, rank.rank, rank.size, group)
 
 

@@ -18,15 +18,37 @@ if TYPE_CHECKING:
 # Of "cuda" each worker proves at its start that it moves KV as vLLM does: see `gpu/proof.py`.
 KNOWN_DEVICES = ("cpu", "cuda")
 # Kinds of KV cache with exact results in tests, by vLLM's name.
-KNOWN_SPECS = {"FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "MambaSpec"}
+KNOWN_SPECS = {
+    "FullAttentionSpec",
+    "MLAAttentionSpec",
+    "SlidingWindowSpec",
+    "SlidingWindowMLASpec",
+    "MambaSpec",
+}
 KNOWN_STATES = {"MAMBA2", "GDN_ATTN"}
 REFUSED_SPECS = {
     "ChunkedLocalAttentionSpec": "chunked local attention was never tried",
+    "CircularBufferSpec": "the KV that is not compressed yet is in a ring of its own (DeepSeek"
+    " V4.1, Qwen4)",
     "CrossAttentionSpec": "encoder-decoder models were never tried",
+    "HiddenStateCacheSpec": "hidden states in the KV cache (extract_hidden_states) were never"
+    " tried",
+    "HiSparseHotSpec": "HiSparse keeps a part of the KV in a pool of its own",
+    "HiSparseResidentSpec": "HiSparse keeps a part of the KV in a pool of its own",
+    "RSWASpec": "reference sliding windows (R-SWA) were never tried",
+    "SinkFullAttentionSpec": "static attention sinks in the KV cache were never tried",
 }
 DRAFTS_WITHOUT_KV = {"ngram"}
-# Formats in which the blocks hold all of a token's KV, and scales are part of the weights.
-KNOWN_CACHE_DTYPES = {"auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"}
+# Formats in which the blocks hold all of a token's KV, and other scales are part of the weights.
+KNOWN_CACHE_DTYPES = {
+    "auto",
+    "float16",
+    "bfloat16",
+    "fp8",
+    "fp8_e4m3",
+    "fp8_e5m2",
+    "fp8_ds_mla",  # with scales beside each token's numbers, in the same block
+}
 
 
 def refuse_unsupported(
@@ -97,11 +119,6 @@ def _refuse_parallelism(parallel: Any) -> None:
 
 
 def _refuse_settings(vllm_config: VllmConfig) -> None:
-    # Sleep mode unmaps the KV cache, also blocks that a receiver still reads.
-    if vllm_config.model_config.enable_sleep_mode:
-        raise ConfigError(
-            "DisaggConnector does not support sleep mode: start without --enable-sleep-mode"
-        )
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
         raise ConfigError(
             "DisaggConnector compares weights when engines start, so they must not change later:"
@@ -134,6 +151,11 @@ def _refuse_specs(kv_cache_config: KVCacheConfig) -> None:
     for name in sorted({type(spec).__name__ for spec in specs} - KNOWN_SPECS):
         raise ConfigError(
             f"DisaggConnector does not support this model: {REFUSED_SPECS.get(name, name)}"
+        )
+    if any(getattr(spec, "bounded_replay", False) for spec in specs):
+        raise ConfigError(
+            "DisaggConnector does not support sliding windows that vLLM computes again after a"
+            " prefix from its cache: start with --no-swa-bounded-replay"
         )
     states = {spec.mamba_type.name for spec in specs if compat.is_state(spec)}
     for name in sorted(states - KNOWN_STATES):

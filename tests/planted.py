@@ -1066,4 +1066,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("fuzz: runs of half a number end D's driver", "transports/nixl/notes.py", "    if not note.runs or len(note.runs) % RUN_BYTES:\n", "    if not note.runs:\n", "tests/fuzz/test_fuzz.py::test_hostile_input_ends_nothing_and_leaves_nothing[nixl]"),
     ("fuzz: a forbidden field with an escape passes", "proxy/requests/bodies.py", "    return any(True for _ in _search_slices(_ESCAPE, json, len(\"\\\\u005\")))", "    return False", "tests/fuzz/test_fuzz.py::test_hostile_input_ends_nothing_and_leaves_nothing[body]"),
     ("fuzz: a closed connection keeps its bytes", "proxy/http/request_reader.py", "        self._share.release_all()\n", "        pass\n", "tests/fuzz/test_fuzz.py::test_hostile_input_ends_nothing_and_leaves_nothing[request]"),
+    ("a sibling that moves KV too", "kv_connectors/early_check.py", "        _refuse_siblings(", "        str(", "tests/connector/test_early_check.py"),
+    ("an engine with transfers sleeps", "kv_connectors/compat.py", "        if level > 0:", "        if False:", "tests/connector/test_compatibility.py"),
+    ("a window without the tokens that drafts need", "kv_connectors/compat.py", " + int(getattr(spec, \"extra_retained_tokens\", 0))", "", "tests/connector/test_kv_layout.py"),
 ]

@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
@@ -30,6 +31,8 @@ HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.bflo
 FULL = FullAttentionSpec(block_size=16, **HEADS)
 WINDOW = SlidingWindowSpec(block_size=16, sliding_window=20, **HEADS)
 LATENT = MLAAttentionSpec(block_size=16, **HEADS)
+LATENT_WINDOW = SlidingWindowMLASpec(block_size=16, sliding_window=20, **HEADS)
+REPLAYED = SlidingWindowMLASpec(block_size=16, sliding_window=20, bounded_replay=True, **HEADS)
 STATES: dict[str, Any] = {"block_size": 2048, "shapes": ((4,),), "dtypes": (torch.float32,)}
 STATE, CACHED = (
     MambaSpec(**STATES, mamba_cache_mode="none"),
@@ -53,9 +56,7 @@ def config(**change: Any) -> Any:
     return SimpleNamespace(
         device_config=SimpleNamespace(device_type=change.get("device", "cpu")),
         parallel_config=SimpleNamespace(**{**parallel, **change.get("parallel", {})}),
-        model_config=SimpleNamespace(
-            enable_sleep_mode=change.get("sleep", False), multimodal_config=change.get("images")
-        ),
+        model_config=SimpleNamespace(multimodal_config=change.get("images")),
         weight_transfer_config=change.get("weight_transfer"),
         aux_output_config=SimpleNamespace(enabled=change.get("routed_experts", False)),
         speculative_config=change.get("speculative"),
@@ -85,6 +86,7 @@ several = pytest.mark.skipif(
         pytest.param((STATE, FULL), marks=several),
         pytest.param((FULL, WINDOW), marks=several),
         pytest.param((WINDOW, WINDOW, FULL), marks=several),
+        pytest.param((LATENT, LATENT_WINDOW), marks=several),
     ],
 )
 @pytest.mark.parametrize(
@@ -93,6 +95,7 @@ several = pytest.mark.skipif(
         {},
         {"parallel": {"pipeline_parallel_size": 2}},
         {"dtype": "fp8"},
+        {"dtype": "fp8_ds_mla"},
         {"images": SimpleNamespace(mm_processor_cache_gb=0)},
         {"images": SimpleNamespace(mm_processor_cache_gb=4), "prefixes": False},
     ],
@@ -168,7 +171,7 @@ def test_the_last_stage_drafts(method: str, rank: int, stages: int, expected: bo
             (STATE,),
             "speculative decoding with Mamba",
         ),
-        ({"sleep": True}, (FULL,), "start without --enable-sleep-mode"),
+        ({}, (REPLAYED,), "start with --no-swa-bounded-replay"),
         ({"weight_transfer": object()}, (FULL,), "start without --weight-transfer-config"),
         ({"routed_experts": True}, (FULL,), "does not support --enable-return-routed-experts"),
         (
@@ -483,6 +486,30 @@ def test_an_adapter_in_a_home_folder_is_compared_by_its_files(
     monkeypatch.setenv("HOME", str(tmp_path))
     expanded = SimpleNamespace(lora_name="one", lora_path="~/a", lora_int_id=302)
     assert prompt_digest.digest_prompt(asked(expanded)) == prompt_digest.digest_prompt(asked(one))
+
+
+def test_an_engine_never_unmaps_its_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sleep mode may be on, as some fleets need its allocator; level 0 only pauses."""
+    levels: list[int] = []
+
+    def sleep(engine: Any, level: int = 1, mode: str = "abort") -> None:
+        levels.append(level)
+
+    monkeypatch.setattr(EngineCore, "sleep", sleep)
+    monkeypatch.setattr(EngineCore, "release_kv_cache_memory", lambda _: levels.append(9))
+    compat.keep_kv_mapped()
+    wrapped = EngineCore.sleep
+    compat.keep_kv_mapped()
+    assert EngineCore.sleep is wrapped
+    engine: Any = object()
+    for asleep in (lambda: wrapped(engine), lambda: wrapped(engine, 2, mode="keep")):
+        with pytest.raises(ConfigError, match="keeps the KV cache in memory"):
+            asleep()
+    with pytest.raises(ConfigError, match="stop this engine"):
+        EngineCore.release_kv_cache_memory(engine)
+    wrapped(engine, 0)
+    assert levels == [0]
+    assert inspect.signature(wrapped) == inspect.signature(sleep)
 
 
 def test_the_wrapped_add_lora_keeps_its_signature(monkeypatch: pytest.MonkeyPatch) -> None:

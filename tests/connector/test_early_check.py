@@ -95,6 +95,44 @@ def test_settings_of_another_shape_are_a_line(extra: object, words: str) -> None
     assert words in str(raised.value)
 
 
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    ("sibling", "words"),
+    [
+        ("NixlConnector", "NixlConnector also moves KV from P to D: leave one of them out"),
+        ("NixlPushConnector", "NixlPushConnector also moves KV"),
+        ("MooncakeConnector", "MooncakeConnector also moves KV"),
+        ("MoRIIOConnector", "MoRIIOConnector also moves KV"),
+        ("DisaggConnector", "DisaggConnector may be there only once"),
+        ("DecodeBenchConnector", "numbers that no model computed"),
+    ],
+)
+def test_siblings_that_serve_the_same_requests_are_refused(
+    sibling: str, words: str, first: bool
+) -> None:
+    children = [CHILD, {"kv_connector": sibling}]
+    extra = {"connectors": children if first else children[::-1]}
+    multi = SimpleNamespace(kv_connector="MultiConnector", kv_connector_extra_config=extra)
+    with pytest.raises(ConfigError) as raised:
+        early_check.settings_in(multi)
+    assert words in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "sibling", ["OffloadingConnector", "LMCacheConnectorV1", "MooncakeStoreConnector", "TheirOwn"]
+)
+def test_stores_of_kv_are_accepted_as_siblings(sibling: str) -> None:
+    extra = {"connectors": [{"kv_connector": sibling}, CHILD]}
+    multi = SimpleNamespace(kv_connector="MultiConnector", kv_connector_extra_config=extra)
+    assert early_check.settings_in(multi) == [{}]
+
+
+def test_connectors_of_others_may_be_together() -> None:
+    extra = {"connectors": [{"kv_connector": "NixlConnector"}] * 2}
+    multi = SimpleNamespace(kv_connector="MultiConnector", kv_connector_extra_config=extra)
+    assert early_check.settings_in(multi) == []
+
+
 def test_settings_may_be_null() -> None:
     multi = SimpleNamespace(kv_connector="MultiConnector", kv_connector_extra_config=None)
     assert early_check.settings_in(multi) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -274,6 +275,8 @@ def test_windows() -> None:
         block_size=128, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, sliding_window=64
     )
     assert compat.window(spec) == 64
+    drafted = dataclasses.replace(spec, extra_retained_tokens=2)
+    assert compat.window(drafted) == 66
     assert not compat.window(
         FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
     )

@@ -3,8 +3,9 @@
     python tests/gpu/layout_matrix.py [--json] [--every N]
 
 A case is an attention backend for GPUs, one of vLLM's KV layouts, a block size, a number format and
-a model: full attention, sliding windows beside it, MLA with and without an indexer, layers that
-share KV, layers that differ, SSM states beside attention, and P and D of different tensor
+a model: full attention, sliding windows beside it, MLA with and without an indexer, DeepSeek V4's
+caches, layers that share KV, layers that differ, SSM states beside attention, and P and D of
+different tensor
 parallelism, of different block sizes ("into 48": D has blocks of 48 tokens), or of both. vLLM
 chooses groups, kernel blocks, strides and padding, and allocates on the CPU. It also refuses cases;
 we may refuse none.
@@ -33,6 +34,9 @@ import before_vllm  # noqa: F401 - its name puts it before vLLM
 import plane_arithmetic
 import torch
 from vllm.config import CacheConfig
+from vllm.models.deepseek_v4.compressor import CompressorBackend
+from vllm.v1.attention.backends.mla.indexer import DeepseekV4IndexerBackend
+from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWABackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.utils import (
     get_supported_kv_cache_layouts,
@@ -44,7 +48,9 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
     get_kv_quant_mode,
     group_kernel_blocks,
 )
@@ -83,6 +89,14 @@ ATTENTION_MODELS = (
     "tp 1 to 2, into 48",
 )
 LATENT_MODELS = ("latent", "indexer", "shared", "tp 2 to 1")
+V4_MODELS = ("v4", "tp 2 to 1, v4")
+V4_BLOCK_SIZE = 256
+V4_BLOCKS = 40
+V4_BACKENDS = {
+    "states": CompressorBackend,
+    "indexer": DeepseekV4IndexerBackend,
+    "window": DeepseekSparseSWABackend,
+}
 HEADS = 2
 HEAD_SIZE = 16  # of backends that take any
 LAYERS = 3
@@ -132,14 +146,20 @@ def cases(known: dict[str, Any]) -> Iterator[Case]:
             for number, cache_dtype in enumerate(_cache_dtypes(backend)):
                 for model in models[: 1 if number else None]:
                     yield Case(name, layout, block_size, cache_dtype, model)
+        if not name.endswith("DSV4"):
+            continue
+        for layout, cache_dtype in product(KVCacheLayout, _cache_dtypes(backend)):
+            for model in V4_MODELS:
+                yield Case(name, layout, V4_BLOCK_SIZE, cache_dtype, model)
 
 
 def _cache_dtypes(backend: Any) -> list[str]:
-    """Returns two number formats of a backend: of 16 and of 8 bits, if it has both."""
+    """Returns number formats of a backend: of 16 and of 8 bits, and with scales in the block."""
     known = backend.supported_kv_cache_dtypes
     wide = [name for name in known if name in ("auto", "bfloat16")]
     narrow = [name for name in known if name not in ("auto", "float16", "bfloat16")]
-    return [*wide[:1], *narrow[:1]]
+    scaled = [name for name in narrow[1:] if name == "fp8_ds_mla"]
+    return [*wide[:1], *narrow[:1], *scaled]
 
 
 class HostRuntime:
@@ -185,6 +205,8 @@ class Rank:
 
 def specs(case: Case, backend: Any, heads: int) -> dict[str, Any]:
     """Returns vLLM's spec of each layer with KV of its own."""
+    if case.model.endswith("v4"):
+        return v4_specs(case)
     size = min(backend.get_supported_head_sizes() or [HEAD_SIZE])
     is_wide = case.cache_dtype in ("auto", "bfloat16")
     fields: dict[str, Any] = {
@@ -213,6 +235,49 @@ def specs(case: Case, backend: Any, heads: int) -> dict[str, Any]:
     return {f"model.layers.{at}.attn": other if at % 2 else plain for at in range(LAYERS)}
 
 
+def v4_specs(case: Case) -> dict[str, Any]:
+    """Returns specs as those of DeepSeek V4: `models/deepseek_v4` and `mla/sparse_swa.py`.
+
+    Layers compress 4 or 128 tokens to a vector; for each there are latent vectors, those of its
+    indexer, and its own tokens that are not compressed yet, beside a sliding window.
+    """
+    is_packed = case.cache_dtype == "fp8_ds_mla"
+    alignment = 576 if is_packed else 512
+    wide = case.cache_dtype in ("auto", "bfloat16")
+    shared: dict[str, Any] = {"num_kv_heads": 1, "max_tp_shards": 1, "alignment": alignment}
+    latent: dict[str, Any] = {
+        **shared,
+        "head_size": 512,
+        "dtype": torch.bfloat16 if wide else torch.uint8,
+        "cache_dtype_str": case.cache_dtype,
+        "model_version": "deepseek_v4",
+        "kv_quant_mode": get_kv_quant_mode(case.cache_dtype),
+        "state_content_bytes": 584 if is_packed else None,
+    }
+    indexer = {**shared, "head_size": INDEXER_BYTES, "dtype": torch.uint8}
+    states = {**shared, "dtype": torch.float32}
+    window = SlidingWindowMLASpec(block_size=64, sliding_window=128, **latent)
+    found: dict[str, Any] = {"model.layers.0.window": window}
+    for layer, (ratio, tokens, width) in enumerate(((4, 4, 2048), (128, 8, 1024)), start=1):
+        name = f"model.layers.{layer}"
+        size = V4_BLOCK_SIZE
+        reach = 2 * ratio if ratio == 4 else ratio
+        found[f"{name}.window"] = window
+        found[f"{name}.attn"] = MLAAttentionSpec(block_size=size, tokens_per_state=ratio, **latent)
+        found[f"{name}.states"] = SlidingWindowMLASpec(
+            block_size=tokens, sliding_window=reach, head_size=width, **states
+        )
+    found["model.layers.1.indexer"] = MLAAttentionSpec(
+        block_size=V4_BLOCK_SIZE, tokens_per_state=4, **indexer
+    )
+    return found
+
+
+def layer_backends(names: Sequence[str], backend: Any) -> dict[str, Any]:
+    """Returns the backend of each layer; DeepSeek V4's other caches have backends of their own."""
+    return {name: V4_BACKENDS.get(name.rpartition(".")[2], backend) for name in names}
+
+
 def allocated(
     case: Case, backend: Any, runtime: HostRuntime, number: int, size: int, blocks: int
 ) -> Rank:
@@ -226,13 +291,16 @@ def allocated(
     if case.model == "shared":  # as both runners do for layers that use another's KV
         views["model.layers.3.attn"] = views["model.layers.2.attn"]
         views["model.layers.4.attn"] = views["model.layers.1.attn"]
-    context = dict.fromkeys(views, SimpleNamespace(get_attn_backend=lambda: backend))
+    context = {
+        name: SimpleNamespace(get_attn_backend=lambda found=found: found)
+        for name, found in layer_backends(list(views), backend).items()
+    }
     vllm_config = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context=context)
     )
     rank = RankCache(number, size, {HEADS, 2 * HEADS} if case.model == "different" else {HEADS})
     found = device_layout(views, config.kv_cache_groups, config.num_blocks, rank, vllm_config)
-    assert found.names == sorted(own), f"layers are {found.names}"
+    assert sorted(found.names) == sorted(own), f"layers are {found.names}"
     raw = torch.empty(0, dtype=torch.uint8)
     raw.set_(next(iter(views.values())).untyped_storage())
     fill(raw, number + blocks)
@@ -272,16 +340,21 @@ def _by_vllm(
         model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="llama")),
     )
     layers = specs(case, backend, heads)
+    backend_of = layer_backends(list(layers), backend)
     os.environ["VLLM_KV_CACHE_LAYOUT"] = case.layout.name
-    supported = [layout.name for layout in get_supported_kv_cache_layouts([backend])]
+    used = list(dict.fromkeys(backend_of.values()))
+    supported = [layout.name for layout in get_supported_kv_cache_layouts(used)]
     resolve_kv_cache_layout(vllm_config, [supported], layers.values())
     groups = get_kv_cache_groups(vllm_config, layers)
     config = get_kv_cache_config_from_groups(vllm_config, groups, 1 << 40)
     by_group = []
     for group in groups:
         by_layer = getattr(group.kv_cache_spec, "kv_cache_specs", {})
-        of_group = {by_layer.get(name, group.kv_cache_spec) for name in group.layer_names}
-        by_group.append([SimpleNamespace(backend=backend, kv_cache_spec=spec) for spec in of_group])
+        of_group = {
+            (by_layer.get(name, group.kv_cache_spec), backend_of[name])
+            for name in group.layer_names
+        }
+        by_group.append([SimpleNamespace(backend=b, kv_cache_spec=spec) for spec, b in of_group])
     sizes = prepare_kernel_block_sizes(config, by_group)  # type: ignore[arg-type]
     views = allocate_kv_cache(
         config, torch.device("cpu"), cache_config.get_resolved_kv_cache_layout(), sizes
@@ -301,6 +374,8 @@ def group_blocks(
     found = []
     for group in config.kv_cache_groups:
         spec = group.kv_cache_spec
+        if isinstance(spec, UniformTypeKVCacheSpecs):
+            spec = spec.first_spec
         size = tokens if isinstance(spec, MambaSpec) else spec.block_size
         window = getattr(spec, "sliding_window", None)
         first = max(0, tokens - window) // size * size if window else cached_blocks * size
@@ -395,7 +470,7 @@ def is_right(case: Case, backend: Any, runtime: HostRuntime) -> bool:
     of_reader = case._replace(block_size=int(into)) if into else case
     is_other_size = of_reader.block_size != case.block_size
     tokens = case.block_size + 1
-    blocks = BLOCKS
+    blocks = V4_BLOCKS if case.model.endswith("v4") else BLOCKS
     if is_other_size:
         # Two blocks and a part of a third, of the larger ones; D has its own first one.
         tokens = 2 * max(case.block_size, of_reader.block_size) + 5

@@ -1000,4 +1000,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("digits of other scripts are a number", "setting_values.py", ", re.ASCII)", ")", "tests/unit/test_config.py"),
     ("a failure of DNS cuts running streams", "proxy/http/connection_pool.py", "socket.EAI_AGAIN, ", "", "tests/proxy/http/test_upstream.py"),
     ("workers each print one mistake", "proxy/main.py", "            AccessLog(settings.access_log).close()\n", "", "tests/proxy/workers/test_supervisor.py"),
+    ("a drain that outlived its instance stays", "proxy/requests/admin.py", "        if not is_known and not self._members.is_drained(url):", "        if not is_known:", "tests/proxy/membership/test_members.py::test_a_drain_that_outlives_its_instance_can_be_removed"),
+    ("the guard is a child of the launcher", "launcher/guard.py", "    if os.fork():\n", "    if False:\n", "tests/launcher/test_launcher_processes.py::test_kill_9_of_the_launcher_and_its_children_leaves_nothing"),
 ]

@@ -1069,4 +1069,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a sibling that moves KV too", "kv_connectors/early_check.py", "        _refuse_siblings(", "        str(", "tests/connector/test_early_check.py"),
     ("an engine with transfers sleeps", "kv_connectors/compat.py", "        if level > 0:", "        if False:", "tests/connector/test_compatibility.py"),
     ("a window without the tokens that drafts need", "kv_connectors/compat.py", " + int(getattr(spec, \"extra_retained_tokens\", 0))", "", "tests/connector/test_kv_layout.py"),
+    ("a drain that outlived its instance stays", "proxy/requests/admin.py", "        if not is_known and not self._members.is_drained(url):", "        if not is_known:", "tests/proxy/membership/test_members.py::test_a_drain_that_outlives_its_instance_can_be_removed"),
+    ("the guard is a child of the launcher", "launcher/guard.py", "    if os.fork():\n", "    if False:\n", "tests/launcher/test_launcher_processes.py::test_kill_9_of_the_launcher_and_its_children_leaves_nothing"),
 ]

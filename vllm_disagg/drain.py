@@ -26,7 +26,8 @@ from .errors import ConfigError
 from .fleet.keys import ADMIN_KEY
 
 URL = "VLLM_DISAGG_URL"  # environment variable with the server's address
-DRAIN_PATH = "/disagg/instances/drain"
+INSTANCES_PATH = "/disagg/instances"
+DRAIN_PATH = f"{INSTANCES_PATH}/drain"
 LOOK_SECONDS = 0.5
 # A request that has just left one queue may not be in the next one yet.
 IDLE_LOOKS = 2

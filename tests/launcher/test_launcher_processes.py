@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,26 @@ def test_kill_9_leaves_nothing(up: Callable[..., Up]) -> None:
     running = up("--never")
     running.wait_for_engines()
     running.process.kill()
+    eventually(lambda: running.left() == [])
+
+
+def children_of(pid: int) -> list[int]:
+    """Returns the processes that have this one as their parent."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            stat = (process / "stat").read_text()
+            if int(stat.rpartition(")")[2].split()[1]) == pid:
+                found.append(int(process.name))
+    return found
+
+
+def test_kill_9_of_the_launcher_and_its_children_leaves_nothing(up: Callable[..., Up]) -> None:
+    """Ray ends an actor in this way; the descendants of its children stay."""
+    running = up("--never")
+    running.wait_for_engines()
+    for pid in [*children_of(running.process.pid), running.process.pid]:
+        os.kill(pid, signal.SIGKILL)
     eventually(lambda: running.left() == [])
 
 

@@ -360,7 +360,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ScriptedChildren, Sim
     world = SimpleNamespace(now=100.0, is_ready=False, lines=[])
     clock = SimpleNamespace(monotonic=lambda: world.now)
     monkeypatch.setattr(main, "time", clock)
-    monkeypatch.setattr(main, "_probe", lambda _: (world.is_ready, ""))
+    monkeypatch.setattr(main, "probe", lambda _: (world.is_ready, ""))
     monkeypatch.setattr(main, "_say_ready", lambda *_: world.lines.append("ready"))
     command = plan.ChildCommand("proxy", ["true"], {}, "127.0.0.1", 1, "/health")
     launch: Any = SimpleNamespace(engines=[], proxy=command)

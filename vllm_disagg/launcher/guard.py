@@ -65,6 +65,9 @@ def _signal(processes: Collection[int], number: signal.Signals) -> None:
 
 def main() -> None:
     """Ends the groups when standard input closes."""
+    if os.fork():
+        # The rest is no child of the launcher: Ray kills the children of an actor that it ends.
+        return
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a signal for the launcher's group
     leaders = set[int]()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import http.client
 import os
 import signal
-import ssl
 import sys
 import time
 from collections.abc import Sequence
@@ -22,7 +20,7 @@ from . import config_file, flags, machine, model_check, plan
 from .backoff import RestartBackoff
 from .flags import add_arguments
 from .plan import ChildCommand, LaunchPlan, UpOptions
-from .processes import ChildExited, ChildOutput, ChildProcesses, SharedConsole
+from .processes import ChildExited, ChildOutput, ChildProcesses, SharedConsole, probe
 
 __all__ = ["add_arguments", "expand", "run"]
 
@@ -172,7 +170,7 @@ def _wait(
         now = time.monotonic()
         for command in commands:
             if command.name not in ready:
-                is_ready, answers[command.name] = _probe(command)
+                is_ready, answers[command.name] = probe(command)
                 if is_ready:
                     ready.add(command.name)
                     _say_ready(command, children, console)
@@ -265,7 +263,7 @@ class _Watch:
 
     def _check_started(self) -> None:
         for name in sorted(self._starting):
-            if _probe(self._commands[name])[0]:
+            if probe(self._commands[name])[0]:
                 self._starting.discard(name)
                 self._ready_at[name] = time.monotonic()
                 _say_ready(self._commands[name], self._children, self._console)
@@ -276,27 +274,6 @@ def _pause(children: ChildProcesses, signals: StopSignals) -> None:
     signals.check()
     children.check()
     time.sleep(POLL_SECONDS)
-
-
-def _probe(command: ChildCommand) -> tuple[bool, str]:
-    """Returns whether a child is ready, and its answer or the error."""
-    connection = http.client.HTTPConnection(command.host, command.port, timeout=2)
-    if command.is_https:
-        # The certificate is for the address that clients use, and the child is our own.
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-        connection = http.client.HTTPSConnection(
-            command.host, command.port, timeout=2, context=context
-        )
-    try:
-        connection.request("GET", command.ready)
-        answer = connection.getresponse()
-        return answer.status == 200, answer.read(1000).decode(errors="replace")
-    except (OSError, http.client.HTTPException) as error:
-        return False, str(error)
-    finally:
-        connection.close()
 
 
 def _announce(launch: LaunchPlan, options: UpOptions, admin_key_file: str, commands: str) -> None:

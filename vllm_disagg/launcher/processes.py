@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import re
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -276,7 +278,31 @@ class ChildProcesses:
         for child in self._children:
             child.process.poll()
             child.join()
-        self._guard.kill()
+            self._send_to_guard(-child.process.pid)
+        assert self._guard.stdin
+        with suppress(BrokenPipeError):
+            self._guard.stdin.close()  # the guard ends, and no group is left for it to end
         self._guard.wait()
         shutil.rmtree(self.directory, ignore_errors=True)
         local_socket.remove_stale()
+
+
+def probe(command: ChildCommand) -> tuple[bool, str]:
+    """Returns whether a child is ready, and its answer or the error."""
+    connection = http.client.HTTPConnection(command.host, command.port, timeout=2)
+    if command.is_https:
+        # The certificate is for the address that clients use, and the child is our own.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        connection = http.client.HTTPSConnection(
+            command.host, command.port, timeout=2, context=context
+        )
+    try:
+        connection.request("GET", command.ready)
+        answer = connection.getresponse()
+        return answer.status == 200, answer.read(1000).decode(errors="replace")
+    except (OSError, http.client.HTTPException) as error:
+        return False, str(error)
+    finally:
+        connection.close()

@@ -463,6 +463,27 @@ async def test_an_engine_registers_itself_and_says_goodbye() -> None:
         await until(lambda: gone(w, d.url))
 
 
+async def test_a_drain_that_outlives_its_instance_can_be_removed() -> None:
+    """A later engine may get the port of one that was drained and has said goodbye."""
+    async with (
+        engines("decode") as (d,),
+        world(prefill=0, decode=0, ready=False, registration=True, admin_key="root") as w,
+    ):
+        proxy = f"http://127.0.0.1:{w.port}"
+        old = Registration(proxy, KEY, "old", "decode", d.url)
+        await until(lambda: usable(w, d.url))
+        assert (await change(w, "POST", "/disagg/instances/drain", url=d.url))[0] == 200
+        await asyncio.to_thread(old.close)
+        await until(lambda: gone(w, d.url))
+        status, facts = await change(w, "DELETE", "/disagg/instances", url=d.url)
+        assert (status, facts["drained"]) == (200, False)
+        new = Registration(proxy, KEY, "new", "decode", d.url)
+        await until(lambda: usable(w, d.url))
+        await asyncio.to_thread(new.close)
+        await until(lambda: gone(w, d.url))
+        assert (await change(w, "DELETE", "/disagg/instances", url=d.url))[0] == 404
+
+
 async def test_a_registration_that_nobody_can_reach_changes_nothing() -> None:
     """A host name that cannot be encoded once ended the proxy."""
     async with world(prefill=0, registration=True) as w:

@@ -186,9 +186,13 @@ class Admin:
         return change.url
 
     def _known(self, url: str) -> str:
-        """Returns the URL of a known instance without its last slash; raises KeyError."""
+        """Returns the URL of a known instance without its last slash; raises KeyError.
+
+        A drained URL stays known: what its instance left behind can be removed.
+        """
         url = url.rstrip("/")
-        if self._members.role(url) is None and not self._members.sources(url):
+        is_known = self._members.role(url) is not None or self._members.sources(url)
+        if not is_known and not self._members.is_drained(url):
             raise KeyError(url)
         return url
 

@@ -1,7 +1,7 @@
 """Reads from vLLM's configuration the facts that two engines must share to exchange KV.
 
 Parallelism and block sizes may differ, so they are not among these facts. The workers add the
-layouts of their layers. Also finds the data parallel rank of an engine.
+layouts of their layers.
 """
 
 from __future__ import annotations
@@ -31,22 +31,6 @@ IMAGE_SETTINGS = (
 )
 IGNORED_MODEL_FIELDS = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 LLAMA_4_LIMIT_TOKENS = 32768  # `attn_temperature_tuning` differs for longer positions
-
-
-def data_parallel_rank(vllm_config: VllmConfig) -> int | None:
-    """Returns the X-data-parallel-rank that reaches this engine; None for a single engine.
-
-    vLLM configures each rank of a model without experts with size 1. The rank remains visible in
-    the suffix of the engine id.
-    """
-    parallel = vllm_config.parallel_config
-    rank = parallel.data_parallel_index
-    engine_id = str(vllm_config.kv_transfer_config.engine_id)
-    if parallel.data_parallel_external_lb or not engine_id.endswith(f"_dp{rank}"):
-        return None
-    if parallel.data_parallel_hybrid_lb:
-        return int(parallel.data_parallel_rank_local)
-    return int(rank)
 
 
 def layout(vllm_config: VllmConfig, compress: str = "off") -> dict[str, str]:

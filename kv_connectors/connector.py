@@ -24,7 +24,14 @@ from vllm_disagg.fleet.conventions import KV_ROLES
 from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.fleet.registration import Registration, register_all
 
-from . import compat, compatibility, engine_description, prompt_digest, supported
+from . import (
+    compat,
+    compatibility,
+    data_parallel,
+    engine_description,
+    prompt_digest,
+    supported,
+)
 from .metadata import FailedProof, Handshake, WorkerMetadata
 from .metrics import ConnectorPromMetrics, ConnectorStats
 from .scheduler import SchedulerSide, TransferLimits
@@ -85,7 +92,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         kv_cache_config: KVCacheConfig,
     ) -> None:
         role = ROLES[str(self._kv_transfer_config.kv_role)]
-        rank = compatibility.data_parallel_rank(vllm_config)
+        rank = data_parallel.shared_server_rank(vllm_config)
         compat.before_adapters_load(prompt_digest.note_adapter)
         compat.keep_kv_mapped()
         self._scheduler = SchedulerSide(
@@ -99,11 +106,13 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
                 bidirectional_reuse=compatibility.permits_bidirectional_reuse(vllm_config),
                 handover_patience=settings.lease,
                 handover_blocks=kv_cache_config.num_blocks // 2,
+                may_sleep=not data_parallel.computes_in_step(vllm_config),
             ),
         )
         if vllm_config.speculative_config is not None:
             self._scheduler.compute_seeded_requests()
-        self._register = lambda incarnation: register_all(settings, key, incarnation, role, rank)
+        header = rank.header if rank is not None else None
+        self._register = lambda incarnation: register_all(settings, key, incarnation, role, header)
 
     # Worker ---------------------------------------------------------------------------------------
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

@@ -11,6 +11,7 @@ import vllm
 
 from vllm_disagg.protocol.peers import EngineInfo
 
+from .data_parallel import SharedServerRank
 from .metadata import Handshake
 
 
@@ -19,7 +20,7 @@ def describe(
     role: str,
     layout: Mapping[str, str],
     *,
-    rank: int | None,
+    rank: SharedServerRank | None,
     permits_reuse: bool,
     failure_policy: str,
 ) -> EngineInfo:
@@ -27,6 +28,7 @@ def describe(
 
     `handshakes`: by pipeline stage, then by tensor parallel rank. The ranks of one stage hold the
     same layers. `role`: prefill, decode or both. `layout`: the facts of `compatibility.layout`.
+    `rank`: of an engine whose API server has several.
     `failure_policy`: vLLM's setting for failed loads.
     """
     names = "".join(handshake.worker.name for handshake in handshakes)
@@ -54,7 +56,8 @@ def describe(
             "layers": f"{len(layer_numbers)} ({digest})",
             "KV of a token": "; ".join(forms),
         },
-        rank=rank,
+        rank=rank.header if rank is not None else None,
+        label=rank.label if rank is not None else None,
         two_way=permits_reuse,
         version=vllm.__version__,
         failure_policy=failure_policy,

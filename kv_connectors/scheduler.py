@@ -24,6 +24,7 @@ from vllm_disagg.protocol.request_leg import CacheFacts
 
 from . import compat, engine_description
 from .admission import Admission, AdmittedRequest
+from .data_parallel import SharedServerRank
 from .metadata import Handshake, StepMetadata
 from .metrics import ConnectorStats
 from .missing_parameters import MissingParameters
@@ -44,6 +45,9 @@ log = logging.getLogger("vllm_disagg.scheduler")
 # earlier. On CPUs vLLM always runs its workers in processes, and a process that waits for another
 # one spins for a second. While the scheduler sleeps, the workers spin, on the cores to which they
 # are pinned. While the workers waited, the scheduler would spin, on any core.
+#
+# Data parallel ranks that compute in step do not sleep: all others wait for the dummy batch that
+# vLLM computes after such a step.
 IDLE_STEP_SLEEP_SECONDS = 0.002
 NORMAL_FINISH_STATUSES = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"}
 
@@ -56,6 +60,7 @@ class TransferLimits:
     handover_patience: float = 10.0  # seconds without progress after which D's load fails
     # Blocks that prompts handed over to other engines may hold together; None: no limit.
     handover_blocks: int | None = None
+    may_sleep: bool = True  # in a step that computes nothing, while a leg waits for KV
 
 
 class SchedulerSide:
@@ -68,20 +73,21 @@ class SchedulerSide:
         layout: dict[str, str],
         groups: Sequence[KVCacheGroupSpec],
         *,
-        rank: int | None = None,
+        rank: SharedServerRank | None = None,
         host: str = "127.0.0.1",
         limits: TransferLimits | None = None,
     ) -> None:
         """Creates the scheduler's half, without workers yet.
 
         `role`: prefill, decode or both. `layout`: the facts of `compatibility.layout`.
-        `rank`: the data parallel rank behind a common API server, None for a single engine.
+        `rank`: of an engine whose API server has several.
         `host`: the address of the workers themselves.
         """
         self._rank = rank
         self._role = role
         self._layout = layout
         limits = limits or TransferLimits()
+        self._may_sleep = limits.may_sleep
         specs = compat.all_specs(groups)
         has_states = any(compat.is_state(spec) for spec in specs)
         windows = [compat.group_window(group) for group in groups]
@@ -212,7 +218,8 @@ class SchedulerSide:
     def build_step_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """Returns the events for the workers that go with this step.
 
-        Sleeps `IDLE_STEP_SLEEP_SECONDS` if the step computes nothing and a leg waits for KV.
+        Sleeps `IDLE_STEP_SLEEP_SECONDS` if the step computes nothing and a leg waits for KV, unless
+        the limits forbid it.
         """
         self._step_profile.on_scheduled(output)
         for request_id in output.preempted_req_ids or ():
@@ -221,7 +228,8 @@ class SchedulerSide:
         if self._legs.legs:
             self._note_scheduled(output)
         events = self._legs.take_events()
-        if not output.num_scheduled_tokens and self._legs.waits_for_kv:
+        waits = not output.num_scheduled_tokens and self._legs.waits_for_kv
+        if waits and self._may_sleep:
             time.sleep(IDLE_STEP_SLEEP_SECONDS)
         return StepMetadata(
             sender_events=events.for_sender,

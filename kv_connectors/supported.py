@@ -102,12 +102,15 @@ def refuse_without_transfers(vllm_config: VllmConfig, difference: str) -> None:
 
 
 def _refuse_parallelism(parallel: Any) -> None:
-    # vLLM configures each rank of a model without experts with size 1.
-    if parallel.data_parallel_size > 1:
+    if parallel.enable_elastic_ep:
         raise ConfigError(
-            "DisaggConnector does not support data parallelism of models with experts (size"
-            f" {parallel.data_parallel_size}), whose ranks compute in step; run each as a"
-            " separate `vllm serve`, without --data-parallel-size"
+            "DisaggConnector was never tried with data parallel ranks that come and go: start"
+            " without --enable-elastic-ep"
+        )
+    if parallel.enable_fault_tolerance:
+        raise ConfigError(
+            "DisaggConnector was never tried with data parallel ranks that go on after another"
+            " one's death: start without --enable-fault-tolerance"
         )
     for stage in ("decode", "prefill"):
         size = getattr(parallel, f"{stage}_context_parallel_size", 1)

@@ -52,6 +52,8 @@ def config(**change: Any) -> Any:
         "data_parallel_size": 1,
         "decode_context_parallel_size": 1,
         "prefill_context_parallel_size": 1,
+        "enable_elastic_ep": False,
+        "enable_fault_tolerance": False,
     }
     return SimpleNamespace(
         device_config=SimpleNamespace(device_type=change.get("device", "cpu")),
@@ -94,6 +96,7 @@ several = pytest.mark.skipif(
     [
         {},
         {"parallel": {"pipeline_parallel_size": 2}},
+        {"parallel": {"data_parallel_size": 2}},
         {"dtype": "fp8"},
         {"dtype": "fp8_ds_mla"},
         {"images": SimpleNamespace(mm_processor_cache_gb=0)},
@@ -181,9 +184,24 @@ def test_the_last_stage_drafts(method: str, rank: int, stages: int, expected: bo
         ),
         ({"device": "xpu"}, (FULL,), "never tried with KV on xpu: it supports cpu and cuda"),
         (
-            {"parallel": {"data_parallel_size": 2}},
+            {"parallel": {"enable_elastic_ep": True}},
             (FULL,),
-            r"data parallelism of models with experts \(size 2\)",
+            "ranks that come and go: start without --enable-elastic-ep",
+        ),
+        (
+            {"parallel": {"enable_fault_tolerance": True}},
+            (FULL,),
+            "start without --enable-fault-tolerance",
+        ),
+        (
+            {"parallel": {"decode_context_parallel_size": 2}},
+            (LATENT,),
+            r"decode context parallelism yet \(size 2\); leave --decode-context-parallel-size at 1",
+        ),
+        (
+            {"parallel": {"prefill_context_parallel_size": 2}},
+            (FULL,),
+            "leave --prefill-context-parallel-size at 1",
         ),
     ],
 )
@@ -316,37 +334,6 @@ def test_weights_that_differ_in_one_matrix_differ(tmp_path: Path, name: str) -> 
     older = {name: fact for name, fact in ours.items() if name != "transfer protocol"}
     assert "transfer protocol is 5 on one side and unknown" in difference(ours, older)
     assert "weights" in difference(ours, engine("other", weights))
-
-
-@pytest.mark.parametrize(
-    ("engine_id", "modes", "rank"),
-    [
-        ("a1b2", {}, None),  # alone
-        ("a1b2_dp1", {}, 1),
-        ("a1b2_dp0", {"data_parallel_index": 0, "data_parallel_rank_local": 0}, 0),
-        ("a1b2_dp1", {"data_parallel_external_lb": True}, None),  # an API server of its own
-        (
-            "a1b2_dp5",
-            {"data_parallel_hybrid_lb": True, "data_parallel_index": 5},
-            1,
-        ),  # of the ranks on this machine
-    ],
-)
-def test_the_header_that_reaches_a_data_parallel_rank(
-    engine_id: str, modes: dict[str, Any], rank: int | None
-) -> None:
-    usual = {"data_parallel_index": 1, "data_parallel_rank_local": 1}
-    parallel = {
-        **usual,
-        "data_parallel_external_lb": False,
-        "data_parallel_hybrid_lb": False,
-        **modes,
-    }
-    made: Any = SimpleNamespace(
-        parallel_config=SimpleNamespace(**parallel),
-        kv_transfer_config=SimpleNamespace(engine_id=engine_id),
-    )
-    assert compatibility.data_parallel_rank(made) == rank
 
 
 def test_weights_on_the_hub_are_compared_by_name(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kv_connectors import compat, compatibility, connector, kv_layout
+from kv_connectors import compat, compatibility, connector, data_parallel, kv_layout
 from kv_connectors.connector import DisaggConnector
 from kv_connectors.metadata import FailedProof, StepMetadata
 from kv_connectors.scheduler import SchedulerSide
@@ -108,7 +108,8 @@ def test_an_engine_that_drafts_computes_seeded_requests(
     monkeypatch: pytest.MonkeyPatch, speculative: Any
 ) -> None:
     monkeypatch.setattr(compatibility, "layout", lambda vllm_config, compress: {})
-    monkeypatch.setattr(compatibility, "data_parallel_rank", lambda vllm_config: None)
+    monkeypatch.setattr(data_parallel, "shared_server_rank", lambda vllm_config: None)
+    monkeypatch.setattr(data_parallel, "computes_in_step", lambda vllm_config: False)
     monkeypatch.setattr(compatibility, "permits_bidirectional_reuse", lambda vllm_config: True)
     monkeypatch.setattr(compat, "before_adapters_load", lambda note: None)
     role = SimpleNamespace(kv_role="kv_consumer")
@@ -117,6 +118,28 @@ def test_an_engine_that_drafts_computes_seeded_requests(
     caches: Any = SimpleNamespace(kv_cache_groups=GROUPS, num_blocks=10)
     DisaggConnector._create_scheduler(engine, Config(), KEY, vllm_config, caches)
     assert engine._scheduler._admission.computes_seeded is (speculative is not None)
+    assert engine._scheduler._may_sleep
+
+
+def test_a_rank_in_step_never_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compatibility, "layout", lambda vllm_config, compress: {})
+    monkeypatch.setattr(compatibility, "permits_bidirectional_reuse", lambda vllm_config: True)
+    monkeypatch.setattr(compat, "before_adapters_load", lambda note: None)
+    transfer = SimpleNamespace(kv_role="kv_consumer", engine_id="a1b2_dp1")
+    parallel = SimpleNamespace(
+        data_parallel_size=2,
+        data_parallel_index=1,
+        data_parallel_external_lb=False,
+        data_parallel_hybrid_lb=False,
+    )
+    vllm_config: Any = SimpleNamespace(
+        speculative_config=None, parallel_config=parallel, kv_transfer_config=transfer
+    )
+    engine: Any = SimpleNamespace(_kv_transfer_config=transfer)
+    caches: Any = SimpleNamespace(kv_cache_groups=GROUPS, num_blocks=10)
+    DisaggConnector._create_scheduler(engine, Config(), KEY, vllm_config, caches)
+    assert not engine._scheduler._may_sleep
+    assert engine._scheduler._rank == data_parallel.SharedServerRank(1, 1)
 
 
 def test_counts_of_the_schedulers_half_are_reported_once() -> None:

@@ -18,6 +18,7 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from kv_connectors import prompt_digest, scheduler
+from kv_connectors.data_parallel import SharedServerRank
 from kv_connectors.metadata import Handshake
 from kv_connectors.scheduler import SchedulerSide, TransferLimits
 from vllm_disagg.fleet import grants, keys, used_grants
@@ -35,8 +36,8 @@ PLAN, NOBODY = reshard.plan([HOLDS], [HOLDS]), reshard.nothing(1, 1)
 GROUPS: Any = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))]
 
 
-def side(role: str, groups: Any = GROUPS, key: keys.FleetKey = KEY) -> SchedulerSide:
-    made = SchedulerSide(key, role, {"dtype": "bf16"}, groups)
+def side(role: str, groups: Any = GROUPS, key: keys.FleetKey = KEY, **more: Any) -> SchedulerSide:
+    made = SchedulerSide(key, role, {"dtype": "bf16"}, groups, **more)
     made.set_workers(
         [
             Handshake(
@@ -626,11 +627,11 @@ def test_with_a_state_p_computes_all_tokens_but_the_last() -> None:
 
 
 def test_the_description_has_the_data_parallel_rank() -> None:
-    made = SchedulerSide(KEY, "decode", {}, GROUPS, rank=1)
+    made = SchedulerSide(KEY, "decode", {}, GROUPS, rank=SharedServerRank(1, 5))
     made.set_workers([Handshake(P_WORKER, ["a", "b"])])
-    assert made.engine is not None and made.engine.rank == 1
+    assert made.engine is not None and (made.engine.rank, made.engine.label) == (1, 5)
     alone = side("decode").engine
-    assert alone is not None and alone.rank is None
+    assert alone is not None and (alone.rank, alone.label) == (None, None)
 
 
 # Bidirectional reuse ------------------------------------------------------------------------------
@@ -657,6 +658,15 @@ def test_a_step_sleeps_only_if_it_computes_nothing_and_a_leg_waits(clock: list[f
     d.on_load_finished("r1")
     d.build_step_metadata(step())
     assert clock[1:] == [scheduler.IDLE_STEP_SLEEP_SECONDS]
+
+
+def test_a_rank_that_waits_for_kv_keeps_no_other_rank_waiting(clock: list[float]) -> None:
+    """Ranks in step wait for its dummy batch, which comes after this step."""
+    d = side("decode", limits=TransferLimits(may_sleep=False))
+    asked = request("decode", d)
+    d.on_blocks_allocated(asked, ([4, 5, 6],), d.tokens_to_load(asked, 0) or 0)
+    d.build_step_metadata(step())
+    assert d._legs.waits_for_kv and clock[1:] == []
 
 
 def arrived(p: SchedulerSide) -> Any:

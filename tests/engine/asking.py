@@ -53,12 +53,24 @@ class Record:
 def ask(
     url: str, body: Body, path: str = "/v1/completions", timeout: float = TIMEOUT_SECONDS
 ) -> Record:
-    """Sends a request and returns the record of its answer."""
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=timeout)
+    """Sends a request and returns the record of its answer.
+
+    `url`: of a server, or URL@RANK of a data parallel rank.
+    """
+    return record(*post(url, body, path, timeout))
+
+
+def post(url: str, body: Body, path: str, timeout: float) -> tuple[int, Body]:
+    """Sends a request to a server, or to a data parallel rank; returns the status and answer."""
+    server, _, rank = url.removeprefix("http://").partition("@")
+    headers = {"content-type": "application/json"}
+    if rank:
+        headers["x-data-parallel-rank"] = rank
+    connection = http.client.HTTPConnection(server, timeout=timeout)
     try:
-        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+        connection.request("POST", path, json.dumps(body), headers)
         answer = connection.getresponse()
-        return record(answer.status, json.loads(answer.read()))
+        return answer.status, json.loads(answer.read())
     finally:
         connection.close()
 

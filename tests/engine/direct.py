@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import msgspec
-from asking import TIMEOUT_SECONDS, Body, Record, ask
+from asking import TIMEOUT_SECONDS, Body, Record, ask, post
 from engines import Engine
 
 from vllm_disagg.fleet import grants, keys
@@ -19,13 +17,18 @@ from vllm_disagg.protocol import peers
 class Legs:
     """A prefill engine, a decode engine, and the fleet's key."""
 
-    def __init__(self, key_file: str, prefill: Engine, decode: Engine) -> None:
+    def __init__(
+        self, key_file: str, prefill: Engine, decode: Engine, *, p_rank: int = 0, d_rank: int = 0
+    ) -> None:
+        """Probes both. `p_rank`, `d_rank`: of engines with data parallel ranks."""
         self.key = keys.load(key_file)
         self.prefill = prefill
         self.decode = decode
+        self.p_url = prefill.urls[p_rank]
+        self.d_url = decode.urls[d_rank]
         self._probed_at = time.monotonic()
-        self.p = probe(self.key, prefill)
-        self.d = probe(self.key, decode)
+        self.p = probe(self.key, self.p_url)
+        self.d = probe(self.key, self.d_url)
         assert not peers.difference(self.p.layout, self.d.layout)
         self._pool = ThreadPoolExecutor(64)
 
@@ -47,12 +50,12 @@ class Legs:
     def send_prefill(self, body: Body, transfer: str, grant: str = "") -> Future[Record]:
         """Starts a prefill leg; `grant`: another one than `mint` makes."""
         one = {**body, "max_tokens": 1, **with_grant(grant or self.mint("prefill", transfer))}
-        return self._pool.submit(ask, self.prefill.url, one)
+        return self._pool.submit(ask, self.p_url, one)
 
     def send_decode(self, body: Body, transfer: str, **more: object) -> Future[Record]:
         """Starts a decode leg; `more`: fields of its grant."""
         return self._pool.submit(
-            ask, self.decode.url, {**body, **with_grant(self.mint("decode", transfer, **more))}
+            ask, self.d_url, {**body, **with_grant(self.mint("decode", transfer, **more))}
         )
 
     def ask(self, body: Body) -> Record:
@@ -68,26 +71,18 @@ class Legs:
         self._pool.shutdown()
 
 
-def probe(key: keys.FleetKey, engine: Engine) -> peers.EngineInfo:
+def probe(key: keys.FleetKey, url: str) -> peers.EngineInfo:
     """Returns an engine's description; a first probe finds the incarnation for the second."""
-    card = _probe(key, engine, "", 0.0)
+    card = _probe(key, url, "", 0.0)
     assert not card.keys() - {"incarnation", "clock", "rank"}, card
-    return msgspec.convert(
-        _probe(key, engine, card["incarnation"], card["clock"] + 60.0), peers.EngineInfo
-    )
+    found = _probe(key, url, card["incarnation"], card["clock"] + 60.0)
+    return msgspec.convert(found, peers.EngineInfo)
 
 
-def _probe(key: keys.FleetKey, engine: Engine, name: str, until: float) -> dict[str, Any]:
+def _probe(key: keys.FleetKey, url: str, name: str, until: float) -> dict[str, Any]:
     grant = grants.mint(key, grants.Grant(2, "probe", grants.new_transfer(), name, until=until))
-    connection = http.client.HTTPConnection("127.0.0.1", engine.port, timeout=TIMEOUT_SECONDS)
     asked = {"model": "tiny", "prompt": "x", "max_tokens": 1, **with_grant(grant)}
-    try:
-        connection.request(
-            "POST", "/v1/completions", json.dumps(asked), {"content-type": "application/json"}
-        )
-        answer = json.loads(connection.getresponse().read())
-    finally:
-        connection.close()
+    _, answer = post(url, asked, "/v1/completions", TIMEOUT_SECONDS)
     return dict(answer["kv_transfer_params"][grants.ANSWER_KEY])
 
 

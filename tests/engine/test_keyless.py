@@ -88,7 +88,10 @@ def test_an_insecure_engine_says_so_and_dials_only_this_machine(main: Main) -> N
         ):
             began = time.monotonic()
             expect_same(
-                ask(engine.url, {**asked, **with_grant(forged(probe(EVERYBODY, engine), to, to))}),
+                ask(
+                    engine.url,
+                    {**asked, **with_grant(forged(probe(EVERYBODY, engine.url), to, to))},
+                ),
                 plain,
             )
             assert time.monotonic() - began < 10

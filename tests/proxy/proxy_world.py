@@ -153,6 +153,7 @@ class ScriptedEngine:
         self.workers = 1
         self.ranks = 0  # data parallel ones behind this server
         self.names_ranks = True  # to the proxy
+        self.first_rank = 0  # of the ranks here, by which metrics name them
         self.rankless: tuple[str, ...] = ()  # paths at which requests go to any rank
         self.turn = 0
         self.two_way = False
@@ -214,7 +215,13 @@ class ScriptedEngine:
             for i in range(self.workers)
         ]
         engine = EngineInfo(
-            self.incarnation + of, self.role, workers, self.layout, rank, two_way=self.two_way
+            self.incarnation + of,
+            self.role,
+            workers,
+            self.layout,
+            rank,
+            two_way=self.two_way,
+            label=None if rank is None else self.first_rank + rank,
         )
         return msgspec.to_builtins(engine) | {"clock": self.clock}
 
@@ -305,7 +312,7 @@ class ScriptedEngine:
         uses = [self.kv_use, *[0.0] * (self.ranks - 1)]
         lines = [
             f'vllm:kv_cache_usage_perc{{engine="{at}",model_name="m"}} {use}'
-            for at, use in enumerate(uses)
+            for at, use in enumerate(uses, self.first_rank)
         ]
         if self.steps is not None:
             lines.append(

@@ -43,6 +43,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     clock: float = 0.0
     version: str = ""  # of vLLM, for operators
     failure_policy: str = ""  # vLLM's kv_load_failure_policy, for operators
+    label: int | None = None  # with a rank: the value of `engine` in its API server's metrics
 
     @property
     def transports(self) -> list[str]:

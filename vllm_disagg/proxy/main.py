@@ -161,7 +161,7 @@ def _status_feed(
     traffic = KvTraffic()
 
     def on_metrics_read(instance: Instance, page: bytes, now: float) -> None:
-        traffic.on_metrics_read(instance.url, instance.rank, page, now)
+        traffic.on_metrics_read(instance.url, instance.metrics_label, page, now)
 
     def clock() -> Clock:
         return Clock(asyncio.get_running_loop().time(), time.time())

@@ -1,6 +1,5 @@
 """Data parallel ranks: each is an instance, URL@RANK, and each of its requests names the rank."""
 
-import asyncio
 import json
 from collections.abc import Callable
 
@@ -126,18 +125,25 @@ async def test_responses_are_split_between_others_only() -> None:
         assert (await w.post("/v1/responses", body)).json()["leg"] == "whole"
 
 
-async def test_each_ranks_kv_cache_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("first", [0, 1, 2])  # rank of the engine at this API server
+async def test_each_ranks_kv_cache_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
     monkeypatch.setattr("vllm_disagg.proxy.membership.discovery.CACHE_POLL_SECONDS", 0.03)
-    async with world(prepare=ranks("d0")) as w:
-        w.d.kv_use = 0.95  # rank 0's
 
-        async def elsewhere() -> bool:
-            assert (await w.post()).status == 200
-            return w.d.calls[-1].rank == 1
+    def prepare(w: World) -> None:
+        ranks("d0")(w)
+        w.d.first_rank = first
+        w.d.kv_use = 0.95  # rank 0's of this server
 
-        await until(elsewhere)
-        await asyncio.sleep(0.1)
-        w.d.calls.clear()
+    async with world(prepare=prepare) as w:
+
+        async def is_read() -> bool:
+            rows = (await w.get("/disagg/instances")).json()
+            usage = {row["url"]: row["kv_cache_usage"] for row in rows}
+            return [usage[url] for url in w.d.urls] == [0.95, 0.0]
+
+        await until(is_read)
         for at in range(6):
             assert (await w.post(prompt=f"{at} different")).status == 200
         assert {call.rank for call in w.d.calls} == {1}

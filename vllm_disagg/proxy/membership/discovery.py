@@ -484,11 +484,11 @@ class Discovery:
         )
         try:
             page = await self._request(instance, "GET", "/metrics", timeout=PROBE_TIMEOUT_SECONDS)
-            usages = _values(_KV_CACHE_USAGE, page, instance.rank)
+            usages = _values(_KV_CACHE_USAGE, page, instance.metrics_label)
             instance.kv_cache_usage = max(usages, default=0.0)
             instance.is_usage_known = bool(usages)
             self.on_metrics_read(instance, page, now())
-            waiting = _values(_WAITING, page, instance.rank)
+            waiting = _values(_WAITING, page, instance.metrics_label)
             instance.waiting_in_engine = sum(waiting) if waiting else None
         except (Unreachable, TimeoutError, _UnexpectedAnswer, ValueError):
             instance.kv_cache_usage = (
@@ -498,7 +498,8 @@ class Discovery:
             instance.waiting_in_engine = None
             return
         if step_due:
-            verdict = instance.step_monitor.on_metrics_read(fingerprint(page, instance.rank), now())
+            numbers = fingerprint(page, instance.metrics_label)
+            verdict = instance.step_monitor.on_metrics_read(numbers, now())
             if verdict is StepVerdict.NUDGE:
                 self._nudge(instance)
 
@@ -576,9 +577,9 @@ class Discovery:
                 _log_mismatch(instance, other)
 
 
-def _values(series: re.Pattern[bytes], page: bytes, rank: int | None) -> list[float]:
+def _values(series: re.Pattern[bytes], page: bytes, label: int | None) -> list[float]:
     """Returns the values of a series on a metrics page; of one data parallel rank, if given."""
-    rank_label = b"" if rank is None else b'engine="%d"' % rank
+    rank_label = b"" if label is None else b'engine="%d"' % label
     return [float(value) for labels, value in series.findall(page) if rank_label in labels]
 
 

@@ -125,6 +125,16 @@ class Instance:
         self.unavailable_reason = self._role_problem(refusal)
         self.can_transfer = not self.unavailable_reason
 
+    @property
+    def metrics_label(self) -> int | None:
+        """The value of `engine` in its server's metrics; None for a server with one engine.
+
+        A server of some ranks of an engine counts them from 0, and its metrics do not.
+        """
+        if self.rank is None or self.engine is None or self.engine.label is None:
+            return self.rank
+        return self.engine.label
+
     def _is_new_incarnation(self, engine: EngineInfo | None) -> bool:
         """Whether another process may run than at the last probe; True if either is unknown."""
         if not self.up or not self.engine or not engine:

@@ -250,6 +250,14 @@ class RooflineBefore:
         attention = self._square * squares + self._slope * (contexts + n)
         return self._linear(tokens + n, n + 1) + attention
 
+    def least_prompt(self, tokens: int) -> tuple[float, float]:
+        """Returns no bound: no placement is searched by these times."""
+        return 0.0, 0.0
+
+    def least_added_prompt(self) -> tuple[float, float]:
+        """Returns no bound either."""
+        return 0.0, 0.0
+
 
 def simulated(run: MeasuredRun, steps: LatencyModel, path: PathDelay) -> RunTimes:
     """Simulates the closed loop of a run; returns the mean TTFT and TPOT."""

@@ -21,4 +21,4 @@ def plant(path: Path, old: str, new: str) -> None:
             return read(loader, name)
         return loader.source_to_code(text.encode(), str(path))
 
-    SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
+    SourceFileLoader.get_code = get_code  # type: ignore[assignment,method-assign]

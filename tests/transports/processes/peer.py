@@ -135,7 +135,7 @@ class Liar:
             from vllm_disagg.transports.nixl import notes as nixl_notes
 
             honest = nixl_notes.AgentInfo
-            nixl_notes.AgentInfo = lambda regions, **others: honest(
+            nixl_notes.AgentInfo = lambda regions, **others: honest(  # type: ignore[assignment,misc]
                 regions=[*regions, (1, 1 << 40)], **others
             )
         return super().regions()  # type: ignore[misc]
@@ -160,7 +160,7 @@ def digest(memory: HostMemory, blocks: int) -> str:
     found = hashlib.blake2b()
     for layer in memory.planes:
         for plane in layer:
-            found.update(np.ascontiguousarray(plane[:blocks]))
+            found.update(np.ascontiguousarray(plane[:blocks]).tobytes())
     return found.hexdigest()
 
 

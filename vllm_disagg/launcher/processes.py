@@ -232,6 +232,7 @@ class ChildProcesses:
             stderr=subprocess.DEVNULL,
             process_group=0,
         )
+        self._guard.wait()  # until it is no child of this process, and ready
         return self
 
     def start(self, command: ChildCommand, argv: list[str]) -> None:
@@ -282,7 +283,6 @@ class ChildProcesses:
         assert self._guard.stdin
         with suppress(BrokenPipeError):
             self._guard.stdin.close()  # the guard ends, and no group is left for it to end
-        self._guard.wait()
         shutil.rmtree(self.directory, ignore_errors=True)
         local_socket.remove_stale()
 

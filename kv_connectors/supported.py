@@ -112,6 +112,12 @@ def _refuse_parallelism(parallel: Any) -> None:
             "DisaggConnector was never tried with data parallel ranks that go on after another"
             " one's death: start without --enable-fault-tolerance"
         )
+    # Each half of a batch passes all layers: the end of a layer is not the end of its KV.
+    if parallel.enable_dbo or parallel.ubatch_size > 1:
+        raise ConfigError(
+            "DisaggConnector was never tried with steps that vLLM computes in parts: start without"
+            " --enable-dbo and --ubatch-size"
+        )
     for stage in ("decode", "prefill"):
         size = getattr(parallel, f"{stage}_context_parallel_size", 1)
         if size > 1:

@@ -51,6 +51,8 @@ FLAGS: dict[str, tuple[str, Any]] = {
     "hybrid_lb": ("data-parallel-hybrid-lb", False),
     "experts": ("enable-expert-parallel", False),
     "kv_cache_dtype": ("kv-cache-dtype", "auto"),
+    "dbo": ("enable-dbo", False),
+    "elastic_experts": ("enable-elastic-ep", False),
     "sleep_mode": ("enable-sleep-mode", False),
     "prefix_caching": ("enable-prefix-caching", False),
 }
@@ -135,6 +137,10 @@ def engine_config(row: dict[str, str]) -> Any:
         "prefill_context_parallel_size": 1,
         "data_parallel_hybrid_lb": row["hybrid_lb"] == "True",
         "enable_expert_parallel": row["experts"] == "True",
+        "enable_elastic_ep": row["elastic_experts"] == "True",
+        "enable_fault_tolerance": False,
+        "enable_dbo": row["dbo"] == "True",
+        "ubatch_size": 0,
     }
     draft = SimpleNamespace(tensor_parallel_size=int(row["tp"]))
     return SimpleNamespace(

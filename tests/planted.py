@@ -1080,4 +1080,5 @@ MUTANTS: list[tuple[str, ...]] = [
     ("data parallel ranks outlive another one", "kv_connectors/supported.py", "    if parallel.enable_fault_tolerance:\n", "    if False:\n", "tests/connector/test_compatibility.py"),
     ("ranks share the tokens of a prompt", "kv_connectors/supported.py", "        if size > 1:\n", "        if False:\n", "tests/connector/test_compatibility.py"),
     ("ranks in step may sleep", "kv_connectors/connector.py", "may_sleep=not data_parallel.computes_in_step(vllm_config),", "may_sleep=True,", "tests/connector/test_connector.py"),
+    ("a step that is computed in parts is served", "kv_connectors/supported.py", "    if parallel.enable_dbo or parallel.ubatch_size > 1:\n", "    if False:\n", "tests/connector/test_compatibility.py"),
 ]

@@ -54,6 +54,8 @@ def config(**change: Any) -> Any:
         "prefill_context_parallel_size": 1,
         "enable_elastic_ep": False,
         "enable_fault_tolerance": False,
+        "enable_dbo": False,
+        "ubatch_size": 0,
     }
     return SimpleNamespace(
         device_config=SimpleNamespace(device_type=change.get("device", "cpu")),
@@ -193,6 +195,8 @@ def test_the_last_stage_drafts(method: str, rank: int, stages: int, expected: bo
             (FULL,),
             "start without --enable-fault-tolerance",
         ),
+        ({"parallel": {"enable_dbo": True}}, (FULL,), "computes in parts: start without"),
+        ({"parallel": {"ubatch_size": 2}}, (FULL,), "start without --enable-dbo and --ubatch-size"),
         (
             {"parallel": {"decode_context_parallel_size": 2}},
             (LATENT,),

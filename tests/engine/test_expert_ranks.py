@@ -51,6 +51,8 @@ class Case:
 
     def flags(self, ranks: int) -> list[str]:
         more = [WITH_EXPERTS] if self.has_remote_experts and ranks else []
+        if self.kind == "mla":  # that for AMX has no float32
+            more += ["--attention-backend", "CPU_MLA"]
         return [*EXACT[self.kind][1:], *FLOAT32, *more]
 
     def engine(self, machine: Machine, name: str, ranks: int, *, cpu: str, role: str) -> Engine:

@@ -104,7 +104,10 @@ def test_a_shortlist_has_the_best_of_all_placements(monkeypatch: pytest.MonkeyPa
     short = optimizer.search_by(scenario, placements, 1, 1, _quiet, {}, criteria)
     for units, found, best in zip(criteria, short, brute, strict=True):
         assert len(best) > 20
-        assert found[0].value(units) >= (1 - 2 * scenario.tolerance) * best[0].value(units)
+        # Both values from one sample: a shortlist's finalists are simulated longer.
+        values = {score.placement: score.value(units) for score in best}
+        shortest = values[found[0].placement]
+        assert shortest >= (1 - 2 * scenario.tolerance) * best[0].value(units)
 
 
 def test_a_bisection_finds_the_price_of_trying_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,6 @@ MAX_ANSWER_TOKENS = 12
 SETTLE_ROUNDS = 3000
 MOVE_SECONDS = (0.0005, 0.002, 0.02)
 ROUND_SECONDS = 0.05
-IDLE_ROUND_SECONDS = 0.4  # of a round in which all wait for a deadline
 COMMANDS = ("pause and keep", "pause and wait", "pause and abort")
 
 
@@ -487,8 +486,6 @@ class SchedulerWorld:
 
     def _play_round(self) -> None:
         """Lets everybody do what can be done now."""
-        steps = self.counts["steps"]
-        is_quiet = not self._network
         for engine in self.engines:
             for _ in range(3):
                 engine.take_turn()
@@ -499,9 +496,7 @@ class SchedulerWorld:
         self._move_bytes()
         for driver in self._drivers.values():
             driver.take_turn()
-        # Deadlines of many seconds would else cost most of a world's time.
-        is_quiet = is_quiet and not self._network and self.counts["steps"] == steps
-        self.now += IDLE_ROUND_SECONDS if is_quiet else ROUND_SECONDS
+        self.now += ROUND_SECONDS
 
     def _check_end(self) -> None:
         """Raises AssertionError for anything that is left."""

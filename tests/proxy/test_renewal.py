@@ -207,7 +207,8 @@ async def test_the_signal_does_not_end_the_proxy(tmp_path: Path, workers: int) -
     try:
         assert process.stdout
         w.port = int((await process.stdout.readline()).decode().rsplit(":", 1)[1])
-        await w.until_ready()
+        for _ in range(10 * workers):  # each connection reaches one of the workers
+            await w.until_ready()
         client = await w.start(stream=True)
         await client.reader.readuntil(b"data: a\n\n")
         shutil.move(log, tmp_path / "access.log.1")

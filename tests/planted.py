@@ -1026,7 +1026,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a bound counts requests that may miss", "planner/search/bounds.py", "        kept = sorted(costs)[: max(0, len(costs) - allowed)]\n", "        kept = [2 * cost for cost in costs]\n", "tests/property/test_planner_bounds.py"),
     ("a placement holds a rate that a sample misses", "planner/search/demand.py", "        if result.stopped:\n            return None\n", "", "tests/planner/commands/test_plan_demand.py"),
     ("the most in all is the most per GPU", "planner/search/optimizer.py", "    return 1.0\n", "    return float(placement.gpus)\n", "tests/planner/search/test_planner_search.py::test_the_most_in_all_may_be_less_per_gpu"),
-    ("a price of 0 is taken", "planner/commands/criteria.py", "not 0 < price < float(\"inf\")", "not 0 <= price < float(\"inf\")", "tests/planner/commands/test_plan_demand.py"),
+    ("a price of 0 is taken", "planner/commands/criteria.py", "not 0 < price <= MAX_PRICE", "not 0 <= price <= MAX_PRICE", "tests/planner/commands/test_plan_demand.py"),
     ("a typo in a price file is ignored", "planner/commands/criteria.py", "        if name.lower() not in hardware.GPUS:\n", "        if False:\n", "tests/planner/commands/test_plan_demand.py"),
     ("a limit of p99 ends no simulation", "planner/simulation/simulator.py", "        if self._tail_misses[limit] > self._allowed_in_tail:\n", "        if False:\n", "tests/planner/commands/test_plan_demand.py"),
     ("a prompt that fits makes a request short", "planner/simulation/workload.py", "row.prompt + row.answer <= tokens", "row.prompt <= tokens", "tests/planner/commands/test_plan_demand.py"),
@@ -1081,4 +1081,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("ranks share the tokens of a prompt", "kv_connectors/supported.py", "        if size > 1:\n", "        if False:\n", "tests/connector/test_compatibility.py"),
     ("ranks in step may sleep", "kv_connectors/connector.py", "may_sleep=not data_parallel.computes_in_step(vllm_config),", "may_sleep=True,", "tests/connector/test_connector.py"),
     ("a step that is computed in parts is served", "kv_connectors/supported.py", "    if parallel.enable_dbo or parallel.ubatch_size > 1:\n", "    if False:\n", "tests/connector/test_compatibility.py"),
+    ("plan --rate: a burst gets a verdict", "planner/search/demand.py", "    return msgspec.structs.replace(result, missing=needed)\n", "    return result\n", "tests/planner/commands/test_plan_demand.py"),
+    ("plan --live: a rank's address is asked for a page", "planner/commands/live.py", "        _refuse_ranks([*prefills, *decodes])\n", "        pass\n", "tests/planner/commands/test_plan_live.py"),
 ]

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,3 +81,17 @@ def in_stream(raw: bytes) -> Result:
             text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
             finish = choice["finish_reason"] or finish
     return Result(text, finish, usage, len(ids))
+
+
+@contextmanager
+def running(client: Callable[[int], None], count: int, stop: threading.Event) -> Iterator[None]:
+    """Runs clients in threads, each with its number; sets `stop` and waits for them at the end."""
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()

@@ -12,13 +12,12 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import pytest
 from asking import english, tally, tokens
-from chaos_client import CLEAN, Job, Result, ask
+from chaos_client import CLEAN, Job, Result, ask, running
 from conftest import Machine
 from engines import Engine, Proxy, get, wait
 
@@ -77,17 +76,8 @@ class Load:
         self._stop = threading.Event()
         self.phases = [Phase("undisturbed")]
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        threads = [threading.Thread(target=self._client, args=(at,)) for at in range(CLIENTS)]
-        for thread in threads:
-            thread.start()
-        try:
-            yield
-        finally:
-            self._stop.set()
-            for thread in threads:
-                thread.join()
+    def running(self) -> AbstractContextManager[None]:
+        return running(self._client, CLIENTS, self._stop)
 
     def _client(self, at: int) -> None:
         while not self._stop.is_set():

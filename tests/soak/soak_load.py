@@ -7,13 +7,13 @@ import json
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from asking import english, tokens
-from chaos_client import CLEAN, Job, Result, ask
+from chaos_client import CLEAN, Job, Result, ask, running
 from verdicts import RequestEnding, Verdict, VerdictLedger, judge
 
 CLIENTS = 4
@@ -79,18 +79,9 @@ class SoakLoad:
         self._stop = threading.Event()
         self._lock = threading.Lock()
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Runs the clients; waits for their last answers at the end."""
-        threads = [threading.Thread(target=self._ask, args=(n,)) for n in range(CLIENTS)]
-        for thread in threads:
-            thread.start()
-        try:
-            yield
-        finally:
-            self._stop.set()
-            for thread in threads:
-                thread.join()
+    def running(self) -> AbstractContextManager[None]:
+        """Returns a context in which the clients run; waits for their last answers at the end."""
+        return running(self._ask, CLIENTS, self._stop)
 
     def _ask(self, number: int) -> None:
         source = random.Random(f"client {self._seed} {number}")

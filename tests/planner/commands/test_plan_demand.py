@@ -15,6 +15,7 @@ from vllm_disagg import cli
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.planner.commands import criteria, flags, output, report
 from vllm_disagg.planner.cost import hardware, model
+from vllm_disagg.planner.search import sample_size
 from vllm_disagg.planner.search.scenario import (
     Criterion,
     PerformanceSource,
@@ -52,6 +53,18 @@ def test_a_rate_gets_the_least_gpus_that_hold_it(capsys: pytest.CaptureFixture[s
     assert found["setting"]["requests"] >= 8 * 60
 
 
+def test_a_sample_that_is_too_short_gets_no_verdict(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample_size, "MAX_REQUESTS", 100)
+    found = _json(capsys, *BASE, "--rate", "8", "--gpus", "3")
+    assert found["recommendation"] == "cannot tell" and not found["commands"]
+    assert found["requests_needed"] >= 8 * 60 > found["setting"]["requests"]
+    assert cli.main([*BASE, "--rate", "8", "--gpus", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "\ncannot tell: 100 requests are a burst" in out and "run it:" not in out
+
+
 def test_the_answer_for_people_has_gpus_power_and_the_bound(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -75,6 +88,13 @@ def _two_types(prices: dict[str, object], tmp_path: Path, by: str | None = None)
     path.write_text(json.dumps(prices))
     args = argparse.Namespace(by=by, prices=str(path) if prices else None)
     return criteria.counted(scenario, args)
+
+
+def test_prices_that_are_too_deep(tmp_path: Path) -> None:
+    path = tmp_path / "prices.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="cannot be read as JSON"):
+        criteria.read_prices(str(path))
 
 
 def test_prices_and_power_are_those_of_each_sides_gpus(tmp_path: Path) -> None:
@@ -104,6 +124,7 @@ def test_prices_and_power_are_those_of_each_sides_gpus(tmp_path: Path) -> None:
         ({"h100": True, "l4": 1}, "has true for h100"),
         ({"h10O": 2.5, "l4": 1}, "has h10O, not a known GPU: give one of a100"),
         ([2.5], "holds no prices by GPU type"),
+        ({"h100": 10**400}, "give a price of a GPU and hour"),
     ],
 )
 def test_a_price_file_with_a_hole_is_one_line(
@@ -210,10 +231,10 @@ def test_commands_of_parallel_experts_have_their_flags_and_a_warning(tmp_path: P
     lines = output.commands(scenario, wide, "m")
     assert "--data-parallel-size 16 --enable-expert-parallel" in lines[1]
     assert "--prefill-concurrency 128" in lines[-1], "each rank has 8 legs"
-    assert "refuses experts with data parallelism" in output.remarks(scenario, wide)[0]
+    assert "experts with data parallelism on CPUs only" in output.remarks(scenario, wide)[0]
     assert output.placement_document(scenario, wide)["prefill"]["ep"] == 16
     narrow = output.remarks(scenario, ONE_EACH)
-    assert not any("refuses" in remark for remark in narrow)
+    assert not any("data parallelism" in remark for remark in narrow)
 
 
 def test_no_legend_is_on_a_curve() -> None:

@@ -201,6 +201,17 @@ def test_a_fleet_without_a_ratio_is_said(rows: list[object], words: str) -> None
         live.instances(json.dumps(rows).encode())
 
 
+def test_data_parallel_ranks_are_refused_before_their_pages_are_read(
+    proxy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """URL@RANK would be read as a user's name at a host called RANK."""
+    ranks = [{**row, "url": f"{row['url']}@0"} for row in INSTANCES]
+    Proxy.instances = ranks
+    assert cli.main(["plan", "--workload", "500:20", "--live", proxy]) == 2
+    said = capsys.readouterr().err
+    assert "@0 is a data parallel rank" in said and said.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     "url", ["ftp://h", "nonsense", "http://127.0.0.1:1", "http://127.0.0.1:notaport"]
 )

@@ -14,6 +14,7 @@ from ..cost import hardware
 from ..search.scenario import Criterion, PerformanceSource, Scenario
 
 COEFFICIENTS_GPU = "a100"  # of DistServe's measurements
+MAX_PRICE = 1e6  # of a GPU and hour: more is a slip
 COUNTED = ("gpus", "cost", "power")
 
 
@@ -72,7 +73,7 @@ def read_prices(path: str) -> dict[str, float]:
     """Reads a file of prices. Raises ConfigError with one line for an entry that is no price."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--prices: {path} cannot be read as JSON: {error}") from None
     if not isinstance(found, dict) or not found:
         raise ConfigError(f'--prices: {path} holds no prices by GPU type, as {{"h100": 2.5}}')
@@ -81,7 +82,7 @@ def read_prices(path: str) -> dict[str, float]:
             known = ", ".join(hardware.GPUS)
             raise ConfigError(f"--prices: {path} has {name}, not a known GPU: give one of {known}")
         is_number = isinstance(price, (int, float)) and not isinstance(price, bool)
-        if not is_number or not 0 < price < float("inf"):
+        if not is_number or not 0 < price <= MAX_PRICE:
             raise ConfigError(
                 f"--prices: {path} has {json.dumps(price)} for {name}:"
                 " give a price of a GPU and hour, more than 0"

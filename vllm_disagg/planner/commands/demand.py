@@ -87,16 +87,23 @@ def _document(result: DemandResult, chosen: DemandScore, model: str) -> dict[str
     placement = chosen.placement
     return {
         "rate": result.rate,
-        "recommendation": "disaggregate" if placement.decode else "colocate",
+        "recommendation": _recommendation(result, placement),
         "counted": scenario.criterion.unit,
         "disaggregated": _score(scenario, result.split),
         "colocated": _score(scenario, result.together),
         "least_possible": result.least_units,
         "considered": result.considered,
-        "commands": output.commands(scenario, placement, model),
-        "remarks": output.remarks(scenario, placement),
+        "requests_needed": result.missing or None,
+        "commands": [] if result.missing else output.commands(scenario, placement, model),
+        "remarks": [] if result.missing else output.remarks(scenario, placement),
         "setting": output.describe(scenario),
     }
+
+
+def _recommendation(result: DemandResult, placement: Placement) -> str:
+    if result.missing:
+        return "cannot tell"
+    return "disaggregate" if placement.decode else "colocate"
 
 
 def _score(scenario: Scenario, score: DemandScore | None) -> dict[str, Any] | None:
@@ -122,13 +129,19 @@ def _text(result: DemandResult, chosen: DemandScore, document: dict[str, Any]) -
     """Formats the answer for a terminal."""
     scenario = result.scenario
     unit = scenario.criterion.unit
-    verdict = document["recommendation"]
     words = scenario.words_of(chosen.placement).removeprefix("colocated ")
+    cost = _cost(scenario, chosen.placement)
+    verdict = f"{document['recommendation']}: {words}: {cost} for {result.rate:g} req/s"
+    if result.missing:
+        verdict = (
+            f"cannot tell: {scenario.requests} requests are a burst at this rate, in which no queue"
+            f" has time to grow; {result.missing} are needed: give a longer trace"
+        )
     lines = [
         *scenario.words(),
         f"objective: {scenario.objective.words()}",
         "",
-        f"{verdict}: {words}: {_cost(scenario, chosen.placement)} for {result.rate:g} req/s",
+        verdict,
         "",
         f"{'':14}{'GPUs':>5}{unit if unit != 'GPU' else '':>10}{'attainment':>12}"
         f"{'TTFT p90':>10}{'p99':>8}{'TPOT p90':>10}{'p99':>8}  placement",
@@ -149,7 +162,8 @@ def _text(result: DemandResult, chosen: DemandScore, document: dict[str, Any]) -
     if result.least_units:
         least = f"{result.least_units:.4g}{'' if unit == 'GPU' else ' ' + unit}"
         lines += ["", f"by capacity alone no placement needs less than {least}{_plural(unit)}"]
-    lines += ["", "run it:", *(f"  {command}" for command in document["commands"])]
+    if document["commands"]:
+        lines += ["", "run it:", *(f"  {command}" for command in document["commands"])]
     lines += [f"note: {remark}" for remark in document["remarks"]]
     return "\n".join(lines)
 

@@ -116,8 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--expert-parallel",
         action="store_true",
-        help="also instances with expert parallelism and data-parallel attention; this project's"
-        " connector refuses them today",
+        help="also instances with expert parallelism and data-parallel attention",
     )
     add = parser.add_argument_group("simulation").add_argument
     add(

@@ -104,6 +104,8 @@ def run(args: argparse.Namespace, say: Callable[[str], None] | None = None) -> i
     tp, pp = _shape(args.instance)
     url = http_client.address("--live", args.live)
     prefills, decodes = instances(_page(url, "/disagg/instances"))
+    if not flags.has_source(args):
+        _refuse_ranks([*prefills, *decodes])
     present = Placement(ReplicaGroup(tp, pp, len(prefills)), ReplicaGroup(tp, pp, len(decodes)))
     is_own = not flags.has_source(args)
     budget_flag = "more GPUs, as an --instance of"
@@ -180,6 +182,19 @@ def instances(body: bytes) -> tuple[list[str], list[str]]:
         found = f"{len(prefills)} prefill and {len(decodes)} decode instances"
         raise ConfigError(f"--live: the proxy can use {found} now: there is no ratio to judge")
     return prefills, decodes
+
+
+def _refuse_ranks(engines: Sequence[str]) -> None:
+    """Raises ConfigError for a data parallel rank: its metrics page has those of the others, too.
+
+    Its address, URL@RANK, is also none that can be asked for a page.
+    """
+    for url in engines:
+        if "@" in url:
+            raise ConfigError(
+                f"--live: {url} is a data parallel rank, whose own steps are not read yet: give"
+                " --gpu, --profile or --coefficients"
+            )
 
 
 def between(before: MetricSamples, after: MetricSamples, seconds: float) -> ObservedTraffic:

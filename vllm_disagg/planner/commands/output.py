@@ -81,8 +81,8 @@ def remarks(scenario: Scenario, placement: Placement) -> list[str]:
     found = []
     if d and max(p.dp, d.dp) > 1:
         found.append(
-            "vllm-disagg refuses experts with data parallelism: these instances need another"
-            " connector; plan without --expert-parallel for instances that it serves"
+            "vllm-disagg has served experts with data parallelism on CPUs only, with 2 ranks: see"
+            " the compatibility matrix; plan without --expert-parallel for other instances"
         )
     if max(p.dp, d.dp if d else 1) > 1:
         found.append(

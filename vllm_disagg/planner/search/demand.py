@@ -52,6 +52,7 @@ class DemandResult(msgspec.Struct, frozen=True):
     least_units: float | None  # of placements whose bound admits the rate; None: of none
     most_rate: float  # the highest bound of all placements, in requests/s
     considered: int
+    missing: int = 0  # requests that a sample needs; 0 if it has them
 
 
 def cheapest(scenario: Scenario, rate: float, tell: TrialCallback) -> DemandResult:
@@ -61,12 +62,12 @@ def cheapest(scenario: Scenario, rate: float, tell: TrialCallback) -> DemandResu
         result = _cheapest(scenario, rate, tell)
         needed = _requests_needed(result)
         if needed <= scenario.requests:
-            break
+            return result
         longer = sample_size.grown(scenario, needed)
         if longer == scenario:
             break
         scenario = longer
-    return result
+    return msgspec.structs.replace(result, missing=needed)
 
 
 def _requests_needed(result: DemandResult) -> int:

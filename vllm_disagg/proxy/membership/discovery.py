@@ -87,12 +87,12 @@ class _Completion(msgspec.Struct):
     kv_transfer_params: dict[str, msgspec.Raw] | None = None
 
 
-class _Choice(msgspec.Struct):
+class _ProbeChoice(msgspec.Struct):
     finish_reason: str | None = None
 
 
 class _ProbeAnswer(msgspec.Struct):
-    choices: list[_Choice] = []
+    choices: list[_ProbeChoice] = []
 
 
 # NixlConnector's request parameters for a prompt's KV, and the key that marks its answer.

@@ -166,6 +166,17 @@ def test_steps_that_determine_nothing_cannot_tell(
     assert "cannot tell: the steps of the prefill engines" in capsys.readouterr().out
 
 
+def test_steps_and_tokens_without_time_cannot_tell(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A clock that stands, and streams that arrive in one piece."""
+    pages = {"prefill": [prefill_page(factor=0.0)], "decode": [decode_page()]}
+    fleet(monkeypatch, proxy_window(0.06), pages)
+    assert "are too alike to fit their times" in answer(capsys)["why"]
+    fleet(monkeypatch, proxy_window(0.06, tpot=0.0), {**pages, "prefill": [prefill_page()]})
+    assert "--workload with a trace" in answer(capsys)["why"]
+
+
 def test_a_simulation_that_differs_from_the_deployment_cannot_tell(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -241,6 +241,11 @@ def uncertain(profile: FleetProfile) -> str:
         ("decode", profile.decode.steps, profile.decode.steps.decode_step()),
     ):
         error = steps.error(sample)
+        if math.isinf(error):
+            return (
+                f"the steps of the {role} engines are too alike to fit their times: a --window with"
+                " other prompts and answers decides"
+            )
         if error > MAX_STEP_ERROR:
             longer = math.ceil((error / MAX_STEP_ERROR) ** 2)
             return (
@@ -253,7 +258,7 @@ def uncertain(profile: FleetProfile) -> str:
 def unexplained(simulated: Mapping[str, float], ttft: float, tpot: float) -> str:
     """Returns why the simulation is not this deployment; empty if it has the measured means."""
     for name, measured in (("ttft", ttft), ("tpot", tpot)):
-        if abs(simulated[name] / measured - 1) > MAX_MEAN_ERROR:
+        if abs(simulated[name] - measured) > MAX_MEAN_ERROR * measured:
             return (
                 f"at the measured rate the simulation has a mean {name.upper()} of"
                 f" {simulated[name]:.3g} s, measured were {measured:.3g} s: lengths or arrivals"

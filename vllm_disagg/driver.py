@@ -288,19 +288,30 @@ class Driver:
             # worker, and the answer goes to that name.
             for _, *message in receive(control.router):
                 control.silent_connections.on_message(message)
-                self._receive_one(message, messages.decode_at_sender, self._on_receiver_message)
+                self._receive_frames(message, messages.decode_at_sender, self._on_receiver_message)
         # A copy: a fact that is drained on the way may connect one worker and evict another.
         for link in [link for link in control.links.values() if link in ready]:
             for message in receive(link):
-                self._receive_one(message, messages.decode_at_receiver, self._on_sender_message)
+                self._receive_frames(message, messages.decode_at_receiver, self._on_sender_message)
+        # After those of ZMQ: they may have been sent before their link was up.
+        for frame in control.local.from_receivers(ready):
+            self._receive_one(frame, messages.decode_at_sender, self._on_receiver_message)
+        for frame in control.local.from_senders(ready):
+            self._receive_one(frame, messages.decode_at_receiver, self._on_sender_message)
 
-    def _receive_one(
+    def _receive_frames(
         self, message: list[zmq.Frame], decode: Callable[[bytes], T], handle: Callable[[T], None]
     ) -> None:
+        if len(message) == 1:
+            self._receive_one(message[0].bytes, decode, handle)
+        else:
+            self._drop(BadMessage(f"{len(message)} frames instead of one"))
+
+    def _receive_one(
+        self, frame: bytes, decode: Callable[[bytes], T], handle: Callable[[T], None]
+    ) -> None:
         try:
-            if len(message) != 1:
-                raise BadMessage(f"{len(message)} frames instead of one")
-            decoded = decode(message[0].bytes)
+            decoded = decode(frame)
         except BadMessage as error:
             self._drop(error)
             return

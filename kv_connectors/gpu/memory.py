@@ -32,7 +32,7 @@ from vllm_disagg.errors import CopyFailed
 from vllm_disagg.kv.extents import Extent, heads_of
 from vllm_disagg.kv.layout import RankLayout, RemoteLayout
 from vllm_disagg.kv.memory import FRAME_BYTES, ByteBuffer, MemoryPlace
-from vllm_disagg.kv.planes import Plane, plane_runs
+from vllm_disagg.kv.planes import Plane, PlaneTable
 from vllm_disagg.kv.runs import Runs, runs_of
 from vllm_disagg.kv.tiles import tile_rows
 
@@ -63,6 +63,7 @@ class DeviceMemory:
         `storages`: (address, bytes) of the memory that holds them, for transports that register it.
         """
         self.planes = planes
+        self._table = PlaneTable(planes)
         self._storages = storages
         self.shape = shape
         self.runtime = runtime
@@ -100,7 +101,9 @@ class DeviceMemory:
 
     def runs(self, extent: Extent, blocks: Sequence[int]) -> Runs:
         """Returns the runs of GPU memory that hold the extent, in the order of `read`."""
-        return plane_runs(self._planes_of(extent), blocks)
+        if self._has_all_heads(extent):
+            return self._table.runs(extent.layer, extent.layer_end, blocks)
+        return PlaneTable([self._planes_of(extent)]).runs(0, 1, blocks)
 
     def plane_places(self) -> list[list[Plane]]:
         """Returns the places of all planes by layer, in wire order."""
@@ -179,12 +182,17 @@ class DeviceMemory:
         """Returns the memory of an extent's heads, in wire order."""
         layers = self.planes[extent.layer : extent.layer_end]
         planes = [plane for layer in layers for plane in layer]
+        if self._has_all_heads(extent):
+            return planes
         kind = self.shape.kind(extent.layer)
         head, head_end = heads_of(extent, kind)
-        if head_end - head == kind.heads:
-            return planes
         stride = next(step for name, _, step in kind.regions[0][0].axes if name == "h")
         return [plane.of_heads(kind.heads, stride, head, head_end) for plane in planes]
+
+    def _has_all_heads(self, extent: Extent) -> bool:
+        kind = self.shape.kind(extent.layer)
+        head, head_end = heads_of(extent, kind)
+        return head_end - head == kind.heads
 
     # The driver's thread: for ZMQ, through pinned host memory -------------------------------------
     # Each call waits for its own copy, of one piece, and for nothing else: 4 MiB take 0.2 ms at 25

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_disagg.kv.planes import Plane, plane_runs
+from vllm_disagg.kv.planes import Plane, PlaneTable
 from vllm_disagg.kv.runs import (
     Runs,
     are_inside,
@@ -92,9 +94,30 @@ def test_runs_of_blocks_in_planes(second_stride: int) -> None:
             for row in range(2):
                 start = plane.base + block * plane.block_stride + row * plane.row_stride
                 expected.append([start, 16])
-    assert plane_runs([first, second], [7, 2]).tolist() == expected
-    assert not len(plane_runs([], [7]))
-    assert plane_runs([first, second], []).dtype == np.int64
+    table = PlaneTable([[first, second], [second]])
+    assert table.runs(0, 1, [7, 2]).tolist() == expected
+    assert table.runs(0, 2, [7, 2]).tolist() == expected + expected[4:]
+    assert table.runs(1, 2, [7, 2]).tolist() == expected[4:]
+    assert [table.rows(0, 1), table.rows(1, 2), table.rows(0, 2)] == [4, 2, 6]
+    assert not len(table.runs(1, 1, [7]))
+    assert not len(table.runs(0, 2, []))
+    assert table.runs(0, 2, []).dtype == np.int64
+    assert not len(PlaneTable([]).runs(0, 0, [1]))
+
+
+@pytest.mark.parametrize("ids", [[4], [4, 5, 6], [4, 5, 9, 8, 0, 1], [0, 2, 4], [3, 3], []])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_neighbouring_blocks_without_gaps_are_one_run(ids: list[int], rows: int) -> None:
+    planes = [Plane(base, 64, rows, 32, 64 // rows) for base in (1000, 9000)]
+    runs = PlaneTable([planes]).runs(0, 1, ids)
+    bytes_in_order = [byte for base, size in runs.tolist() for byte in range(base, base + size)]
+    expected = []
+    for plane in planes:
+        for block in ids:
+            expected += range(plane.base + block * 64, plane.base + block * 64 + 64)
+    assert bytes_in_order == expected
+    series = sum(before + 1 != after for before, after in itertools.pairwise([-9, *ids]))
+    assert len(runs) == (2 * series if rows == 1 else 4 * len(ids))
 
 
 def test_regions_over_each_other_are_one() -> None:

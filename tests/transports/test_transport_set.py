@@ -15,7 +15,7 @@ from vllm_disagg.kv.fp8 import Fp8
 from vllm_disagg.kv.memory import HostMemory
 from vllm_disagg.protocol import messages
 from vllm_disagg.protocol.peers import WorkerInfo
-from vllm_disagg.transports.base import Counters, DriverPort, retry_pause
+from vllm_disagg.transports.base import Counters, DriverPort, machine_id, retry_pause
 from vllm_disagg.transports.set import TransportSet
 from vllm_disagg.transports.zmq import control
 
@@ -168,3 +168,30 @@ def test_one_transport_that_does_not_close_does_not_keep_the_others_open(make: M
     assert calls(transports, "fast") == calls(transports, "slow") == [("close",)]
     transports["fast"].is_closable = True  # type: ignore[attr-defined]
     assert transports.close() == set()
+
+
+@pytest.mark.parametrize("is_to_sender", [True, False])
+def test_an_invalid_note_about_a_link_is_dropped(
+    make: Make, caplog: pytest.LogCaptureFixture, *, is_to_sender: bool
+) -> None:
+    transports = make()
+    name = transports._control.name
+    if is_to_sender:
+        transports.on_receiver_note(messages.TransportNote(name, "d/1", "link", b"?"))
+    else:
+        transports.on_sender_note(messages.TransportNote("p/0", name, "link", b"?"))
+    assert transports._counters.bad_messages == 1
+    assert "dropped an invalid note of" in caplog.text
+
+
+def test_a_worker_of_this_machine_is_asked_for_a_link(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transports = make()
+    sent: list[list[bytes]] = []
+    monkeypatch.setattr(control, "_send", lambda target, parts: sent.append(parts))
+    transports.connect(msgspec.structs.replace(PEER, host=machine_id()))
+    [[frame]] = sent
+    note = messages.decode_at_sender(frame)
+    assert isinstance(note, messages.TransportNote)
+    assert (note.source, note.reader, note.transport) == ("p/0", "d/0", "link")

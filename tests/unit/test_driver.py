@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
+import msgspec
 import numpy as np
 import pytest
 import xxhash
@@ -24,7 +25,7 @@ from vllm_disagg.kv.layout import LayerLayout, RankLayout, StridedRegion
 from vllm_disagg.kv.memory import HostMemory, MemoryPlace
 from vllm_disagg.protocol import events, messages
 from vllm_disagg.transports.posted_reads import PostedReads
-from vllm_disagg.transports.zmq import half_open
+from vllm_disagg.transports.zmq import control, half_open
 
 LAYERS, BLOCKS, BLOCK_SIZE = 4, 32, 16
 KEY = keys.FleetKey(b"k" * keys.KEY_BYTES)
@@ -131,6 +132,32 @@ def test_bytes_arrive_where_they_belong(
             assert (plane[target[1:]] == (rounded(sent) if "compress" in settings else sent)).all()
             untouched = [b for b in range(BLOCKS) if b not in target[1:]]
             assert not plane[untouched].any(), "wrote into blocks of somebody else"
+
+
+@pytest.mark.parametrize("is_same_machine", [True, False])
+def test_messages_within_a_machine_go_over_a_local_link(
+    start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch, *, is_same_machine: bool
+) -> None:
+    p, d = start(memory(4096, 1)), start(memory(4096, None))
+    if not is_same_machine:
+        p.worker = msgspec.structs.replace(p.worker, host="another")
+    by_zmq: list[list[bytes]] = []
+    send = control._send
+
+    def record(target: zmq.Socket[bytes], parts: list[bytes]) -> None:
+        by_zmq.append(parts)
+        send(target, parts)
+
+    for transfer in ("ab" * 16, "cd" * 16):
+        prefill(p, transfer, [0, 1], 2 * BLOCK_SIZE)
+        d.submit([wanted(p, d, transfer, [4, 5], 0, 2 * BLOCK_SIZE)])
+        report = outcome(d)
+        assert isinstance(report, events.LoadResult) and report.reason is None, report
+        assert outcome(p) == events.ReleaseBlocks(transfer, delivered=True)
+        # The first messages went by ZMQ, also those that have made the link.
+        monkeypatch.setattr(control, "_send", record)
+    assert bool(by_zmq) is not is_same_machine
+    assert not p.counters.bad_messages and not d.counters.bad_messages
 
 
 class RecordingMemory(HostMemory):

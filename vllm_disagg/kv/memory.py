@@ -19,7 +19,7 @@ import xxhash
 
 from .extents import Extent, heads_of
 from .layout import LayerLayout, RankLayout, RemoteLayout, uniform
-from .planes import Plane, plane_runs
+from .planes import Plane, PlaneTable
 from .relayout import scatter
 from .runs import Runs, runs_of
 
@@ -149,6 +149,7 @@ class HostMemory:
     def __init__(self, planes: Sequence[Sequence[Row]], shape: RankLayout | int) -> None:
         self.planes = planes
         self._planes = [[_plane_of(plane) for plane in layer] for layer in planes]
+        self._table = PlaneTable(self._planes)
         if isinstance(shape, int):
             shape = uniform(len(planes), shape, [plane.shape[1] for plane in planes[0]])
         self.shape = shape
@@ -203,10 +204,7 @@ class HostMemory:
         if head_end - head < kind.heads:
             cut_runs = self._cut_runs(extent, blocks, kind)
             return runs_of((run.__array_interface__["data"][0], run.nbytes) for run in cut_runs)
-        planes: list[Plane] = []
-        for layer in range(extent.layer, extent.layer_end):
-            planes += self._planes[layer]
-        return plane_runs(planes, blocks)
+        return self._table.runs(extent.layer, extent.layer_end, blocks)
 
     def plane_places(self) -> list[list[Plane]]:
         """Returns the places of all planes by layer, in wire order."""

@@ -35,10 +35,11 @@ def merged(runs: Runs, regions: Runs) -> Runs:
     # Fewer and longer runs are faster (docs/benchmarks/transports.md). They are not sorted, because
     # their order is that of the bytes on the wire.
     ends = runs[:, 0] + runs[:, 1]
-    is_first = np.ones(len(runs), bool)
-    is_first[1:] = runs[1:, 0] != ends[:-1]
-    if is_first.all():
+    is_apart = runs[1:, 0] != ends[:-1]
+    if is_apart.all():
         return runs
+    is_first = np.ones(len(runs), bool)
+    is_first[1:] = is_apart
     # Two allocations of a GPU may touch, and are registered apart: no read may cross over.
     is_first |= _are_among(runs[:, 0], regions[:, 0])
     return _spans(runs[:, 0], ends, is_first)

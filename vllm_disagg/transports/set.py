@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator, Mapping
 
 from ..config import Config
+from ..errors import BadMessage
 from ..kv.fp8 import Fp8
 from ..kv.memory import Memory
 from ..protocol import messages
 from ..protocol.peers import WorkerInfo
 from .base import Counters, DriverPort, MakeTransport, Transport
+from .local_links import NAME as LINK
+from .local_links import LocalLinks
 from .zmq.control import Control
 from .zmq.transport import ZmqTransport
 
@@ -32,6 +36,7 @@ class TransportSet(Mapping[str, Transport]):
         others: Mapping[str, MakeTransport],
     ) -> None:
         self._control = control
+        self._counters = counters
         self.others = list(others)
         # Compression is in the memory that ZMQ reads and writes. The others get the plain memory,
         # and none of them is chosen where `compress` is set.
@@ -44,6 +49,8 @@ class TransportSet(Mapping[str, Transport]):
         for name, make in others.items():
             port = self._port(name, config, memory, counters, self.zmq.address)
             self._transports[name] = make(port)
+        self._note_ends: dict[str, Transport | LocalLinks] = {LINK: control.local}
+        self._note_ends |= self._transports
 
     def __getitem__(self, name: str) -> Transport:
         return self._transports[name]
@@ -130,16 +137,28 @@ class TransportSet(Mapping[str, Transport]):
         """Hands a note of a worker that reads from this one to its transport."""
         # Not for this run of the worker: a restarted one may have got the port of its predecessor
         # (rule 4). A note for a transport that this worker lacks is dropped, too.
-        transport = self._transports.get(note.transport)
-        if transport is not None and note.source == self._control.name:
-            transport.on_receiver_note(note.reader, note.data)
+        end = self._note_ends.get(note.transport)
+        if end is not None and note.source == self._control.name:
+            with self._drop_invalid(note.reader):
+                end.on_receiver_note(note.reader, note.data)
 
     def on_sender_note(self, note: messages.TransportNote) -> None:
         """Hands a note of a worker from which this one reads to its transport."""
         # As above, with the roles exchanged: here this worker is the reader.
-        transport = self._transports.get(note.transport)
-        if transport is not None and note.reader == self._control.name:
-            transport.on_sender_note(note.source, note.data)
+        end = self._note_ends.get(note.transport)
+        if end is not None and note.reader == self._control.name:
+            with self._drop_invalid(note.source):
+                end.on_sender_note(note.source, note.data)
+
+    @contextlib.contextmanager
+    def _drop_invalid(self, peer: str) -> Iterator[None]:
+        """Counts and logs a note that its end has refused."""
+        # No exception: a faulty peer must not end all transfers.
+        try:
+            yield
+        except BadMessage as error:
+            self._counters.bad_messages += 1
+            log.warning("dropped an invalid note of %s: %s", peer, error)
 
     def transfers_being_written(self) -> set[str]:
         """Returns the transfers into whose blocks a transport may be writing."""

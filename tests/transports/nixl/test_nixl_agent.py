@@ -17,8 +17,8 @@ from vllm_disagg.config import Config
 from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.layout import RankLayout, RemoteLayout, uniform
 from vllm_disagg.kv.memory import ByteBuffer, DirectMemory, HostBuffer, HostMemory, MemoryPlace
-from vllm_disagg.kv.planes import Plane, plane_runs
-from vllm_disagg.kv.runs import Runs, runs_of
+from vllm_disagg.kv.planes import Plane
+from vllm_disagg.kv.runs import Runs, no_runs, runs_of
 from vllm_disagg.transports.nixl import agent as nixl_agent
 from vllm_disagg.transports.nixl.agent import Agent, NixlError
 
@@ -53,7 +53,7 @@ class ScriptedMemory:
         raise NotImplementedError
 
     def runs(self, extent: Extent, blocks: Sequence[int]) -> Runs:
-        return plane_runs([], blocks)
+        return no_runs()
 
     def plane_places(self) -> list[list[Plane]]:
         return []

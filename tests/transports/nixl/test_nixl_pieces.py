@@ -223,9 +223,32 @@ def test_no_run_crosses_from_one_registration_of_the_sender_into_the_next(
     halves = [(0, 1024), (1024, 1024)]
     source.agent_info = msgspec.structs.replace(source.agent_info, regions=halves)
     plane = notes.RemotePlane(1024 - BLOCK_BYTES, BLOCK_BYTES, 1, BLOCK_BYTES, BLOCK_BYTES)
-    located(transport, BlocksAtSource(0, 1, [0, 1, 2]), plane)
+    located(transport, BlocksAtSource(0, 1, [0]), plane)
     (piece,) = transport._located
-    assert piece.runs.tolist() == [[1024 - BLOCK_BYTES, BLOCK_BYTES], [1024, 2 * BLOCK_BYTES]]
+    assert piece.runs.tolist() == [[1024 - BLOCK_BYTES, BLOCK_BYTES]]
+    transport.cancel_reads(TRANSFER, [0])
+    located(transport, BlocksAtSource(0, 1, [0, 1]), plane)
+    assert len(transport._located) == 1
+    assert source.state is PathState.DOWN
+
+
+@pytest.mark.parametrize("second", [1024 - BLOCK_BYTES, 1024])
+def test_neighbours_in_two_registrations_are_two_runs(
+    monkeypatch: pytest.MonkeyPatch, second: int
+) -> None:
+    """The planes of two layers touch in memory."""
+    transport = receiving(monkeypatch)
+    source = transport._sources["p/0"]
+    assert source.agent_info is not None
+    halves = [(1024, 1024), (0, 1024)]
+    source.agent_info = msgspec.structs.replace(source.agent_info, regions=halves)
+    plane = notes.RemotePlane(second - BLOCK_BYTES, BLOCK_BYTES, 1, BLOCK_BYTES, BLOCK_BYTES)
+    located(transport, BlocksAtSource(0, 2, [0]), plane, plane._replace(address=second))
+    (piece,) = transport._located
+    runs = [[second - BLOCK_BYTES, BLOCK_BYTES], [second, BLOCK_BYTES]]
+    if second < 1024:
+        runs = [[second - BLOCK_BYTES, 2 * BLOCK_BYTES]]
+    assert piece.runs.tolist() == runs
 
 
 @pytest.mark.parametrize(

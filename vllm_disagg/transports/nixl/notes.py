@@ -13,8 +13,9 @@ A *run* is a contiguous range of memory: (address, bytes).
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
-from itertools import chain
+from operator import itemgetter
 from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
@@ -23,7 +24,7 @@ import numpy as np
 from ...errors import BadMessage
 from ...kv.layout import RankLayout
 from ...kv.memory import MemoryPlace
-from ...kv.planes import Plane, plane_runs
+from ...kv.planes import Plane, PlaneTable
 from ...kv.runs import Runs, are_inside, joined, merged, runs_of
 from ...protocol.events import BlocksAtSource
 from ...protocol.messages import MAX_NOTE_BYTES, Count, Name
@@ -231,27 +232,49 @@ class SenderMemory:
     def __init__(self, info: AgentInfo) -> None:
         self.regions = registered(info)
         self._registrations = runs_of(info.regions)
-        self._planes = [[Plane(*plane) for plane in layer] for layer in info.planes]
+        layers = [[Plane(*plane) for plane in layer] for layer in info.planes]
+        self._table = PlaneTable(layers)
+        # By layer: block ids below this are in registered memory, in all planes.
+        ordered = sorted(info.regions)
+        self._block_limits = [
+            min((_block_limit(plane, ordered) for plane in layer), default=0) for layer in layers
+        ]
 
     def runs(self, blocks: BlocksAtSource) -> Runs:
         """Returns the runs of a piece, by the sender's block ids.
 
-        Raises BadMessage unless they are in registered memory.
+        Raises BadMessage unless they are in registered memory, each plane in one registration.
         """
-        layers = self._planes[blocks.layer : blocks.layer_end]
-        if len(layers) != blocks.layer_end - blocks.layer:
-            raise BadMessage(f"layers {blocks.layer} to {blocks.layer_end} of {len(self._planes)}")
-        places = list(chain.from_iterable(layers))
+        limits = self._block_limits[blocks.layer : blocks.layer_end]
+        if len(limits) != blocks.layer_end - blocks.layer:
+            layers = len(self._block_limits)
+            raise BadMessage(f"layers {blocks.layer} to {blocks.layer_end} of {layers}")
         # Before the arrays are made: their size would be of the peer's choice.
-        count = len(blocks.ids) * sum(place.rows for place in places)
-        if count > MAX_PARTS * MAX_RUNS_PER_NOTE or max(blocks.ids) > MAX_BLOCK_ID:
-            raise BadMessage(f"{count} runs of one piece, or a block id above {MAX_BLOCK_ID}")
-        # Not by `regions`: no read may cross from one registration into the next.
-        made = merged(plane_runs(places, blocks.ids), self._registrations)
+        count = len(blocks.ids) * self._table.rows(blocks.layer, blocks.layer_end)
+        if count > MAX_PARTS * MAX_RUNS_PER_NOTE:
+            raise BadMessage(f"{count} runs of one piece")
         # There is no checksum that would notice bytes from elsewhere.
-        if not len(made) or not are_inside(made, self.regions):
+        if max(blocks.ids) >= min(limits, default=0):
             raise BadMessage("blocks outside registered memory")
-        return made
+        made = self._table.runs(blocks.layer, blocks.layer_end, blocks.ids)
+        # Not by `regions`: no read may cross from one registration into the next.
+        return merged(made, self._registrations)
+
+
+def _block_limit(plane: Plane, registrations: Sequence[Run]) -> int:
+    """Returns how many blocks of a plane, from the first on, are in the registration of its base.
+
+    The registrations are in order of address.
+    """
+    index = bisect.bisect_right(registrations, plane.base, key=itemgetter(0)) - 1
+    if index < 0:
+        return 0
+    address, registered_bytes = registrations[index]
+    block_bytes = (plane.rows - 1) * plane.row_stride + plane.row_bytes  # with gaps
+    room = address + registered_bytes - plane.base - block_bytes
+    # A faulty peer may claim a stride of none.
+    blocks = room // max(plane.block_stride, 1) + 1
+    return max(0, min(blocks, MAX_BLOCK_ID))
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:

@@ -1,6 +1,7 @@
 """Control channel: messages between workers over ZMQ. Sockets only; the driver reads the messages.
 
-Each worker binds a ROUTER, and connects a DEALER to every worker from which it reads.
+Each worker binds a ROUTER, and connects a DEALER to every worker from which it reads. Between
+workers of one machine messages go over local links as soon as these are up (`local_links.py`).
 
 CURVE protects every socket, with keys derived from the fleet key. A ZAP handler accepts one client
 key alone. So a peer that has the fleet key is a member of the fleet. No other peer gets a
@@ -24,6 +25,8 @@ from ...errors import ConfigError
 from ...fleet.keys import FleetKey
 from ...protocol import messages
 from ...protocol.peers import WorkerInfo
+from ..local_links import NAME as LINK
+from ..local_links import LocalLinks
 from .half_open import HANDSHAKE_SECONDS, SilentConnections, raise_limit
 
 log = logging.getLogger("vllm_disagg.control")
@@ -46,7 +49,8 @@ class Control:
     """Control sockets of one worker, and a factory for more of their kind.
 
     Made and used by one thread. `links` maps a sender to its DEALER, the latest used at the end.
-    Each message received on `router` goes to `silent_connections.on_message` too.
+    `local` has the links within this machine. Each message received on `router` goes to
+    `silent_connections.on_message` too.
     """
 
     def __init__(self, config: Config, key: FleetKey, name: str) -> None:
@@ -70,19 +74,31 @@ class Control:
         self.router.router_handover = True
         self.address, self.silent_connections = self.bind(self.router)
         self.links: dict[str, ZmqSocket] = {}
+        self.local = LocalLinks(self.poller, self._note_to_receiver, self._note_to_sender)
         self.poller.register(self.router, zmq.POLLIN)
         self.poller.register(self.zap, zmq.POLLIN)
 
     def send_to_receiver(self, receiver: str, message: messages.AtReceiver) -> None:
         """Sends a message to a worker that reads from this one; it may be lost."""
-        _send(self.router, [receiver.encode(), messages.encode(message)])
+        frame = messages.encode(message)
+        if not self.local.send_to_receiver(receiver, frame):
+            _send(self.router, [receiver.encode(), frame])
 
     def send_to_sender(self, sender: str, message: messages.AtSender) -> None:
         """Sends a message to a connected worker from which this one reads; it may be lost."""
         # An evicted sender has no link: its transfers end by a timeout, as those of a dead one.
         link = self.links.get(sender)
-        if link is not None:
-            _send(link, [messages.encode(message)])
+        if link is None:
+            return
+        frame = messages.encode(message)
+        if not self.local.send_to_sender(sender, frame):
+            _send(link, [frame])
+
+    def _note_to_receiver(self, receiver: str, data: bytes) -> None:
+        self.send_to_receiver(receiver, messages.TransportNote(self.name, receiver, LINK, data))
+
+    def _note_to_sender(self, sender: str, data: bytes) -> None:
+        self.send_to_sender(sender, messages.TransportNote(sender, self.name, LINK, data))
 
     def connect(self, worker: WorkerInfo) -> str | None:
         """Connects to a worker, if it is not connected yet.
@@ -100,10 +116,12 @@ class Control:
             self.poller.register(link, zmq.POLLIN)
         # Taken out above and put back, so that the dict is in order of use.
         self.links[worker.name] = link
+        self.local.connect(worker)
         if len(self.links) <= MAX_LINKS:
             return None
         oldest = next(iter(self.links))
         self.close_socket(self.links.pop(oldest))
+        self.local.disconnect(oldest)
         return oldest
 
     def close_excess_connections(self) -> None:
@@ -147,7 +165,8 @@ class Control:
             self.zap.send_multipart([b"1.0", request_id, *status])
 
     def close(self) -> None:
-        """Closes all sockets of the context, dropping messages that were not sent yet."""
+        """Closes all sockets, dropping messages that were not sent yet."""
+        self.local.close()
         self.context.destroy(linger=0)
 
     # Making sockets -------------------------------------------------------------------------------

@@ -1,0 +1,309 @@
+"""Local links: control messages between workers of one machine, over UNIX sockets.
+
+    receiver                                        sender
+    connect()  LinkHello -------------------------> listens, once
+               <------------------------ LinkOffer  the path, and a token for this receiver
+                                                    (both over ZMQ: CURVE)
+    connects, checks whose socket it is,
+    sends the token ==============================> knows the receiver from the token
+    messages <====================================> messages
+
+Why: a message over ZMQ wakes a thread of ZMQ on each end beside the two drivers, and CURVE encrypts
+it.  Here the drivers read and write themselves (docs/benchmarks/transports.md has the figures).
+
+Bytes of a UNIX socket do not leave the kernel, so only its two ends have to be known:
+
+* The token has come over CURVE to this receiver alone, and is valid once.
+* The folder of the socket is accessible to the sender's user alone.
+* The receiver connects to processes of its own user only.  In other containers the same path may
+  be another's socket, and the token would be shown to it.
+
+One message is one packet (SOCK_SEQPACKET): it is sent whole or not at all.  Before a link is up,
+and after it broke, messages go over ZMQ.  So one may overtake another then, or be lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Collection, Iterator
+from typing import Annotated, TypeVar
+
+import msgspec
+import zmq
+
+from ..errors import BadMessage
+from ..fleet import dialling
+from ..protocol.messages import MAX_FRAME_BYTES, Name
+from ..protocol.peers import WorkerInfo
+from . import local_socket
+from .base import machine_id
+
+log = logging.getLogger("vllm_disagg.links")
+
+NAME = "link"  # in a TransportNote, in the place of a transport's
+TOKEN_BYTES = 16  # 128 random bits, which cannot be guessed
+# Nothing waits for a link, and each attempt costs two notes.
+RETRY_SECONDS = 5.0  # between two hellos to one sender
+# Issued and not used yet: of receivers that do not see the path, for instance.
+MAX_TOKENS = 1024
+# Accepted, and without a token yet. Only processes of this user get so far.
+MAX_PENDING = 16
+MAX_RECEIVERS = 256  # with a link; the one that connected first goes back to ZMQ
+MESSAGES_PER_TURN = 64  # of one link, so that no peer keeps the driver from the others
+PEER_CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
+
+
+class LinkHello(msgspec.Struct, frozen=True, tag="hello"):
+    """A receiver's wish for a link."""
+
+
+class LinkOffer(msgspec.Struct, frozen=True, tag="offer"):
+    """Where the sender listens, and what the receiver sends first on its connection."""
+
+    path: Name
+    token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+
+
+_hello = msgspec.msgpack.Decoder(LinkHello)
+_offer = msgspec.msgpack.Decoder(LinkOffer)
+_encode = msgspec.msgpack.Encoder().encode
+T = TypeVar("T")
+
+
+class LocalLinks:
+    """The local links of one worker, in both roles.  Used by the driver's thread only.
+
+    `note_to_receiver` and `note_to_sender` send a note to the LocalLinks of another worker.
+    """
+
+    def __init__(
+        self,
+        poller: zmq.Poller,
+        note_to_receiver: Callable[[str, bytes], None],
+        note_to_sender: Callable[[str, bytes], None],
+    ) -> None:
+        self._poller = poller
+        self._note_to_receiver = note_to_receiver
+        self._note_to_sender = note_to_sender
+        self._machine = machine_id()
+        # By sender: when to ask for a link again. Offers of others are not used.
+        self._retry_at: dict[str, float] = {}
+        self._senders: dict[str, socket.socket] = {}
+        # A worker from which none of this machine reads has no socket.
+        self._listener: socket.socket | None = None
+        self._folder = ""
+        self._tokens: dict[bytes, str] = {}  # -> receiver
+        self._pending: dict[int, socket.socket] = {}  # by descriptor, the oldest first
+        self._receivers: dict[str, socket.socket] = {}
+
+    # Both roles -----------------------------------------------------------------------------------
+    def send_to_receiver(self, receiver: str, frame: bytes) -> bool:
+        """Sends a message to a worker that reads from this one; False if it has to go by ZMQ."""
+        return self._send(self._receivers, receiver, frame)
+
+    def send_to_sender(self, sender: str, frame: bytes) -> bool:
+        """Sends a message to a worker from which this one reads; False if it has to go by ZMQ."""
+        return self._send(self._senders, sender, frame)
+
+    def _send(self, links: dict[str, socket.socket], peer: str, frame: bytes) -> bool:
+        link = links.get(peer)
+        if link is None:
+            return False
+        try:
+            link.send(frame)
+        # Full: the peer is frozen, or slow. ZMQ's queue is longer.
+        except BlockingIOError:
+            return False
+        except OSError:
+            self._close(links, peer)
+            return False
+        return True
+
+    def from_receivers(self, ready: Collection[object]) -> Iterator[bytes]:
+        """Yields messages that have arrived from workers that read from this one."""
+        self._accept(ready)
+        return self._receive(self._receivers, ready)
+
+    def from_senders(self, ready: Collection[object]) -> Iterator[bytes]:
+        """Yields messages that have arrived from workers from which this one reads."""
+        return self._receive(self._senders, ready)
+
+    def _receive(
+        self, links: dict[str, socket.socket], ready: Collection[object]
+    ) -> Iterator[bytes]:
+        # A copy: a message that is handled may close a link, or replace it by a newer one.
+        for peer, link in [(peer, link) for peer, link in links.items() if link.fileno() in ready]:
+            for _ in range(MESSAGES_PER_TURN):
+                if links.get(peer) is not link:
+                    break
+                try:
+                    # One byte more than is allowed: the decoder refuses what is too long.
+                    frame = link.recv(MAX_FRAME_BYTES + 1)
+                except BlockingIOError:
+                    break
+                except OSError:
+                    frame = b""
+                # Also an empty message, which no worker sends.
+                if not frame:
+                    self._close(links, peer)
+                    break
+                yield frame
+
+    def _close(self, links: dict[str, socket.socket], peer: str) -> None:
+        link = links.pop(peer)
+        self._poller.unregister(link.fileno())
+        link.close()
+
+    def close(self) -> None:
+        """Closes all links and the listener."""
+        for links in (self._senders, self._receivers):
+            for peer in list(links):
+                self._close(links, peer)
+        while self._pending:
+            self._take_pending(next(iter(self._pending))).close()
+        self._stop_listening()
+
+    # Receiver -------------------------------------------------------------------------------------
+    def connect(self, worker: WorkerInfo) -> None:
+        """Asks a worker of this machine for a link, unless there is one."""
+        if worker.host != self._machine or worker.name in self._senders:
+            return
+        now = time.monotonic()
+        if now < self._retry_at.get(worker.name, now):
+            return
+        self._retry_at[worker.name] = now + RETRY_SECONDS
+        self._note_to_sender(worker.name, _encode(LinkHello()))
+
+    def disconnect(self, sender: str) -> None:
+        """Closes the link to a sender and forgets it."""
+        self._retry_at.pop(sender, None)
+        if sender in self._senders:
+            self._close(self._senders, sender)
+
+    def on_sender_note(self, sender: str, data: bytes) -> None:
+        """Connects to the sender that has made an offer.  Raises BadMessage."""
+        offer = _decode(_offer, data)
+        # Each hello gets an offer: one is enough.
+        if sender not in self._retry_at or sender in self._senders:
+            return
+        # A path from another process must not make this worker connect to any other socket.
+        if not dialling.is_socket(offer.path):
+            raise BadMessage(f"a link at {offer.path!r}")
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            link.setblocking(False)
+            link.connect(offer.path)
+            if _user_of(link) != os.geteuid():
+                raise PermissionError("another user's socket")
+            link.send(offer.token)
+        # In another container there may be no such path. ZMQ goes on.
+        except OSError as error:
+            log.debug("no link to %s at %s: %s", sender, offer.path, error)
+            link.close()
+            return
+        # At once: what follows the token is read behind it.
+        self._senders[sender] = link
+        self._poller.register(link.fileno(), zmq.POLLIN)
+
+    # Sender ---------------------------------------------------------------------------------------
+    def on_receiver_note(self, receiver: str, data: bytes) -> None:
+        """Makes a receiver an offer.  Raises BadMessage."""
+        _decode(_hello, data)
+        try:
+            if self._listener is None:
+                self._listen()
+        # Without an answer the receiver goes on by ZMQ.
+        except OSError as error:
+            log.warning("links: listen failed: %s; messages to %s go by ZMQ", error, receiver)
+            return
+        token = secrets.token_bytes(TOKEN_BYTES)
+        self._tokens[token] = receiver
+        while len(self._tokens) > MAX_TOKENS:
+            del self._tokens[next(iter(self._tokens))]
+        offer = LinkOffer(local_socket.path_in(self._folder), token)
+        self._note_to_receiver(receiver, _encode(offer))
+
+    def _listen(self) -> None:
+        folder = local_socket.create_folder()
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            listener.bind(local_socket.path_in(folder))
+            listener.setblocking(False)
+            listener.listen(MAX_PENDING)
+        except OSError:
+            listener.close()
+            local_socket.remove_folder(folder)
+            raise
+        self._folder = folder
+        self._listener = listener
+        self._poller.register(listener.fileno(), zmq.POLLIN)
+
+    def _stop_listening(self) -> None:
+        """Closes the listener; the next hello opens another one."""
+        if self._listener is None:
+            return
+        self._poller.unregister(self._listener.fileno())
+        self._listener.close()
+        self._listener = None
+        local_socket.remove_folder(self._folder)
+
+    def _accept(self, ready: Collection[object]) -> None:
+        """Accepts connections, and checks the tokens of those that are pending."""
+        for fd in [fd for fd in self._pending if fd in ready]:
+            self._check_token(self._take_pending(fd))
+        if self._listener is None or self._listener.fileno() not in ready:
+            return
+        for _ in range(MAX_PENDING):
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                # No descriptor is left: a connection that waits would wake the driver for ever.
+                log.warning("links: accept failed: %s; closed the listener until a hello", error)
+                self._stop_listening()
+                return
+            connection.setblocking(False)
+            self._pending[connection.fileno()] = connection
+            self._poller.register(connection.fileno(), zmq.POLLIN)
+            if len(self._pending) > MAX_PENDING:
+                self._take_pending(next(iter(self._pending))).close()
+
+    def _take_pending(self, fd: int) -> socket.socket:
+        self._poller.unregister(fd)
+        return self._pending.pop(fd)
+
+    def _check_token(self, connection: socket.socket) -> None:
+        """Makes a connection the link of the receiver whose token it sent, or closes it."""
+        try:
+            # `pop`: a token is valid once.
+            receiver = self._tokens.pop(connection.recv(TOKEN_BYTES + 1))
+        except (OSError, KeyError):
+            connection.close()
+            return
+        # A receiver connects anew only when its end of the old link is closed.
+        if receiver in self._receivers:
+            self._close(self._receivers, receiver)
+        self._receivers[receiver] = connection
+        self._poller.register(connection.fileno(), zmq.POLLIN)
+        if len(self._receivers) > MAX_RECEIVERS:
+            self._close(self._receivers, next(iter(self._receivers)))
+
+
+def _user_of(link: socket.socket) -> int:
+    """Returns the user id of the process that listens at the other end."""
+    data = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_CREDENTIALS.size)
+    _, user, _ = PEER_CREDENTIALS.unpack(data)
+    return int(user)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise BadMessage(f"link: {error}") from None

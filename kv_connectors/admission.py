@@ -27,6 +27,7 @@ from vllm_disagg.protocol.peers import EngineInfo
 from vllm_disagg.protocol.request_leg import LegFacts
 
 from . import compat, prompt_digest
+from .warning_limit import WarningLimit
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -43,10 +44,17 @@ class AdmittedRequest:
     grant: Grant | None = None  # None: of another router, or not readable
     facts: LegFacts | None = None  # of its leg; None for a probe, and for a refused request
     leg: LegName | None = None  # None for a probe, and for a refused request
-    is_computed_here: bool = False  # its leg ends at once, and the other engine is informed
+    obstacle: str = (
+        ""  # why it is computed here: its leg ends at once, the other engine is informed
+    )
     is_refused: bool = False  # the parameters were not valid; the request is an ordinary one
     refusal: str = ""  # why a token is no grant of this fleet, for the answer
     has_waiting_receivers: bool = False  # D may wait for the transfer of a refused grant
+
+    @property
+    def is_computed_here(self) -> bool:
+        """Whether its leg has no transfer, although its parameters are valid."""
+        return bool(self.obstacle)
 
     @property
     def is_handed_over(self) -> bool:
@@ -80,6 +88,7 @@ class Admission:
         self._patience = patience
         self._used = UsedGrants(has_key=key.is_set)
         self._checker: GrantChecker | None = None
+        self._without_transfer = WarningLimit()
 
     def set_engine(self, engine: EngineInfo) -> None:
         """Accepts grants for this engine from now on; used ones stay used."""
@@ -100,17 +109,29 @@ class Admission:
         if not isinstance(params, dict):
             return None
         try:
-            if REQUEST_KEY in params:
-                grant = verify(self._key, params[REQUEST_KEY])
-                return self._admit_grant(request, grant, now, before_lookup=before_lookup)
-            if handovers.is_prefill_leg(params):
-                return self._admit_handover(request, before_lookup=before_lookup)
-            if handovers.is_decode_leg(params):
-                return self._admit_handed_over(request, params, now)
+            admitted = self._admit_valid(request, params, now, before_lookup=before_lookup)
         except BadGrant as error:
-            _log_refusal(request, error)
+            self._log_without_transfer(request, f"parameters refused ({error})", now)
             refusal = str(error) if REQUEST_KEY in params else ""
             return AdmittedRequest(is_refused=True, refusal=refusal)
+        if admitted is not None and admitted.obstacle:
+            self._log_without_transfer(request, admitted.obstacle, now)
+        return admitted
+
+    def _admit_valid(
+        self, request: Request, params: Mapping[str, object], now: float, *, before_lookup: bool
+    ) -> AdmittedRequest | None:
+        """Returns the request of valid parameters; None if they are none of a transfer.
+
+        Raises BadGrant.
+        """
+        if REQUEST_KEY in params:
+            grant = verify(self._key, params[REQUEST_KEY])
+            return self._admit_grant(request, grant, now, before_lookup=before_lookup)
+        if handovers.is_prefill_leg(params):
+            return self._admit_handover(request, before_lookup=before_lookup)
+        if handovers.is_decode_leg(params):
+            return self._admit_handed_over(request, params, now)
         return None
 
     def _admit_grant(
@@ -127,7 +148,7 @@ class Admission:
             has_waiting_receivers = grant.leg == "prefill"
             checker.check_sources(grant)
         except BadGrant as error:
-            _log_refusal(request, error)
+            self._log_without_transfer(request, f"parameters refused ({error})", now)
             return AdmittedRequest(
                 grant, is_refused=True, has_waiting_receivers=has_waiting_receivers
             )
@@ -204,6 +225,20 @@ class Admission:
         """Forgets a used handover after a while: its leg and its load have ended."""
         self._checker_with_workers().end_handover(transfer, now)
 
+    def _log_without_transfer(self, request: Request, reason: str, now: float) -> None:
+        """Logs a request with parameters that has no transfer.
+
+        The first in a while is a WARNING, the others INFO: any client can send such requests.
+        """
+        count = self._without_transfer.note(now)
+        log.log(
+            logging.WARNING if count else logging.INFO,
+            "request %s: %s; this engine computes it without a KV transfer%s",
+            request.request_id,
+            reason,
+            f" ({count - 1} more since the last warning)" if count > 1 else "",
+        )
+
     def _check_probe(self, grant: Grant, now: float) -> None:
         """Raises BadGrant for a probe that names an engine, unless it is for this one."""
         if not grant.engine:
@@ -272,16 +307,10 @@ def _admitted(
     request: Request, facts: LegFacts, grant: Grant | None, leg: LegName, obstacle: str
 ) -> AdmittedRequest:
     """Returns a leg's request. `obstacle`: why it is computed without a transfer, or empty."""
-    if obstacle:
-        log.warning(
-            "request %s: %s; this engine computes it without a KV transfer",
-            request.request_id,
-            obstacle,
-        )
-    else:
+    if not obstacle:
         # The one line by which each leg is found, also in the log of an engine that dies.
         log.info("request %s: %s leg of transfer %s", request.request_id, leg, facts.transfer)
-    return AdmittedRequest(grant, facts, leg, is_computed_here=bool(obstacle))
+    return AdmittedRequest(grant, facts, leg, obstacle)
 
 
 def _reuse_plan(grant: Grant, checker: GrantChecker) -> ReshardPlan | None:
@@ -297,11 +326,3 @@ def _reuse_plan(grant: Grant, checker: GrantChecker) -> ReshardPlan | None:
             error,
         )
         return None
-
-
-def _log_refusal(request: Request, error: BadGrant) -> None:
-    log.warning(
-        "request %s: parameters refused (%s); this engine computes it without a KV transfer",
-        request.request_id,
-        error,
-    )

@@ -225,6 +225,12 @@ def is_batch_invariant() -> bool:
     return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
 
 
+def parses_reasoning(vllm_config: Any) -> bool:
+    """Returns whether the engine's chats may take reasoning out of the text; True if unknown."""
+    outputs = getattr(vllm_config, "structured_outputs_config", None)
+    return getattr(outputs, "reasoning_parser", None) != ""
+
+
 def generates_one(request: Any) -> bool:
     """Returns whether a request ends with its first token; vLLM computes no KV for that token."""
     sampling = request.sampling_params

@@ -230,7 +230,11 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
             _log_off(difference)
             return
         transfer: Any = self._vllm_config.kv_transfer_config
-        self._scheduler.set_workers(handshakes, str(transfer.kv_load_failure_policy))
+        self._scheduler.set_workers(
+            handshakes,
+            str(transfer.kv_load_failure_policy),
+            plain_chat=not compat.parses_reasoning(self._vllm_config),
+        )
         if self._scheduler.engine and not self._registrations:
             self._registrations = self._register(self._scheduler.engine.incarnation)
 

@@ -23,6 +23,7 @@ def describe(
     rank: SharedServerRank | None,
     permits_reuse: bool,
     failure_policy: str,
+    plain_chat: bool,
 ) -> EngineInfo:
     """Returns the description of an engine.
 
@@ -30,6 +31,7 @@ def describe(
     same layers. `role`: prefill, decode or both. `layout`: the facts of `compatibility.layout`.
     `rank`: of an engine whose API server has several.
     `failure_policy`: vLLM's setting for failed loads.
+    `plain_chat`: no parser takes reasoning out of the text of its chats.
     """
     names = "".join(handshake.worker.name for handshake in handshakes)
     layer_numbers: dict[str, int] = {}  # by name, in the model
@@ -61,6 +63,7 @@ def describe(
         two_way=permits_reuse,
         version=vllm.__version__,
         failure_policy=failure_policy,
+        plain_chat=plain_chat,
     )
 
 

@@ -27,8 +27,8 @@ from .admission import Admission, AdmittedRequest
 from .data_parallel import SharedServerRank
 from .metadata import Handshake, StepMetadata
 from .metrics import ConnectorStats
-from .missing_parameters import MissingParameters
 from .step_profile import StepProfile
+from .warning_limit import WarningLimit
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -109,7 +109,7 @@ class SchedulerSide:
         self._admitted: dict[str, AdmittedRequest] = {}  # by vLLM's request id
         # Transfers of handovers whose request was aborted while the workers still load, by request.
         self._aborted_loads: dict[str, str] = {}
-        self._missing_parameters = MissingParameters()
+        self._missing_parameters = WarningLimit()
         self.stats = ConnectorStats()
         self._step_profile = StepProfile()
         self._legs = EngineLegs(cache)
@@ -119,10 +119,17 @@ class SchedulerSide:
         """Has requests with a seed computed here, without a transfer: see `admission.py`."""
         self._admission.computes_seeded = True
 
-    def set_workers(self, handshakes: Sequence[Handshake], failure_policy: str = "") -> None:
+    def set_workers(
+        self,
+        handshakes: Sequence[Handshake],
+        failure_policy: str = "",
+        *,
+        plain_chat: bool = False,
+    ) -> None:
         """Describes this engine from the handshakes of all its ranks, in the order of ranks.
 
         `failure_policy`: vLLM's setting for failed loads.
+        `plain_chat`: no parser takes reasoning out of the text of its chats.
         """
         engine = engine_description.describe(
             handshakes,
@@ -131,6 +138,7 @@ class SchedulerSide:
             rank=self._rank,
             permits_reuse=self._permits_reuse,
             failure_policy=failure_policy,
+            plain_chat=plain_chat,
         )
         self._admission.set_engine(engine)
         log.info(

@@ -133,6 +133,13 @@ def _refuse_settings(vllm_config: VllmConfig) -> None:
             "DisaggConnector compares weights when engines start, so they must not change later:"
             " start without --weight-transfer-config"
         )
+    # Older queues stop for good behind a preempted request of a higher priority, where loads that
+    # have ended hold the blocks that it lacks: docs/benchmarks/scheduler_worlds.md.
+    loads = vllm_config.kv_transfer_config.kv_role != "kv_producer"
+    if loads and vllm_config.scheduler_config.policy == "priority" and not compat.can_load_groups():
+        raise ConfigError(
+            "DisaggConnector needs vLLM 0.32 at a decode instance for --scheduling-policy priority"
+        )
     aux_output = getattr(vllm_config, "aux_output_config", None)  # new in 0.32
     if aux_output is not None and aux_output.enabled:
         raise ConfigError(
@@ -157,6 +164,10 @@ def _refuse_specs(kv_cache_config: KVCacheConfig) -> None:
             f" has {len(groups)})"
         )
     specs = compat.all_specs(groups)
+    # Older ones recompute from the first block that was loaded, and the tokens before it, which the
+    # window has left when its request is loaded, are in no block.
+    if any(map(compat.window, specs)) and not compat.can_load_groups():
+        raise ConfigError("DisaggConnector needs vLLM 0.32 for models with sliding windows")
     for name in sorted({type(spec).__name__ for spec in specs} - KNOWN_SPECS):
         raise ConfigError(
             f"DisaggConnector does not support this model: {REFUSED_SPECS.get(name, name)}"

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from vllm.config import StructuredOutputsConfig
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import (
@@ -62,6 +63,8 @@ def config(**change: Any) -> Any:
         parallel_config=SimpleNamespace(**{**parallel, **change.get("parallel", {})}),
         model_config=SimpleNamespace(multimodal_config=change.get("images")),
         weight_transfer_config=change.get("weight_transfer"),
+        scheduler_config=SimpleNamespace(policy=change.get("policy", "fcfs")),
+        kv_transfer_config=SimpleNamespace(kv_role=change.get("role", "kv_both")),
         aux_output_config=SimpleNamespace(enabled=change.get("routed_experts", False)),
         speculative_config=change.get("speculative"),
         cache_config=SimpleNamespace(
@@ -520,3 +523,37 @@ def test_several_groups_need_load_failures_by_request(
         ConfigError, match=r"needs vLLM 0\.32 for models with several KV-cache groups"
     ):
         supported.refuse_unsupported(config(), caches(FULL, WINDOW))
+
+
+def test_a_parser_of_reasoning_is_seen_unless_surely_absent() -> None:
+    def config(**outputs: str) -> Any:
+        return SimpleNamespace(structured_outputs_config=SimpleNamespace(**outputs))
+
+    assert not compat.parses_reasoning(config(reasoning_parser=""))
+    assert compat.parses_reasoning(config(reasoning_parser="qwen3"))
+    assert compat.parses_reasoning(config())
+    assert compat.parses_reasoning(SimpleNamespace())
+    assert not compat.parses_reasoning(
+        SimpleNamespace(structured_outputs_config=StructuredOutputsConfig())
+    )
+
+
+def test_windows_need_load_failures_by_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else D would read what a window has left when its request was loaded."""
+    monkeypatch.setattr(compat, "Results", None)  # as before vLLM 0.32
+    supported.refuse_unsupported(config(), caches(FULL))
+    for window in (WINDOW, LATENT_WINDOW):
+        with pytest.raises(ConfigError, match=r"needs vLLM 0\.32 for models with sliding windows"):
+            supported.refuse_unsupported(config(), caches(window))
+
+
+def test_priorities_at_a_decode_engine_need_a_queue_that_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    supported.refuse_unsupported(config(policy="priority"), caches(FULL))
+    monkeypatch.setattr(compat, "Results", None)  # as before vLLM 0.32
+    supported.refuse_unsupported(config(), caches(FULL))
+    supported.refuse_unsupported(config(policy="priority", role="kv_producer"), caches(FULL))
+    for role in ("kv_consumer", "kv_both"):
+        with pytest.raises(ConfigError, match=r"needs vLLM 0\.32 at a decode instance"):
+            supported.refuse_unsupported(config(policy="priority", role=role), caches(FULL))

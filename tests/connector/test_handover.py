@@ -14,8 +14,8 @@ from test_scheduler_side import BLOCK, GROUPS, HOLDS, KEY, step
 
 from kv_connectors import scheduler
 from kv_connectors.metadata import Handshake
-from kv_connectors.missing_parameters import WARNING_INTERVAL_SECONDS, MissingParameters
 from kv_connectors.scheduler import SchedulerSide, TransferLimits
+from kv_connectors.warning_limit import WARNING_INTERVAL_SECONDS, WarningLimit
 from vllm_disagg.fleet import grants, handovers, keys
 from vllm_disagg.fleet.used_grants import RELEASED_SECONDS
 from vllm_disagg.protocol import events, peers
@@ -68,12 +68,13 @@ def request(name: str, params: object, length: int = 40, first: int = 0, tokens:
     )
 
 
-def prefill(p: SchedulerSide, name: str = "r1", **change: Any) -> Any:
+def prefill(p: SchedulerSide, name: str = "r1", first_block: int = 7, **change: Any) -> Any:
     """Returns a router's prefill leg that P has computed in one step, but not ended."""
     asked = request(name, dict(PREFILL), tokens=1, **change)
     p.on_request_arrived(asked)
     assert p.tokens_to_load(asked, 0) == 0
-    p.build_step_metadata(step(new={name: (0, asked.num_prompt_tokens, [7, 8, 9])}))
+    blocks = list(range(first_block, first_block + 3))
+    p.build_step_metadata(step(new={name: (0, asked.num_prompt_tokens, blocks)}))
     return asked
 
 
@@ -182,7 +183,7 @@ def test_a_preempted_prompt_gets_a_new_transfer() -> None:
 def test_unclaimed_prompts_do_not_fill_p() -> None:
     p = side("prefill", "p", handover_blocks=5)
     handed_over(p, name="r1")
-    assert p.on_request_finished(prefill(p, name="r2")) == (False, None)
+    assert p.on_request_finished(prefill(p, "r2", first_block=10)) == (False, None)
     assert p.stats.data["withheld_handovers"] == 1
     p.on_released(["r1"])
     handed_over(p, name="r3")
@@ -361,6 +362,23 @@ def test_a_request_with_parameters_is_not_warned_of() -> None:
 
 
 def test_one_warning_a_minute() -> None:
-    missing = MissingParameters()
+    missing = WarningLimit()
     found = [missing.note(now) for now in (0.0, 1.0, 59.9, 60.0, 60.1, 200.0)]
     assert found == [1, 0, 0, 3, 0, 2]
+
+
+def test_refused_parameters_are_a_warning_a_minute_and_lines_below_it(
+    clock: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    d = side("decode", "d")
+    for name in ("r1", "r2", "r3"):
+        d.on_request_arrived(request(name, {"do_remote_prefill": True}))
+    clock[0] += WARNING_INTERVAL_SECONDS
+    d.on_request_arrived(request("r4", {"do_remote_prefill": True}))
+    refused = [record for record in caplog.records if "parameters refused" in record.getMessage()]
+    levels = [logging.WARNING, logging.INFO, logging.INFO, logging.WARNING]
+    assert [record.levelno for record in refused] == levels
+    texts = [record.getMessage() for record in refused]
+    assert all(f"request r{at}: " in text for at, text in enumerate(texts, 1))
+    assert texts[3].endswith("(2 more since the last warning)") and "more" not in texts[0]

@@ -371,6 +371,7 @@ def test_an_engine_on_a_public_address_dials_other_machines() -> None:
 def test_without_a_key_grants_are_valid_only_if_insecure(
     insecure: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)  # after the first refusal the others are no warnings
     nobody = keys.FleetKey(None)
     made = SchedulerSide(
         keys.FleetKey(None, insecure=insecure), "decode", {}, GROUPS, host="10.0.0.2"
@@ -757,6 +758,14 @@ def test_the_description_has_the_failure_policy() -> None:
     worker = peers.WorkerInfo("me/0", "", "", holds=HOLDS)
     made.set_workers([Handshake(worker, ["a", "b"])], "fail")
     assert made.engine and made.engine.failure_policy == "fail"
+
+
+@pytest.mark.parametrize("plain_chat", [True, False])
+def test_the_description_says_whether_chats_are_plain(plain_chat: bool) -> None:
+    made = SchedulerSide(KEY, "decode", {}, GROUPS)
+    worker = peers.WorkerInfo("me/0", "", "", holds=HOLDS)
+    made.set_workers([Handshake(worker, ["a", "b"])], plain_chat=plain_chat)
+    assert made.engine and made.engine.plain_chat is plain_chat
 
 
 def test_a_lookup_starts_at_arrival_and_its_limit_at_the_first_turn(

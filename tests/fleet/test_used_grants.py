@@ -7,7 +7,7 @@ import pytest
 from vllm_disagg.errors import BadGrant
 from vllm_disagg.fleet import used_grants
 from vllm_disagg.fleet.grants import MAX_VALIDITY_SECONDS
-from vllm_disagg.fleet.used_grants import UsedGrants
+from vllm_disagg.fleet.used_grants import RELEASED_SECONDS, UsedGrants
 
 
 def is_accepted(used: UsedGrants, transfer: str, until: float, now: float) -> bool:
@@ -57,3 +57,22 @@ def test_without_a_key_a_used_grant_is_remembered_after_it_expires() -> None:
     used.use("send", "t", 100.3, 100.0)
     with pytest.raises(BadGrant, match="used before"):
         used.use("send", "t", 200.0, 110.0)
+
+
+def test_used_handovers_leave_room_for_grants_and_grants_for_handovers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(used_grants, "MAX_USED_GRANTS", 2)
+    used = UsedGrants(has_key=True)
+    used.hold("load", "a", 0.0)
+    used.hold("load", "b", 0.0)
+    with pytest.raises(BadGrant, match="too many other handovers"):
+        used.hold("load", "c", 0.0)
+    assert is_accepted(used, "d", 20.0, 0.0) and is_accepted(used, "e", 20.0, 0.0)
+    assert not is_accepted(used, "f", 20.0, 0.0)
+    with pytest.raises(BadGrant, match="used before"):
+        used.use("load", "a", 20.0, 0.0)
+    used.release("load", "a", 0.0)
+    now = RELEASED_SECONDS + 1.0
+    used.hold("load", "c", now)
+    assert is_accepted(used, "f", now + 20.0, now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -144,11 +145,22 @@ def test_receivers_of_a_refused_grant_are_informed() -> None:
     assert sent(p) == [events.BlocksRevoked("t")] and not p.legs
 
 
-def hand_over(legs: EngineLegs, request: str, blocks: int, *, is_handover: bool = True) -> bool:
-    """Computes a prompt of so many blocks; returns whether they are held."""
-    tokens = BLOCK * blocks
+next_block = itertools.count(1)
+
+
+def hand_over(
+    legs: EngineLegs,
+    request: str,
+    blocks: int,
+    *,
+    shared: Sequence[int] = (),
+    is_handover: bool = True,
+) -> bool:
+    """Computes a prompt: own blocks behind shared ones; returns whether they are held."""
+    tokens = BLOCK * (len(shared) + blocks)
     legs.add_prefill(facts(request, tokens, transfer=request, is_handover=is_handover))
-    legs.on_scheduled(request, tokens, [range(1, 1 + blocks)])
+    own = [next(next_block) for _ in range(blocks)]
+    legs.on_scheduled(request, tokens, [[*shared, *own]])
     return legs.on_finished(request, is_normal=True)
 
 
@@ -167,11 +179,26 @@ def test_handed_over_prompts_hold_only_their_share() -> None:
     assert hand_over(p, "large", 30), "one alone may hold more"
 
 
+def test_blocks_that_handed_over_prompts_share_count_once() -> None:
+    p = EngineLegs(CacheFacts([BLOCK], max_handover_blocks=10))
+    shared = [next(next_block) for _ in range(6)]
+    for request in ("a", "b", "c"):
+        assert hand_over(p, request, 1, shared=shared)
+    assert not hand_over(p, "d", 2, shared=shared), "six shared, and five of their own"
+    for request in ("a", "b"):
+        p.on_released(request)
+    assert not hand_over(p, "e", 4), "the shared ones are held as long as one prompt has them"
+    assert hand_over(p, "f", 3)
+    p.on_released("c")
+    assert hand_over(p, "g", 7)
+
+
 def test_null_blocks_count_for_no_share() -> None:
     p = EngineLegs(CacheFacts([BLOCK, BLOCK], max_handover_blocks=6))
     for request in ("a", "b"):
         p.add_prefill(facts(request, 3 * BLOCK, transfer=request, is_handover=True))
-        p.on_scheduled(request, 3 * BLOCK, [[4, 5], [0, 7]])
+        own = [next(next_block) for _ in range(3)]
+        p.on_scheduled(request, 3 * BLOCK, [own[:2], [0, own[2]]])
         assert p.on_finished(request, is_normal=True)
 
 

@@ -104,7 +104,6 @@ def load(path: str, *, insecure: bool = False) -> FleetKey:
         text = ""
     except ValueError:
         raise ConfigError(f"key file {path!r}: no file can have this name") from None
-    warn_of_mode(path)
     lines = text.split() or [""]
     if len(lines) > MAX_KEYS:
         raise ConfigError(
@@ -116,12 +115,14 @@ def load(path: str, *, insecure: bool = False) -> FleetKey:
     try:
         *seconds, first = [bytes.fromhex(line) for line in reversed(lines)]
         second = FleetKey(seconds[0]) if seconds else None
-        return FleetKey(first, second=second)
+        key = FleetKey(first, second=second)
     except (ValueError, ConfigError):
         raise ConfigError(
             f"key file {path}: not {2 * KEY_BYTES} hexadecimal digits; "
             f"make one with: vllm-disagg key {path}"
         ) from None
+    warn_of_mode(path)
+    return key
 
 
 def read_lines(path: str, flag: str) -> list[str]:

@@ -6,19 +6,22 @@ Pure: `now` comes with each call, by the clock of this engine.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from typing import Literal
 
 from ..errors import BadGrant
 from .grants import MAX_VALIDITY_SECONDS
 
 # Each grant works once, so used grants are remembered until they expire. This many may be valid at
-# a time; they take up to 60 MB.
+# a time; they take up to 60 MB. Handovers have a limit of the same size of their own: clients of
+# another router must not use up the grants of the proxy.
 MAX_USED_GRANTS = 1 << 18
 # A released transfer id stays used so long. Later P refuses it, since its lease has ended.
 RELEASED_SECONDS = 600.0
 
 Direction = Literal["send", "load"]
 Use = tuple[Direction, str]  # direction, transfer id
+Permission = Literal["grant", "handover"]
 
 
 class UsedGrants:
@@ -27,7 +30,8 @@ class UsedGrants:
     def __init__(self, *, has_key: bool) -> None:
         """Creates an empty memory. `has_key`: only holders of a fleet key mint grants."""
         self._has_key = has_key
-        self._uses: set[Use] = set()
+        self._uses: dict[Use, Permission] = {}
+        self._counts: Counter[Permission] = Counter()
         self._expiries: list[tuple[float, Use]] = []  # the same uses, as a heap
 
     def __len__(self) -> int:
@@ -42,36 +46,39 @@ class UsedGrants:
         """
         self._forget_expired(now)
         check_time(until, now)
-        self._add(direction, transfer)
+        self._add(direction, transfer, "grant")
         # Without a key every client can mint grants, also one that expires before its transfer
         # ends.
         expires_at = until if self._has_key else now + MAX_VALIDITY_SECONDS
         heapq.heappush(self._expiries, (expires_at, (direction, transfer)))
 
     def hold(self, direction: Direction, transfer: str, now: float) -> None:
-        """Uses up a transfer id that expires only after `release`.
+        """Uses up a handover's transfer id, which expires only after `release`.
 
         Raises BadGrant if it was used before.
         """
         self._forget_expired(now)
-        self._add(direction, transfer)
+        self._add(direction, transfer, "handover")
 
     def release(self, direction: Direction, transfer: str, now: float) -> None:
         """Lets a held transfer id expire `RELEASED_SECONDS` from now."""
         heapq.heappush(self._expiries, (now + RELEASED_SECONDS, (direction, transfer)))
 
-    def _add(self, direction: Direction, transfer: str) -> None:
+    def _add(self, direction: Direction, transfer: str, permission: Permission) -> None:
         if (direction, transfer) in self._uses:
             raise BadGrant("used before")
         # No used grant is forgotten to make room: it would become valid again.
-        if len(self._uses) >= MAX_USED_GRANTS:
-            raise BadGrant("too many other grants are valid now")
-        self._uses.add((direction, transfer))
+        if self._counts[permission] >= MAX_USED_GRANTS:
+            raise BadGrant(f"too many other {permission}s are valid now")
+        self._uses[direction, transfer] = permission
+        self._counts[permission] += 1
 
     def _forget_expired(self, now: float) -> None:
         while self._expiries and self._expiries[0][0] < now:
             _, expired = heapq.heappop(self._expiries)
-            self._uses.discard(expired)
+            permission = self._uses.pop(expired, None)
+            if permission is not None:
+                self._counts[permission] -= 1
 
 
 def check_time(until: float, now: float) -> None:

@@ -28,12 +28,14 @@ Rules, checked by `validate` and in the seeded worlds:
   5. No leg waits without a limit: a lookup has a deadline, and the workers bound each load.
   6. No load begins while a request whose load has ended waits for its turn.
   7. Handed-over prompts together hold at most `max_handover_blocks`; one alone may hold more.
+     Blocks that they share count once.
 
 A request without a leg is an ordinary one: calls for it have no effect.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from .decode_leg import DecodeLeg
@@ -53,8 +55,10 @@ class EngineLegs:
         self._lookups: dict[str, PrefillLeg] = {}
         # Requests whose load has ended, until vLLM gives them blocks for the next step.
         self._awaiting_turn: set[str] = set()
-        # Blocks of finished prompts that were handed over, by request.
-        self._handover_blocks: dict[str, int] = {}
+        # Blocks of finished prompts that were handed over, by request; and the prompts by block,
+        # because prompts with an equal start share its blocks.
+        self._handover_blocks: dict[str, set[int]] = {}
+        self._handovers_by_block: Counter[int] = Counter()
         # One object for all legs, so that their events reach the workers in the order of the calls.
         self._step = StepEvents()
 
@@ -198,6 +202,7 @@ class EngineLegs:
         keeps_blocks = leg.on_finished(is_normal=is_normal and self._has_room(leg))
         if keeps_blocks and leg.facts.is_handover and isinstance(leg, PrefillLeg):
             self._handover_blocks[request] = leg.announced_blocks
+            self._handovers_by_block.update(leg.announced_blocks)
         # No later call would remove the entry.
         if leg.facts.reuse is not None:
             self._lookups.pop(leg.facts.reuse, None)
@@ -211,12 +216,15 @@ class EngineLegs:
         if limit is None or not leg.facts.is_handover or not isinstance(leg, PrefillLeg):
             return True
         # One alone is permitted: a prompt of more than half the cache is none the worse.
-        held = sum(self._handover_blocks.values())
-        return not held or held + leg.announced_blocks <= limit
+        held = self._handovers_by_block.keys()
+        return not held or len(held) + len(leg.announced_blocks - held) <= limit
 
     def on_released(self, request: str) -> None:
         """Notes that vLLM has the blocks of a finished prompt back."""
-        self._handover_blocks.pop(request, None)
+        for block in self._handover_blocks.pop(request, ()):
+            self._handovers_by_block[block] -= 1
+            if not self._handovers_by_block[block]:
+                del self._handovers_by_block[block]
 
     def take_events(self) -> StepEvents:
         """Returns the events for the workers since the last step, and collects anew."""

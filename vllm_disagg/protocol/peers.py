@@ -43,6 +43,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     clock: float = 0.0
     version: str = ""  # of vLLM, for operators
     failure_policy: str = ""  # vLLM's kv_load_failure_policy, for operators
+    # Whether its chats are the model's text, without a parser that takes reasoning out of it.
+    plain_chat: bool = False
     label: int | None = None  # with a rank: the value of `engine` in its API server's metrics
 
     @property

@@ -68,7 +68,8 @@ class PrefillLeg(RequestLeg):
         self.state = PrefillState.NEW
         self.reuse = ReadBackState.NEW if facts.reuse else ReadBackState.ENDED
         self.announced_tokens = 0  # computed or scheduled, as announced to the workers
-        self.announced_blocks = 0  # of all KV-cache groups, without null blocks
+        # Of all KV-cache groups, which share one numbering; without the null block.
+        self.announced_blocks: set[int] = set()
         self.lookup_counts: list[int] = []  # tokens at D, one count for each rank
         self.lookup_deadline: float | None = None  # set when the request's turn has come
         step.serving_requests[facts.transfer] = facts.request
@@ -165,7 +166,8 @@ class PrefillLeg(RequestLeg):
         # D needs no KV after the prompt, however far the step reaches.
         self.announced_tokens = min(self.facts.prompt_tokens, token_end)
         for ids in new_blocks:
-            self.announced_blocks += sum(block != NULL_BLOCK for block in ids)
+            self.announced_blocks.update(ids)
+        self.announced_blocks.discard(NULL_BLOCK)
         scheduled = BlocksScheduled(
             transfer=self.facts.transfer,
             tokens=self.announced_tokens,

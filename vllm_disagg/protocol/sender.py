@@ -42,6 +42,7 @@ Rules, checked by `validate` and by the property tests:
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import assert_never
@@ -178,6 +179,11 @@ class Sender:
         # sliding window while it computes the prompt, and rewrites those of a state: such pieces
         # are checked when they are requested.
         self._lasting_groups = _lasting_groups(layout)
+        # By KV-cache group: bytes of one block, in all layers.
+        self._block_bytes: Counter[int] = Counter()
+        for index in layout.layers:
+            kind = layout.kinds[index]
+            self._block_bytes[kind.group] += sum(kind.block_bytes)
         self.transfers: dict[str, OutgoingTransfer] = {}
         # The last endings: by transfer, the receivers that had sent ReadComplete by then, with the
         # sums of their Confirm.
@@ -514,11 +520,8 @@ class Sender:
 
     def _bytes_held(self, t: OutgoingTransfer) -> int:
         """Returns the bytes of a transfer's blocks, in all layers."""
-        total = 0
-        for index in self.layout.layers:
-            kind = self.layout.kinds[index]
-            total += len(t.blocks[kind.group]) * sum(kind.block_bytes)
-        return total
+        counts = self._block_bytes.items()
+        return sum(len(t.blocks[group]) * block_bytes for group, block_bytes in counts)
 
     def _on_abort(self, event: messages.Abort) -> Actions:
         t = self.transfers.get(event.transfer)

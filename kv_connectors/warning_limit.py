@@ -1,8 +1,7 @@
-"""Requests without parameters of a KV transfer, of which an operator is warned.
+"""Limits warnings of one kind that any client can cause with each of its requests.
 
-An engine in a P/D role computes such a request whole. Our proxy sends some on purpose. A router
-without the handshake sends all of them so. They are counted, and one line a minute names their
-number.
+One line a minute is a WARNING, with the number of requests since the last such line. The caller
+logs or counts the others in another way.
 
 Pure: `now` comes with each call.
 """
@@ -12,11 +11,11 @@ from __future__ import annotations
 WARNING_INTERVAL_SECONDS = 60.0
 
 
-class MissingParameters:
-    """Decides when to warn of requests without parameters."""
+class WarningLimit:
+    """Decides which request of a kind is a warning."""
 
     def __init__(self) -> None:
-        """Creates the state of an engine that has seen no request."""
+        """Creates the state of an engine that has seen no such request."""
         self._unreported = 0
         self._next_warning = 0.0  # by the engine's clock, which begins with 0
 

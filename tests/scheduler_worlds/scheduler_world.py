@@ -198,6 +198,10 @@ class SchedulerWorld:
             found[f"load: {load}"] += count
         return found
 
+    def failed_loads(self) -> dict[str, int]:
+        """Returns the loads that have not ended well. A calm world has none."""
+        return {load: count for load, count in self.loads.items() if not load.endswith(" ok")}
+
     # Moves ----------------------------------------------------------------------------------------
     def _compute(self) -> None:
         ranks = [rank for engine in self.engines for rank in engine.ranks if rank.can_advance]

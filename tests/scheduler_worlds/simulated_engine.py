@@ -303,7 +303,8 @@ class SimulatedEngine:
         assert joined is not None
         kv = joined.kv_connector_output
         if kv is not None and (kv.finished_recving or kv.finished_sending):
-            done = (kv.finished_recving, kv.failed_recving, kv.finished_sending)
+            failed = getattr(kv, "failed_recving", None)  # since vLLM 0.32
+            done = (kv.finished_recving, failed, kv.finished_sending)
             self.world.note(self.label, "received, failed, sent", done)
         return joined
 
@@ -334,13 +335,14 @@ class SimulatedEngine:
             "in-flight prefills": scheduler._inflight_prefills,
             "aggregated loads": aggregator._recv_remaining_count,
             "aggregated sends": aggregator._send_remaining_count,
-            "aggregated failures": aggregator._failed_recving_pending,
+            "aggregated failures": getattr(aggregator, "_failed_recving_pending", None),
             "legs": side._legs.legs,
             "lookups": side._legs._lookups,
             "legs that await their turn": side._legs._awaiting_turn,
             "admitted requests": side._admitted,
             "aborted loads": side._aborted_loads,
             "blocks of handed-over prompts": side._legs._handover_blocks,
+            "handed-over prompts by block": side._legs._handovers_by_block,
         }
         for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
             found[f"tables of group {manager.kv_cache_group_id}"] = dict(manager.req_to_blocks)

@@ -20,6 +20,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from world_config import worker_config
 from world_models import LayerKind, RankLayer, rank_layout
 
+from kv_connectors import compat
 from kv_connectors.connector import DisaggConnector
 from kv_connectors.layers import FinalLayers
 from kv_connectors.metadata import Handshake
@@ -127,17 +128,24 @@ class SimulatedRank:
         connector.start_load_kv(None)
         connector.wait_for_save()
         yield
-        results = connector.get_transfer_results(step.output.finished_req_ids)
-        output = KVConnectorOutput(
-            finished_sending=results.finished_sending or None,
-            finished_recving=results.finished_recving or None,
-            failed_recving=results.failed_recving,
-        )
+        output = self._take_results(step.output.finished_req_ids)
         output.invalid_block_ids = connector.get_block_ids_with_load_errors()
         output.kv_connector_stats = connector.get_kv_connector_stats()
         output.kv_connector_worker_meta = connector.build_connector_worker_meta()
         connector.clear_connector_metadata()
         step.results[self.number] = output
+
+    def _take_results(self, finished: set[str]) -> KVConnectorOutput:
+        """Returns the ended transfers as vLLM asks for them."""
+        if compat.Results is None:  # before vLLM 0.32
+            sent, received = self.connector.get_finished(finished)
+            return KVConnectorOutput(finished_sending=sent, finished_recving=received)
+        results = self.connector.get_transfer_results(finished)
+        return KVConnectorOutput(
+            finished_sending=results.finished_sending or None,
+            finished_recving=results.finished_recving or None,
+            failed_recving=results.failed_recving,
+        )
 
     def _clear_blocks(self, blocks: Sequence[int]) -> None:
         """Clears blocks; raises AssertionError if a receiver could still get one as valid."""

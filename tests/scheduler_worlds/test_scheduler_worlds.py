@@ -18,6 +18,8 @@ from world_config import EngineSetup
 from world_models import MODELS
 from world_setup import MischiefLevels, WorldSetup
 
+from kv_connectors import compat
+
 SEEDS = int(os.environ.get("SEEDS", "300"))
 BATCHES = 10
 
@@ -49,7 +51,7 @@ def test_where_nothing_goes_wrong_each_load_succeeds(batch: int) -> None:
     """An engine that recomputes all prompts would be exact too."""
     for seed in range(batch, SEEDS // 5, BATCHES):
         world = run_world(seed, is_calm=True)
-        failed = {load: count for load, count in world.loads.items() if not load.endswith(" ok")}
+        failed = world.failed_loads()
         assert not failed, f"seed {seed}: {failed}\n{world.setup}\n{world.story()}"
 
 
@@ -102,6 +104,7 @@ def test_a_preempted_prompt_is_handed_over() -> None:
     assert {load for world in worlds for load in world.loads} == {"handover ok"}
 
 
+@pytest.mark.skipif(not compat.can_load_groups(), reason="this vLLM is refused models with states")
 @pytest.mark.parametrize("has_new_runner", [False, True])
 def test_blocks_are_revoked_before_a_runner_clears_them(has_new_runner: bool) -> None:
     """Among random worlds few have both states, whose blocks vLLM clears, and lost requests."""
@@ -120,6 +123,7 @@ def test_blocks_are_revoked_before_a_runner_clears_them(has_new_runner: bool) ->
         run_world(seed, setup)
 
 
+@pytest.mark.skipif(not compat.can_load_groups(), reason="the world of this seed is another one")
 def test_loads_that_fill_a_pool_leave_the_block_of_a_last_token() -> None:
     """With windows vLLM keeps no block free for a token that is computed after a load.
 

@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from kv_connectors import compat
 from vllm_disagg.kv.layout import STATE, LayerLayout, RankLayout, StridedRegion, opaque
 
 HEADS = 2  # KV heads of every model
@@ -75,7 +76,7 @@ class WorldModel:
 
 
 # The patterns of real models, at the smallest number of layers that shows them.
-MODELS = (
+_PATTERNS = (
     WorldModel("dense", (F, F)),
     WorldModel("deep", (F, F, F, F)),
     WorldModel("mistral", (S, S, S), reach=7),
@@ -85,6 +86,8 @@ MODELS = (
     WorldModel("qwen3-next", (M, M, M, F), reach=0),
     WorldModel("llama4", (C, C, C, F), reach=16),
 )
+# Before vLLM 0.32 those of full attention only: it recomputes too little after a failed load.
+MODELS = tuple(model for model in _PATTERNS if compat.can_load_groups() or set(model.layers) == {F})
 
 
 def layer_name(layer: int) -> str:

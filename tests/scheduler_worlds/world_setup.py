@@ -9,6 +9,11 @@ from simulated_transports import SendKind
 from world_config import EngineSetup
 from world_models import MAX_MODEL_TOKENS, MODELS, WorldModel
 
+from kv_connectors import compat
+
+# A D with priorities is refused before vLLM 0.32.
+POLICIES = ("fcfs", "priority") if compat.can_load_groups() else ("fcfs", "fcfs")
+
 BLOCK_SIZES = (2, 4, 8)
 LEVELS = (0, 0, 1, 3)  # of each kind of mischief: a world has much of some and none of other
 
@@ -132,7 +137,7 @@ def _draw_engine(random: Random, model: WorldModel, kv_role: str, *, is_calm: bo
         chunk_tokens=random.choice([12, 32, MAX_MODEL_TOKENS]),
         is_async=is_async,
         has_new_runner=random.random() < 0.5,
-        policy=random.choice(["fcfs", "priority"]),
+        policy=random.choice(POLICIES),
         overlap=random.choice(["layer", "layer", "chunk", "off"]),
         has_layer_calls=random.random() < 0.75,
     )

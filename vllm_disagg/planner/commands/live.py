@@ -89,7 +89,7 @@ def add_arguments(parser: Any) -> None:
         "--instance",
         metavar="TPxPP",
         default="1x1",
-        help="parallelism of each running instance (default: %(default)s)",
+        help="parallelism of each running instance, or of --replay (default: %(default)s)",
     )
 
 
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None] | None = None) -> i
     print_progress = say or (lambda line: print(line, file=sys.stderr, flush=True))
     if not 1 <= args.window <= 86_400:
         raise ConfigError(f"--window: {args.window:g} s is not between 1 s and a day")
-    tp, pp = _shape(args.instance)
+    tp, pp = shape_of(args.instance)
     url = http_client.address("--live", args.live)
     prefills, decodes = instances(_page(url, "/disagg/instances"))
     if not flags.has_source(args):
@@ -460,7 +460,7 @@ def _split(placement: Placement, score: optimizer.PlacementScore | None) -> dict
     }
 
 
-def _shape(text: str) -> tuple[int, int]:
+def shape_of(text: str) -> tuple[int, int]:
     """Parses TPxPP."""
     tp, _, pp = text.partition("x")
     if not (tp.isdecimal() and pp.isdecimal() and int(tp) and int(pp)):

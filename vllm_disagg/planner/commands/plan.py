@@ -17,7 +17,7 @@ from ..search import advice, optimizer, sample_size
 from ..search.scenario import PerformanceSource, Scenario
 from ..simulation import workload
 from ..simulation.simulator import quantile
-from . import criteria, demand, flags, live, output, report
+from . import criteria, demand, flags, live, output, replay, report
 
 DEFAULT_GPUS = 4
 DEFAULT_GPUS_OF_RATE = 128
@@ -58,16 +58,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--capacity-decode", metavar="R", type=float, help="requests/s of one GPU that only decodes"
     )
     live.add_arguments(parser.add_argument_group("a running deployment"))
+    replay.add_arguments(parser.add_argument_group("roles that follow the load"))
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs `plan` and prints its advice. Returns the exit status."""
-    if args.gpus is None:
-        args.gpus = DEFAULT_GPUS if args.rate is None else DEFAULT_GPUS_OF_RATE
+    args.gpus = _budget(args)
     if args.capacity_prefill is not None or args.capacity_decode is not None:
         return _closed(args)
     if args.live:
         return live.run(args)
+    if args.replay:
+        return replay.run(args)
     if args.gpus < 2:
         raise ConfigError(f"--gpus: {args.gpus} is too few: prefill and decode need 2 or more")
     if args.jobs < 0:
@@ -98,6 +100,14 @@ def run(args: argparse.Namespace) -> int:
         document["report"] = report.write(args.report, found, document, planned.fits)
     print(json.dumps(document) if args.json else report.text(found, document, planned.fits))
     return 0
+
+
+def _budget(args: argparse.Namespace) -> int:
+    """Returns the budget of GPUs: that of --gpus, or the default of the question."""
+    if args.gpus is not None:
+        return int(args.gpus)
+    is_demand = args.rate is not None and not args.replay
+    return DEFAULT_GPUS_OF_RATE if is_demand else DEFAULT_GPUS
 
 
 def _closed(args: argparse.Namespace) -> int:

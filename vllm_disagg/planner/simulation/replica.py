@@ -145,7 +145,9 @@ class Replica:
         self.rules = rules
         self.used = 0  # tokens of KV that running and parked requests hold
         self.running = 0  # requests that hold KV
-        self.load = 0  # for routing: requests at a decode replica, else tokens of their prompts
+        # For routing: tokens of prompts to compute, of a colocated replica also of those computed.
+        self.load = 0
+        self.answers = 0  # for routing: requests of which it decodes the answer
         self.active_legs = 0
         self.waiting: deque[int] = deque()  # without KV
         self._awaiting_kv: set[int] = set()  # their KV comes from a prefill replica
@@ -163,6 +165,10 @@ class Replica:
     def cached_tokens(self, ids: Sequence[int]) -> int:
         """Returns the tokens of a prompt's leading blocks that the prefix cache holds."""
         return self.cache.match(ids) * self.cache.block if self.cache else 0
+
+    def groups(self) -> list[DecodeGroup]:
+        """Returns the groups of sequences that decode here."""
+        return [self.ready, *(batch.group for batch in self._in_flight)]
 
     # --- called by the simulation ---
 

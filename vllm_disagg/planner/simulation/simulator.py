@@ -39,6 +39,7 @@ from .workload import WorkloadSample
 SimulationEvent = tuple[float, int, int, int, Replica | None, Batch | None]
 ARRIVAL_RANK = -1
 _load = attrgetter("load")
+_answers = attrgetter("answers")
 TAIL_SHARE = 0.99  # of requests: the limits of p99
 
 
@@ -205,6 +206,7 @@ class Simulation:
         self._decode_of: list[Replica | None] = [None] * self._count  # by request
         self._queue: list[int] = []  # request numbers, in the proxy
         self._queue_head = 0  # index of the next request to dispatch
+        self._active_legs = 0  # at all prefill replicas
         self._finished_at = [-1.0] * self._count
         self._prefilled_at = [-1.0] * self._count
         self._reserved_at = [-1.0] * self._count  # reservation of KV at D
@@ -286,14 +288,15 @@ class Simulation:
     def _dispatch(self, now: float) -> None:
         """Starts both legs of queued requests while a prefill replica has a free place."""
         handoff = self._deployment.handoff
-        while self._queue_head < len(self._queue):
+        places = handoff.concurrency * len(self._prefills)
+        # A deployment may have hundreds of ranks: none is looked at while all places are taken.
+        while self._queue_head < len(self._queue) and self._active_legs < places:
             available = [p for p in self._prefills if p.active_legs < handoff.concurrency]
-            if not available:
-                return
             r = self._queue[self._queue_head]
             self._queue_head += 1
             prefill = self._choose(available, r)
             prefill.active_legs += 1
+            self._active_legs += 1
             prefill.load += self._requests.prompts[r]
             self._prefill_of[r] = prefill
             self._requests.tokens_left[r] = self._requests.outputs[r]
@@ -303,8 +306,8 @@ class Simulation:
 
     def _decode_leg(self, now: float, r: int) -> None:
         """Sends the decode leg to the least loaded decode replica."""
-        decode = min(self._decodes, key=_load) if len(self._decodes) > 1 else self._decodes[0]
-        decode.load += 1
+        decode = min(self._decodes, key=_answers) if len(self._decodes) > 1 else self._decodes[0]
+        decode.answers += 1
         self._decode_of[r] = decode
         decode.expect_kv(now, r)
 
@@ -351,6 +354,7 @@ class Simulation:
             self.on_first_token(now, r)
         self._prefilled_at[r] = now
         replica.active_legs -= 1
+        self._active_legs -= 1
         replica.load -= requests.prompts[r]
         if not self._deployment.handoff.overlap:
             self._decode_leg(now, r)
@@ -378,7 +382,10 @@ class Simulation:
 
     def on_finished(self, replica: Replica, now: float, r: int) -> None:
         """Records the end of a request."""
-        replica.load -= 1 if self._decodes else self._requests.prompts[r]
+        if self._decodes:
+            replica.answers -= 1
+        else:
+            replica.load -= self._requests.prompts[r]
         self._finished_at[r] = now
         if self._next_of_loop < self._count:
             self._send_next(now + self._path(r))

@@ -1,0 +1,161 @@
+"""Replays traces on fixed splits, and with roles that follow the load: `plan --replay TRACE`.
+
+Several traces follow one another, so the mix of requests turns. All instances are alike. Each split
+of them serves the same requests at the same times, and so do roles that the proxy's controller
+changes (`--roles auto`), from an even split on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...errors import ConfigError
+from ...fleet.role_control import RoleRules
+from ...workloads import traces
+from ...workloads.traces import Trace, TraceRequest
+from ..search.scenario import Placement, ReplicaGroup, Scenario
+from ..simulation.role_simulation import simulate_roles
+from ..simulation.simulator import Objective, SimulationResult, quantile, simulate
+from ..simulation.workload import Arrivals, Workload, WorkloadSample
+from . import flags
+from .live import shape_of
+
+PAUSE_SECONDS = 1.0  # between two traces
+
+
+def add_arguments(parser: Any) -> None:
+    """Adds the flag of `plan --replay`."""
+    parser.add_argument(
+        "--replay",
+        metavar="TRACE",
+        nargs="+",
+        help="simulate these traces, one after the other, on each split of --gpus among equal"
+        " instances, and with roles that follow the load; --rate: mean requests/s instead of the"
+        " traces' own",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replays the traces and prints how many requests met the objective. Returns the status."""
+    tp, pp = shape_of(args.instance)
+    count = args.gpus // (tp * pp)
+    if count < 2:
+        raise ConfigError(f"--gpus: {args.gpus} is less than two instances of {args.instance}")
+    if args.rate is not None and not 0 < args.rate < math.inf:
+        raise ConfigError(f"--rate: {args.rate} is not a rate: give requests/s, more than 0")
+    scenario = flags.read(args, args.gpus, "--gpus").scenario
+    if scenario.prefill != scenario.decode:
+        raise ConfigError("--replay: instances that change roles are alike: give one GPU type")
+    if (tp, pp) not in scenario.prefill.shapes(args.gpus):
+        raise ConfigError(
+            f"--instance: {args.instance} cannot be simulated with {scenario.prefill.name}"
+        )
+    trace = joined([traces.read(path, "--replay") for path in args.replay])
+    sample, rate = sample_of(trace, args.rate)
+    splits = [
+        Placement(ReplicaGroup(tp, pp, prefills), ReplicaGroup(tp, pp, count - prefills))
+        for prefills in range(1, count)
+    ]
+    rows = []
+    for split in splits:
+        print(f"plan: replay on {split}", file=sys.stderr, flush=True)
+        result = simulate(scenario.deployment(split), sample, rate)
+        name = f"{split.prefill.n}P{count - split.prefill.n}D"
+        rows.append(_row(name, result, scenario.objective))
+    print("plan: replay with roles that follow the load", file=sys.stderr, flush=True)
+    auto = _auto(scenario, splits[count // 2 - 1], sample, rate)
+    best = max(rows, key=lambda row: row["attainment"])
+    document = {
+        "requests": len(sample),
+        "rate": rate,
+        "traces": [Path(path).name for path in args.replay],
+        "splits": rows,
+        "best": best["split"],
+        "auto": auto,
+    }
+    print(json.dumps(document) if args.json else _text(scenario, document))
+    return 0
+
+
+def joined(parts: Sequence[Trace]) -> Trace:
+    """Joins traces one after the other; equal ids of blocks in two traces are not equal tokens.
+
+    Raises ConfigError for traces without times, and for blocks of two sizes.
+    """
+    rows: list[TraceRequest] = []
+    begins = 0.0
+    shift = 0
+    sizes = {part.block for part in parts if any(row.hash_ids for row in part.requests)}
+    if len(sizes) > 1:
+        raise ConfigError("--replay: the traces count their blocks in different tokens")
+    for part in parts:
+        if not part.timed or len(part.requests) < 2:
+            raise ConfigError("--replay: each trace needs arrival times, and two requests")
+        for row in part.requests:
+            ids = tuple(number + shift for number in row.hash_ids)
+            rows.append(msgspec.structs.replace(row, arrival=begins + row.arrival, hash_ids=ids))
+        begins = rows[-1].arrival + PAUSE_SECONDS
+        shift = 1 + max((max(row.hash_ids, default=0) for row in rows), default=0)
+    return Trace(tuple(rows), next(iter(sizes), traces.MOONCAKE_BLOCK_TOKENS))
+
+
+def sample_of(trace: Trace, rate: float | None) -> tuple[WorkloadSample, float]:
+    """Returns all requests of a trace, and the rate at which they arrive in the mean."""
+    count = len(trace.requests)
+    seconds = trace.requests[-1].arrival - trace.requests[0].arrival
+    sample = Workload("replay", trace=trace).sample(count, 0, Arrivals("trace"))
+    return sample, rate or (count - 1) / seconds
+
+
+def _auto(
+    scenario: Scenario, start: Placement, sample: WorkloadSample, rate: float
+) -> dict[str, Any]:
+    """Replays with roles that follow the load."""
+    objective = scenario.objective
+    rules = RoleRules(objective.ttft, objective.tpot)
+    found = simulate_roles(scenario.deployment(start), sample, rate, rules)
+    row = _row("roles auto", found.result, objective)
+    return row | {"changes": len(found.changes), "mean_prefill": found.mean_prefill}
+
+
+def _row(name: str, result: SimulationResult, objective: Objective) -> dict[str, Any]:
+    """Describes one replay; a quantile that no request reached is None."""
+    row: dict[str, Any] = {"split": name, "attainment": result.attainment(objective)}
+    for time, values in (("ttft_p90", result.ttft), ("tpot_p90", result.tpot)):
+        found = quantile(values, 0.9)
+        row[time] = found if found < math.inf else None
+    return row
+
+
+def _text(scenario: Scenario, document: dict[str, Any]) -> str:
+    """Formats the result for a terminal."""
+    lines = [
+        scenario.words()[0],
+        f"objective: {scenario.objective.words()}",
+        f"replay: {', '.join(document['traces'])}: {document['requests']} requests at"
+        f" {document['rate']:.3g} req/s",
+        "",
+        f"{'':12}{'attainment':>12}{'TTFT p90':>12}{'TPOT p90':>12}",
+    ]
+    for row in (*document["splits"], document["auto"]):
+        times = [
+            "never" if row[name] is None else f"{row[name]:.3g} s"
+            for name in ("ttft_p90", "tpot_p90")
+        ]
+        mark = "  best fixed" if row["split"] == document["best"] else ""
+        line = f"{row['split']:12}{row['attainment']:>12.1%}{times[0]:>12}{times[1]:>12}{mark}"
+        lines.append(line)
+    auto = document["auto"]
+    lines.append(
+        f"{auto['changes']} changes of roles; {auto['mean_prefill']:.1f} prefill instances in the"
+        " mean"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,93 @@
+"""Least squares over sums of products: no sample is needed, and no coefficient is negative.
+
+The errors are absolute, not relative: so the mean of all samples is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Matrix = NDArray[np.float64]
+
+MAX_CONDITION = 1e8  # of the normal equations: terms that vary together more are one term
+STANDARD_ERRORS = 1.96  # in half of a 95 % interval
+
+Sums = Mapping[str, float]  # by the names of `product_names`
+
+
+class SumsFit(msgspec.Struct, frozen=True):
+    """Coefficients of quantities, and their covariances."""
+
+    coefficients: list[float]
+    covariances: list[list[float]]
+
+    def value(self, sample: Sequence[float]) -> float:
+        """Returns the fitted seconds of a sample."""
+        return sum(c * x for c, x in zip(self.coefficients, sample, strict=True))
+
+    def half_interval(self, sample: Sequence[float]) -> float:
+        """Returns half of the 95 % interval of the mean seconds of such samples."""
+        variance = 0.0
+        for first, row in zip(sample, self.covariances, strict=True):
+            for second, covariance in zip(sample, row, strict=True):
+                variance += first * second * covariance
+        return STANDARD_ERRORS * math.sqrt(max(0.0, variance))
+
+
+def fit(sums: Sums, quantities: Sequence[str]) -> SumsFit:
+    """Fits the last quantity, seconds, as a sum of the others times coefficients >= 0.
+
+    The first quantity is 1 in each sample. The optimum is a least squares over the terms that are
+    not zero in it, so all sets of terms are tried, small ones first.
+    """
+    import numpy as np  # noqa: PLC0415  (100 ms that most commands do not need)
+
+    gram, moments, square = _equations(sums, quantities)
+    scale = np.sqrt(np.diag(gram))
+    present = [term for term in range(len(scale)) if scale[term] > 0]
+    least = square
+    best: tuple[list[int], Any] = ([], np.zeros(0))
+    for size in range(1, len(present) + 1):
+        for terms in map(list, combinations(present, size)):
+            scaled = gram[np.ix_(terms, terms)] / np.outer(scale[terms], scale[terms])
+            if np.linalg.cond(scaled) > MAX_CONDITION:
+                continue
+            found = np.linalg.solve(scaled, moments[terms] / scale[terms]) / scale[terms]
+            residual = square - float(found @ moments[terms])
+            # Rounding is no reason for one more term.
+            if (found >= 0).all() and residual < least - 1e-9 * square:
+                best = (terms, found)
+                least = residual
+    terms, found = best
+    coefficients = np.zeros(len(scale))
+    covariances = np.zeros_like(gram)
+    if terms:
+        coefficients[terms] = found
+        freedom = max(1.0, gram[0, 0] - len(terms))
+        scaled = gram[np.ix_(terms, terms)] / np.outer(scale[terms], scale[terms])
+        inverse = np.linalg.inv(scaled) / np.outer(scale[terms], scale[terms])
+        covariances[np.ix_(terms, terms)] = max(0.0, least) / freedom * inverse
+    return SumsFit(coefficients.tolist(), covariances.tolist())
+
+
+def _equations(sums: Sums, quantities: Sequence[str]) -> tuple[Matrix, Matrix, float]:
+    """Returns the normal equations: matrix, right side, and the sum of squared seconds."""
+    import numpy as np  # noqa: PLC0415 - as in `fit`
+
+    size = len(quantities)
+    products = np.zeros((size, size))
+    for row, first in enumerate(quantities):
+        for column in range(row, size):
+            value = sums.get(f"{first}*{quantities[column]}", 0.0)
+            products[row, column] = value
+            products[column, row] = value
+    return products[:-1, :-1], products[:-1, -1], float(products[-1, -1])

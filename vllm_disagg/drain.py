@@ -12,14 +12,10 @@ state their running and waiting requests on /metrics.
 from __future__ import annotations
 
 import argparse
-import http.client
 import os
 import re
 import sys
 import time
-from urllib.parse import urlsplit
-
-import msgspec
 
 from . import http_client
 from .errors import ConfigError
@@ -84,10 +80,10 @@ def run(args: argparse.Namespace) -> int:
     requests = count_requests(url)  # a wrong URL is reported before anything is drained
     for proxy in proxies:
         request_drain(proxy, url)
-    return _wait(url, requests, args.notice, args.timeout)
+    return wait_until_idle(url, requests, args.notice, args.timeout)
 
 
-def _wait(url: str, requests: float, notice: float, timeout: float) -> int:
+def wait_until_idle(url: str, requests: float, notice: float, timeout: float) -> int:
     """Waits until the server is idle or the time is over; returns the exit status."""
     began = time.monotonic()
     idle_looks = 0
@@ -135,18 +131,4 @@ def request_drain(proxy: str, url: str) -> None:
         raise ConfigError(
             f"--proxy needs the admin key: put it into the environment as {ADMIN_KEY}"
         )
-    connection = http_client.connect(proxy, http_client.PAGE_TIMEOUT_SECONDS)
-    body = msgspec.json.encode({"url": url})
-    try:
-        connection.request("POST", DRAIN_PATH, body, http_client.headers(key))
-        answer = connection.getresponse()
-        text = answer.read(http_client.MAX_PAGE_BYTES).decode(errors="replace")
-    except (OSError, http.client.HTTPException, UnicodeError) as error:
-        raise ConfigError(f"cannot reach {proxy}: {http_client.reason(error)}") from None
-    finally:
-        connection.close()
-    if answer.status != 200:
-        raise ConfigError(
-            f"{urlsplit(proxy).netloc} answered {answer.status} to the drain of {url}:"
-            f" {' '.join(text.split())}"
-        )
+    http_client.send(proxy, ("POST", DRAIN_PATH), {"url": url}, key, f"the drain of {url}")

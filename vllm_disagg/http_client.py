@@ -6,6 +6,8 @@ import http.client
 import os
 from urllib.parse import urlsplit
 
+import msgspec
+
 from .errors import ConfigError
 
 PAGE_TIMEOUT_SECONDS = 10.0
@@ -81,6 +83,26 @@ def get(
     if answer.status != 200:
         raise ConfigError(f"{url}{path} answered {answer.status}: it is not {server}")
     return content
+
+
+def send(url: str, request: tuple[str, str], body: object, key: str, name: str) -> None:
+    """Sends a JSON body with a key. Raises ConfigError unless the answer is 200.
+
+    `request`: method and path. `name`: of the request, in the error.
+    """
+    connection = connect(url, PAGE_TIMEOUT_SECONDS)
+    try:
+        connection.request(*request, msgspec.json.encode(body), headers(key))
+        answer = connection.getresponse()
+        text = answer.read(MAX_PAGE_BYTES).decode(errors="replace")
+    except (OSError, http.client.HTTPException, UnicodeError) as error:
+        raise ConfigError(f"cannot reach {url}: {reason(error)}") from None
+    finally:
+        connection.close()
+    if answer.status != 200:
+        raise ConfigError(
+            f"{urlsplit(url).netloc} answered {answer.status} to {name}: {' '.join(text.split())}"
+        )
 
 
 def reason(error: Exception) -> str:

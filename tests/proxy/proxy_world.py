@@ -126,7 +126,10 @@ async def one_more_token(call: Call) -> None:
 
 
 async def refuse_as_stopping(call: Call) -> None:
-    """Answers as a vLLM that has got SIGTERM and drains: status 200, and an aborted answer."""
+    """Answers as a vLLM that has got SIGTERM and drains: status 200, and an aborted answer.
+
+    A stream for a body with `without_event` has no event for the abort.
+    """
     answered = {"text": "", "finish_reason": "abort"}
     event = json.dumps({"choices": [answered]}, separators=(",", ":"))
     if not call.body.get("stream"):
@@ -136,7 +139,8 @@ async def refuse_as_stopping(call: Call) -> None:
         )
         return
     await call.stream()
-    await call.event(event)
+    if not call.body.get("without_event"):
+        await call.event(event)
     await call.event("[DONE]")
     await call.end()
 
@@ -157,6 +161,7 @@ class ScriptedEngine:
         self.rankless: tuple[str, ...] = ()  # paths at which requests go to any rank
         self.turn = 0
         self.two_way = False
+        self.plain_chat = False  # parses no reasoning
         self.began_at = random.uniform(0, 1e6)
         self.plain = False
         self.refusal: str | None = None  # of every grant, by the connector; "": transfers are off
@@ -221,6 +226,7 @@ class ScriptedEngine:
             self.layout,
             rank,
             two_way=self.two_way,
+            plain_chat=self.plain_chat,
             label=None if rank is None else self.first_rank + rank,
         )
         return msgspec.to_builtins(engine) | {"clock": self.clock}

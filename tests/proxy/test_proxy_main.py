@@ -48,6 +48,7 @@ def parsed(*flags: str) -> argparse.Namespace:
         (["--decode-dns", "gpu1..cluster:8200"], "--decode-dns"),
         (["--prefill-dns", f"{'x' * 64}:80"], "--prefill-dns"),
         ([*D, "--instance-networks", "10.0.0.1/8"], "--instance-networks"),
+        ([*D, "--otlp-traces-endpoint", "collector:4318"], "--otlp-traces-endpoint"),
         ([*D, "--api-key", "k", "--admin-key", "k"], "--admin-key"),
         ([*D, "--api-key-file", "/nonexistent"], "--api-key-file /nonexistent"),
         ([*D, "--admin-key-file", "/dev/null"], "--admin-key-file /dev/null: the file has no key"),
@@ -97,6 +98,17 @@ def test_a_key_file_that_others_may_read_is_a_warning(
     assert keys.load(str(path)).is_set
     assert (f"chmod 600 {path}" in caplog.text) is warned
     assert path.read_text().strip() not in caplog.text
+
+
+def test_a_key_file_that_is_refused_is_not_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "fleet.key"
+    path.write_text("no key")
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="not 64 hexadecimal digits"):
+        keys.load(str(path))
+    assert not caplog.records
 
 
 def test_a_command_without_flags_has_the_defaults_of_the_settings() -> None:

@@ -127,6 +127,7 @@ def options(args: argparse.Namespace, port: int) -> UpOptions:
     """Returns the options that the plan depends on. Raises ConfigError for bad ones."""
     if not args.model:
         raise ConfigError("--model is needed: a model folder, or a name on the Hugging Face hub")
+    proxy_flags.check_roles(args)
     return UpOptions(
         model=args.model,
         prefill=args.prefill,
@@ -144,6 +145,7 @@ def options(args: argparse.Namespace, port: int) -> UpOptions:
         proxy_args=_proxy_words(args),
         client_key=_client_key(args),
         is_https=bool(args.ssl_certfile),
+        changes_roles=args.roles == "auto",
     )
 
 

@@ -68,14 +68,14 @@ def check_log_file(flag: str, path: str) -> None:
     os.close(opened)
 
 
-def free_ports(count: int) -> list[int]:
-    """Returns free loopback ports. Raises ConfigError if there are too few.
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Returns free ports of an address. Raises ConfigError if there are too few.
 
     They are outside the range from which the kernel takes ports for outgoing connections.
     """
     # Random, so that two launchers that start together rarely choose the same ports.
     candidates = random.sample(range(20000, 30000), 200)
-    ports = [port for port in candidates if not _bind("127.0.0.1", port)]
+    ports = [port for port in candidates if not _bind(host, port)]
     if len(ports) < count:
         raise ConfigError(f"no {count} free ports between 20000 and 30000 on this machine")
     return ports[:count]

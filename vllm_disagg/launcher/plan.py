@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import shlex
 from collections.abc import Iterator
@@ -47,6 +48,7 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     proxy_args: list[str] = []  # flags for the proxy, passed on unchanged
     client_key: str = ""  # a client's key as a word of a shell; empty if clients need none
     is_https: bool = False  # the proxy serves https
+    changes_roles: bool = False  # each engine can take both roles
 
 
 class ChildCommand(msgspec.Struct, frozen=True):
@@ -99,7 +101,7 @@ def make(options: UpOptions, machine: MachineFacts, ports: list[int], key_file: 
         envs, notes = _gpu(names, options.tensor_parallel, machine.gpus)
     engines = []
     for name, port, env in zip(names, ports, envs, strict=True):
-        argv = _serve(options, machine, name, port, key_file)
+        argv = engine_argv(options, machine.vllm, role_of(name), ("127.0.0.1", port), key_file)
         engines.append(ChildCommand(name, argv, env, "127.0.0.1", port, "/health"))
     return LaunchPlan(engines, _proxy(options, machine, engines, key_file), notes, warnings)
 
@@ -144,32 +146,42 @@ def _curl(plan: LaunchPlan) -> list[str]:
     return ["curl", "--insecure"] if plan.proxy.is_https else ["curl"]
 
 
-def _serve(
-    options: UpOptions, machine: MachineFacts, name: str, port: int, key_file: str
+def engine_argv(
+    options: UpOptions, vllm: str, role: str, address: tuple[str, int], key_file: str
 ) -> list[str]:
-    """Returns the arguments of the `vllm serve` command of one instance."""
+    """Returns the `vllm serve` command of one instance.
+
+    `vllm`: its command. `address`: host and port; the host is where other engines reach it too.
+    """
+    host, port = address
+    settings = {"key_file": key_file}
+    if not ipaddress.ip_address(host).is_loopback:
+        settings["host"] = host
     transfer = {
         "kv_connector": "DisaggConnector",
-        "kv_role": KV_ROLES[name.partition("-")[0]],
+        "kv_role": KV_ROLES["both" if options.changes_roles else role],
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"key_file": key_file},
+        "kv_connector_extra_config": settings,
     }
     parallel = []
     if options.tensor_parallel > 1:
         parallel = ["--tensor-parallel-size", str(options.tensor_parallel)]
-    listen = ["--host", "127.0.0.1", "--port", str(port)]
-    config = ["--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))]
     return [
-        machine.vllm,
+        vllm,
         "serve",
         options.model,
-        *listen,
+        *["--host", host, "--port", str(port)],
         *parallel,
-        *config,
+        *["--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))],
         QUIET_ACCESS_LOG_FLAG,
         *options.extra,
-        *options.role_extra.get(name.partition("-")[0], []),
+        *options.role_extra.get(role, []),
     ]
+
+
+def role_of(name: str) -> str:
+    """Returns the role of an instance: of prefill-0, prefill."""
+    return name.partition("-")[0]
 
 
 def _proxy(
@@ -179,7 +191,7 @@ def _proxy(
     listen = ["--host", options.host, "--port", str(options.port)]
     argv = [machine.ours, "proxy", *listen, "--key-file", key_file]
     for engine in engines:
-        argv += [f"--{engine.name.partition('-')[0]}", engine.url]
+        argv += [f"--{role_of(engine.name)}", engine.url]
     argv += [f"--api-key={key}" for key in options.api_keys]
     if options.no_api_key:
         argv.append("--no-api-key")
@@ -189,12 +201,16 @@ def _proxy(
     return ChildCommand(PROXY, argv, {}, reachable, options.port, ready, options.is_https)
 
 
+def own_flags(extra: list[str]) -> list[str]:
+    """Returns those flags among arguments of `vllm serve` that the launcher sets itself."""
+    flags = [word.partition("=")[0].partition(".")[0].replace("_", "-") for word in extra]
+    return [flag for flag in flags if flag in REFUSED_FLAGS]
+
+
 def _refuse_own_flags(extra: list[str], where: str) -> None:
     """Raises ConfigError for an extra argument that the launcher sets itself."""
-    for word in extra:
-        flag = word.partition("=")[0].partition(".")[0].replace("_", "-")
-        if flag in REFUSED_FLAGS:
-            raise ConfigError(f"{flag} cannot be given {where}: {REFUSED_FLAGS[flag]}")
+    for flag in own_flags(extra):
+        raise ConfigError(f"{flag} cannot be given {where}: {REFUSED_FLAGS[flag]}")
 
 
 def _served_name(options: UpOptions) -> str:

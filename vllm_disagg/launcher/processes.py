@@ -170,11 +170,12 @@ class ChildProcess:
 
     def _read(self, lines: PrefixedLines | LineFile) -> None:
         assert self.process.stdout
-        for raw in self.process.stdout:
-            line = raw.decode(errors="replace").rstrip().rpartition("\r")[2]
-            lines.write_line(line)
-            self._cause.add(line)
-            self.progress.on_line(line, time.monotonic())
+        with self.process.stdout as output:
+            for raw in output:
+                line = raw.decode(errors="replace").rstrip().rpartition("\r")[2]
+                lines.write_line(line)
+                self._cause.add(line)
+                self.progress.on_line(line, time.monotonic())
         lines.close()
 
 
@@ -287,16 +288,16 @@ class ChildProcesses:
         local_socket.remove_stale()
 
 
-def probe(command: ChildCommand) -> tuple[bool, str]:
-    """Returns whether a child is ready, and its answer or the error."""
-    connection = http.client.HTTPConnection(command.host, command.port, timeout=2)
+def probe(command: ChildCommand, timeout: float = 2.0) -> tuple[bool, str]:
+    """Returns whether a child is ready, and its answer or the error. `timeout`: in seconds."""
+    connection = http.client.HTTPConnection(command.host, command.port, timeout=timeout)
     if command.is_https:
         # The certificate is for the address that clients use, and the child is our own.
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
         connection = http.client.HTTPSConnection(
-            command.host, command.port, timeout=2, context=context
+            command.host, command.port, timeout=timeout, context=context
         )
     try:
         connection.request("GET", command.ready)

@@ -23,6 +23,8 @@ MAX_PREFILL_SECONDS = 86400.0  # engines refuse grants that last longer
 # Old name of a flag -> its name; see `old_names.py`.
 OLD_NAMES = {"--patience": "--prefill-timeout", "--stall-timeout": "--send-timeout"}
 LogFormat = Literal["text", "json"]
+FirstTokenMode = Literal["auto", "prefill", "decode"]
+RoleMode = Literal["fixed", "auto"]
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _LIMITS = Limits()
 
@@ -302,10 +304,26 @@ _ROUTING = (
         help="a decode instance that lacks the KV of fewer bytes of a prompt than this"
         " computes it alone (default: %(default)s)",
     ),
+    Flag(
+        name="--roles",
+        choices=get_args(RoleMode),
+        default="fixed",
+        help="whether instances keep the role in which they are named, or those started with"
+        " kv_both prefill or decode as the load asks; auto needs --objective-ttft and"
+        " --objective-tpot (default: %(default)s)",
+    ),
     _switch(
         "--spill",
         "when all prefill instances are full, let each decode instance compute one"
         " prompt at a time alone",
+    ),
+    Flag(
+        name="--first-token",
+        choices=get_args(FirstTokenMode),
+        default="auto",
+        help="engine whose first token begins a stream at temperature 0; prefill: sooner, and a"
+        " difference ends the stream with an error; auto: prefill where both engines are"
+        " batch-invariant (default: %(default)s)",
     ),
 )
 
@@ -425,6 +443,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def old_names_warning(args: argparse.Namespace) -> str:
     """Returns a warning for the flags given by an old name; empty if there are none."""
     return old_names.warning(getattr(args, "old_names", []), OLD_NAMES)
+
+
+def check_roles(args: argparse.Namespace) -> None:
+    """Raises ConfigError if roles follow the load without the objectives that they serve."""
+    for flag, value in (
+        ("--objective-ttft", args.objective_ttft),
+        ("--objective-tpot", args.objective_tpot),
+    ):
+        if args.roles == "auto" and not value:
+            raise ConfigError(f"--roles auto needs {flag}: roles follow the load to meet it")
 
 
 def check_numbers(args: argparse.Namespace) -> None:

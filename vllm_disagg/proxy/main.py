@@ -16,6 +16,8 @@ from functools import partial
 import uvloop
 
 from ..errors import ConfigError
+from ..fleet import keys
+from ..fleet.role_control import RoleRules
 from .flags import add_arguments, old_names_warning
 from .http import tls
 from .http.addresses import AllowedNetworks
@@ -24,9 +26,10 @@ from .http.server import Server
 from .http.tls import UpstreamTrust
 from .membership import kubernetes
 from .membership.discovery import Discovery
-from .membership.members import Members
+from .membership.members import Members, MembershipChange
 from .membership.reconcile import Member
 from .membership.registry import Registry
+from .membership.roles import RoleKeeper
 from .membership.sources import follow_file, follow_names, within
 from .requests.admin import Admin
 from .requests.api import Api
@@ -122,7 +125,11 @@ async def serve(
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(source)
-                for source in (*_sources(settings, members, registry, networks), feed.run())
+                for source in (
+                    *_sources(settings, members, registry, networks),
+                    *_role_tasks(settings, fleet, prefill_queue, metrics, members, bus, discovery),
+                    feed.run(),
+                )
             ]
             running.append(members.start(tasks))
             stop = stop or asyncio.Event()
@@ -173,6 +180,37 @@ def _status_feed(
     )
     workers = place.count if place else 1
     return StatusFeed(board, settings.objectives, clock, workers, bool(settings.admin_key))
+
+
+def _role_tasks(
+    settings: ProxySettings,
+    fleet: Fleet,
+    prefill_queue: PrefillQueue,
+    metrics: Metrics,
+    members: Members,
+    bus: WorkerBus | None,
+    discovery: Discovery,
+) -> Iterator[Coroutine[None, None, None]]:
+    """Yields the task that lets roles follow the load; none in all workers but the first."""
+    if settings.roles == "fixed" or (settings.place and settings.place.index > 0):
+        return
+
+    def change(role: MembershipChange) -> None:
+        members.apply(role)
+        if bus:
+            bus.broadcast(role)
+
+    rules = RoleRules(settings.objectives.ttft, settings.objectives.tpot)
+    waiting = prefill_queue.backlog_seconds
+    keeper = RoleKeeper(fleet, rules, waiting, change, metrics.wanted_instances)
+    show = discovery.on_metrics_read
+
+    def on_metrics_read(instance: Instance, page: bytes, now: float) -> None:
+        show(instance, page, now)
+        keeper.on_metrics_read(instance, page, now)
+
+    discovery.on_metrics_read = on_metrics_read
+    yield keeper.run()
 
 
 def _worker_bus(
@@ -316,6 +354,8 @@ async def _refuse_misfit(fleet: Fleet, interval: float) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit status."""
     logs.set_up(args.log_level, args.log_format)
+    if args.worker:  # the supervisor has warned of the same key files
+        keys.log.setLevel(logging.ERROR)
     try:
         settings = from_arguments(args)
     except ConfigError as error:
@@ -330,6 +370,7 @@ def run(args: argparse.Namespace) -> int:
     gc.set_threshold(*_GC_THRESHOLDS)
     # A rotation of logs while the proxy starts must not end it; it opens new files anyway.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # see `supervisor.start_worker`
     try:
         if settings.workers > 1 and not settings.place:
             # A mistake is found here, before each worker finds it.
@@ -364,7 +405,9 @@ async def _until_signal(settings: ProxySettings) -> None:
         loop.add_signal_handler(number, stop.set)
     ready = None if settings.place else partial(_print_address, settings)
     on_renewal = partial(loop.add_signal_handler, signal.SIGHUP)
-    await serve(settings, ready, stop, must_fit=True, on_renewal=on_renewal)
+    # All workers see the same fleet: one of them reports the mistake.
+    is_first = settings.place is None or settings.place.index == 0
+    await serve(settings, ready, stop, must_fit=is_first, on_renewal=on_renewal)
 
 
 def _print_address(settings: ProxySettings, port: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import os
+import re
 import resource
 from typing import Any
 
@@ -18,7 +19,7 @@ from ..fleet import keys
 from ..fleet.conventions import PolicyName
 from ..fleet.keys import FleetKey
 from . import aliases
-from .flags import LogFormat, check_numbers, default
+from .flags import FirstTokenMode, LogFormat, RoleMode, check_numbers, check_roles, default
 from .http import tls
 from .http.addresses import Network, check_url, parse_networks
 from .http.limits import Limits
@@ -58,6 +59,8 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     # A D that misses fewer bytes of a prompt serves it aggregated.
     min_prompt_bytes: int = default("--min-prompt-bytes")
     spill: bool = default("--spill")
+    first_token: FirstTokenMode = default("--first-token")
+    roles: RoleMode = default("--roles")
     # Without a byte of an instance that owes an answer, until the instance counts as down.
     liveness_timeout: float = 1.25
     shutdown_timeout: float = 30.0  # for running requests, once the proxy is stopped
@@ -96,6 +99,7 @@ def from_arguments(args: argparse.Namespace) -> ProxySettings:
     if not (decode or lookups or args.allow_registration or admin_key):
         raise ConfigError("at least one --decode URL is needed, or another way to find instances")
     check_numbers(args)
+    check_roles(args)
     if not 0 <= args.port < 65536:
         raise ConfigError(f"--port: {args.port} is not a port")
     api_keys = _api_keys(args, admin_key)
@@ -114,6 +118,8 @@ def from_arguments(args: argparse.Namespace) -> ProxySettings:
         policy=args.policy,
         min_prompt_bytes=args.min_prompt_bytes,
         spill=args.spill,
+        first_token=args.first_token,
+        roles=args.roles,
         queue_size=args.queue_size,
         max_requests=_share(args.max_concurrent_requests, args.workers),
         request_timeout=args.request_timeout,
@@ -130,11 +136,21 @@ def from_arguments(args: argparse.Namespace) -> ProxySettings:
         access_log=args.access_log,
         log_level=args.log_level,
         log_format=args.log_format,
-        traces_endpoint=args.otlp_traces_endpoint,
+        traces_endpoint=_traces_endpoint(args),
         workers=args.workers,
         place=place,
         **lookups,
     )
+
+
+def _traces_endpoint(args: argparse.Namespace) -> str:
+    """Returns the URL of a collector, empty for none."""
+    given: str = args.otlp_traces_endpoint
+    if given and not re.match(r"https?://[^/\s]+(/\S*)?$", given):
+        raise ConfigError(
+            f"--otlp-traces-endpoint: {given!r} is no URL; it looks like http://HOST:4318/v1/traces"
+        )
+    return given
 
 
 def _instance_urls(args: argparse.Namespace) -> tuple[list[str], list[str]]:

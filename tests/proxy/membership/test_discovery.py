@@ -5,6 +5,7 @@ import errno
 import inspect
 import json
 import os
+import socket
 import time
 from typing import Any
 
@@ -17,7 +18,7 @@ from vllm_disagg.proxy.http import connection_pool
 from vllm_disagg.proxy.http.connection_pool import ConnectionPool
 from vllm_disagg.proxy.http.upstream import UpstreamConnection
 from vllm_disagg.proxy.membership import discovery
-from vllm_disagg.proxy.membership.discovery import Discovery, engine_in
+from vllm_disagg.proxy.membership.discovery import NO_NAME, Discovery, engine_in
 from vllm_disagg.proxy.routing.fleet import Fleet, Instance
 
 
@@ -344,6 +345,56 @@ async def test_a_lack_of_descriptors_here_is_not_a_failure_of_the_instances(
         w.d.script = answer
         assert (await w.post()).json()["leg"] == "decode"
     assert "is not used" not in caplog.text
+
+
+async def test_an_instance_without_a_name_ends_its_streams_and_gets_no_more(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a pod that Kubernetes stops: DNS forgets it, and its requests still run."""
+    monkeypatch.setattr(discovery, "MAX_SILENCE_SECONDS", 2.0)
+    monkeypatch.setattr(connection_pool, "IDLE_SECONDS", 0.0)  # a new connection each time
+    go = asyncio.Event()
+
+    async def slow(call: Call) -> None:
+        await call.stream()
+        while not go.is_set():
+            await call.event({"text": "a"})
+            await asyncio.sleep(0.4)  # several health checks
+        await call.event({"text": call.engine.name})
+        await call.event("[DONE]")
+        await call.end()
+
+    async with world(0, 2) as w:
+        for engine in w.decodes:
+            engine.script = slow
+        client = await w.start(stream=True)
+        await until(lambda: w.decodes[0].calls or w.decodes[1].calls)
+        busy = next(engine for engine in w.decodes if engine.calls)
+        other = next(engine for engine in w.decodes if engine is not busy)
+
+        connect = ConnectionPool._open_to
+
+        async def look_up(pool: ConnectionPool, address: str) -> UpstreamConnection:
+            if pool._address[1] == busy.port:
+                raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+            return await connect(pool, address)
+
+        monkeypatch.setattr(ConnectionPool, "_open_to", look_up)
+
+        async def reasons() -> dict[str, str]:
+            return {row["url"]: row["why_not"] for row in await w.instances()}
+
+        async def is_noticed() -> bool:
+            return (await reasons())[busy.url] == NO_NAME
+
+        await until(is_noticed)
+        await asyncio.sleep(3.0)  # longer than an instance without any byte has
+        other.script = answer
+        assert (await w.post()).json()["text"] == other.name
+        go.set()
+        reply = await client.receive()
+        assert reply.complete and b"error" not in reply.body and busy.name.encode() in reply.body
+        assert caplog.text.count(NO_NAME) == 1, "one line a change"
 
 
 async def test_a_full_kv_cache_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

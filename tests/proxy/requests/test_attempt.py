@@ -53,7 +53,8 @@ class Pair:
             worker = WorkerInfo(instance.url, "a", "b")
             engine = EngineInfo(instance.url, "both", [worker], {})
             instance.on_probe_answered("m", engine)
-        self.queue = PrefillQueue(Fleet([self.prefill, self.decode]), Policy(), 1, 9, 9.0)
+        self.fleet = Fleet([self.prefill, self.decode])
+        self.queue = PrefillQueue(self.fleet, Policy(), 1, 9, 9.0)
         self.progress = RequestProgress()
 
     async def attempt(self, **fields: object) -> Attempt:
@@ -61,7 +62,7 @@ class Pair:
         context = self.context(**fields)
         pair = await self.queue.acquire(context.query)
         assert pair and self.places == (1, 1, PROMPT_BYTES)
-        return Attempt(context, self.progress, pair, self.queue, FailedLegLog())
+        return Attempt(context, self.progress, pair, self.fleet, self.queue, FailedLegLog())
 
     def context(self, **fields: object) -> RequestContext:
         """Returns a request with these fields in its body."""
@@ -94,7 +95,8 @@ async def test_a_decode_instance_alone_gives_back_one_place() -> None:
     pair = Pair()
     context = pair.context()
     pair.decode.add_request(context.query.prompt_bytes)
-    with Attempt(context, pair.progress, pair.decode, pair.queue, FailedLegLog()) as attempt:
+    progress, plan = pair.progress, pair.decode
+    with Attempt(context, progress, plan, pair.fleet, pair.queue, FailedLegLog()) as attempt:
         assert attempt.server is attempt.decode is pair.decode and attempt.pair is None
     assert pair.places == (0, 0, 0)
     assert (pair.progress.history.attempts, pair.progress.history.pair_attempts) == (1, 0)

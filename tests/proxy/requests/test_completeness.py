@@ -99,6 +99,40 @@ async def test_a_stream_is_not_complete_until_one_more_token_came(path: str) -> 
         assert reply.body == middle + end and reply.complete
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "is_asked"),
+    [
+        ("/v1/completions", {"prompt": "x", "n": 2}, True),
+        ("/v1/completions", {"prompt": ["x", "y"]}, True),
+        ("/v1/chat/completions", {"n": 2}, True),
+        ("/v1/completions", {"prompt": "x"}, False),
+        ("/v1/chat/completions", {}, False),
+    ],
+)
+async def test_a_choice_without_a_token_is_missed(
+    path: str, fields: dict[str, object], is_asked: bool
+) -> None:
+    """A stopping engine leaves out the choices that have no token yet."""
+    async with world(decode=2) as w:
+        engines = Stopping(w)
+
+        async def tell(call: Call) -> None:
+            await call.stream()
+            await call.event({"choices": [{"index": 0, "text": "a", "finish_reason": "stop"}]})
+            await call.event("[DONE]")
+            await call.end()
+
+        engines.tell = tell  # type: ignore[method-assign]
+        reply = await w.ask("POST", path, body(stream=True, **fields))
+        assert bool(engines.asked) is is_asked
+        assert (b"[DONE]" in reply.body and b'"error"' in reply.body) == is_asked, reply.body
+        engines.victim = None
+        engines.living = 9
+        reply = await w.ask("POST", path, body(stream=True, **fields))
+        assert reply.complete and reply.body.endswith(b"data: [DONE]\n\n")
+        assert b'"error"' not in reply.body
+
+
 async def test_one_question_serves_all_answers_before_it() -> None:
     async with world(prefill=0) as w:
         engines = Stopping(w, living=99)

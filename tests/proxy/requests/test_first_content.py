@@ -7,7 +7,8 @@ import pytest
 from vllm_disagg.proxy.http.sse import EventSplitter
 from vllm_disagg.proxy.requests.first_content import ContentState, FirstContentDetector
 
-NOT_YET, CONTENT, FAILED = ContentState.NOT_YET, ContentState.CONTENT, ContentState.FAILED
+NOT_YET, CONTENT = ContentState.NOT_YET, ContentState.CONTENT
+FAILED, EMPTY = ContentState.FAILED, ContentState.EMPTY
 
 
 def typed(kind: str, **fields: object) -> str:
@@ -18,6 +19,11 @@ def chat(finish: str | None = None, **delta: object) -> str:
     return f"data: {json.dumps({'id': 'c', 'choices': [{'index': 0, 'delta': delta, 'finish_reason': finish}]})}\n\n"
 
 
+def message_delta(**usage: int) -> str:
+    return typed("message_delta", delta={"stop_reason": "end_turn"}, usage=usage)
+
+
+USAGE = 'data: {"id":"c","choices":[],"usage":{"completion_tokens":0}}\n\n'
 COMPLETION = 'data: {"id":"c","choices":[{"index":0,"text":"a"}]}\n\n'
 CREATED = typed("response.created", response={"id": "resp_1", "error": None, "instructions": "x"})
 ADDED = typed("response.output_item.added", item={"id": "msg_1", "content": []})
@@ -36,7 +42,9 @@ CASES = [
     ("/v1/completions", [], NOT_YET),
     ("/v1/completions", [": keep-alive\n\n", "\n\n", "event: x\nid: 4\n\n"], NOT_YET),
     ("/v1/completions", [": keep-alive\n\n", COMPLETION], CONTENT),
-    ("/v1/completions", ["data: [DONE]\n\n"], CONTENT),
+    ("/v1/completions", ["data: [DONE]\n\n"], EMPTY),
+    ("/v1/completions", [USAGE, "data: [DONE]\n\n"], EMPTY),
+    ("/v1/completions", [COMPLETION, "data: [DONE]\n\n"], CONTENT),
     ("/v1/completions", [DEAD], FAILED),
     ("/v1/completions", [DEAD.replace("500", "400")], CONTENT),
     ("/v1/completions", [DEAD.replace("data: ", "data:")], FAILED),
@@ -54,7 +62,10 @@ CASES = [
         [chat(role="assistant", content=""), ": keep-alive\n\n", DEAD],
         FAILED,
     ),
-    ("/v1/chat/completions", ['data: {"id":"c","choices":[],"usage":{}}\n\n'], CONTENT),
+    ("/v1/chat/completions", [USAGE], EMPTY),
+    ("/v1/chat/completions", [chat(role="assistant", content=""), USAGE], EMPTY),
+    ("/v1/chat/completions", [chat(role="assistant", content=""), "data: [DONE]\n\n"], EMPTY),
+    ("/v1/chat/completions", ['data: {"id":"c","said":"a"}\n\n'], CONTENT),
     (
         "/v1/chat/completions",
         ['data: {"choices":[{"delta":{"role":"assistant","content":""},"token_ids":[7]}]}\n\n'],
@@ -88,6 +99,8 @@ CASES = [
         CONTENT,
     ),
     ("/v1/messages", [START, typed("message_delta", delta={"stop_reason": "end_turn"})], CONTENT),
+    ("/v1/messages", [START, message_delta(output_tokens=0)], EMPTY),
+    ("/v1/messages", [START, message_delta(output_tokens=1)], CONTENT),
     ("/v1/messages", [typed("message_stop")], CONTENT),
     ("/v1/messages", [DEAD_MESSAGE], FAILED),
     ("/v1/messages", [START, DEAD_MESSAGE], FAILED),

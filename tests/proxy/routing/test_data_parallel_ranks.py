@@ -9,7 +9,8 @@ from proxy_world import Call, ScriptedEngine, World, answer, until, world
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.protocol.peers import EngineInfo
 from vllm_disagg.proxy.http.addresses import check_url
-from vllm_disagg.proxy.routing.fleet import Instance
+from vllm_disagg.proxy.http.reasons import Reason
+from vllm_disagg.proxy.routing.fleet import Fleet, Instance
 
 
 def ranks(*engines: str) -> Callable[[World], None]:
@@ -60,6 +61,59 @@ async def test_one_rank_dies_with_all_others() -> None:
         for at in range(6):
             assert (await w.post(prompt=f"{at} different")).json()["leg"] == "decode"
         expect_own_rank(w.d)
+
+
+async def reset(call: Call) -> None:
+    """Breaks the connection, as a server does that is being killed."""
+    call.reset()
+
+
+async def test_a_server_that_breaks_connections_costs_a_request_one_attempt() -> None:
+    """Its second rank would be the second death, after which a request is given up."""
+    async with world(decode=2, prepare=ranks("d0", "d1")) as w:
+        w.d.script = reset
+        for at in range(16):
+            reply = await w.post(prompt=f"{at} different", stream=at % 2 == 0)
+            assert reply.status == 200 and b"d1" in reply.body
+        tried = {(call.body["prompt"], call.rank) for call in w.d.calls}
+        assert len(tried) == len({prompt for prompt, _ in tried}) > 0, "one rank a request"
+
+
+async def test_of_one_server_alone_the_other_rank_is_tried() -> None:
+    async def first_rank_breaks(call: Call) -> None:
+        await (reset if call.rank == 0 else answer)(call)
+
+    async with world(prefill=0, prepare=ranks("d0")) as w:
+        w.d.script = first_rank_breaks
+        for _ in range(4):
+            assert (await w.post()).status == 200
+        assert {call.rank for call in w.d.calls} == {0, 1}
+
+
+def server(url: str) -> list[Instance]:
+    """Returns two ranks of a server, which are up."""
+    found = [Instance(f"{url}@{rank}", "decode") for rank in range(2)]
+    for instance in found:
+        instance.on_probe_answered("m", None)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("reason", "all_down"),
+    [("refused", True), ("died", True), ("stopping", True), ("reset", False), ("5xx", False)],
+)
+def test_a_dead_server_takes_all_its_ranks_down(reason: Reason, all_down: bool) -> None:
+    dead, other = server("http://a:1"), server("http://b:1")
+    fleet = Fleet([*dead, *other])
+    fleet.on_leg_failed(dead[0], reason, 1.0)
+    assert [i.up for i in dead] == [not all_down] * 2 and all(i.up for i in other)
+    assert dead[0].unavailable_reason == dead[1].unavailable_reason
+
+
+def test_a_rank_that_has_left_takes_no_other_down() -> None:
+    left, stays = server("http://a:1")
+    Fleet([stays]).on_leg_failed(left, "refused", 1.0)
+    assert stays.up
 
 
 async def down(w: World) -> bool:

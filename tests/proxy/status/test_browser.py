@@ -11,112 +11,27 @@ Without them the tests are skipped. Environment:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import random
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import COMPLETE_SECONDS, NOTICE_SECONDS, Tab, need_browser, skip, tab
 
-from proxy_world import Call, ScriptedEngine, World, until, world
+from proxy_world import Call, World, until, world
 from vllm_disagg.proxy.telemetry.metrics import LatencyObjectives
 
-CHROMIUM = Path("/usr/bin/chromium")
 AXE = Path(os.environ.get("STATUS_AXE", ".cache/axe/node_modules/axe-core/axe.min.js"))
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
-COMPLETE_SECONDS = 1.0
-NOTICE_SECONDS = 3.0
-LAUNCH_MS = 25_000
-WAIT_MS = 10_000
 WIDTHS = (360, 1920)
 SCHEMES = ("light", "dark")
 HOSTILE = "<script>document.title='owned'</script>"
 SEED = 5
 
 
-def missing() -> str:
-    """Returns what this machine lacks for a browser."""
-    try:
-        import playwright.async_api  # noqa: F401
-    except ImportError:
-        return "no playwright: pip install playwright"
-    return "" if CHROMIUM.exists() else f"no {CHROMIUM}: apt-get install chromium"
-
-
 @pytest.fixture(autouse=True)
 def a_browser() -> None:
-    if reason := missing():
-        if os.environ.get("STATUS_BROWSER") == "required":
-            pytest.fail(reason)
-        pytest.skip(reason)
-
-
-class Tab:
-    """A page of a browser, with everything that it asked for or complained about."""
-
-    def __init__(self, page: Any, port: int) -> None:
-        self.page = page
-        self.origin = f"http://localhost:{port}"
-        self.complaints: list[str] = []
-        self.foreign: list[str] = []
-        page.on("console", self._on_console)
-        page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        page.on("request", self._on_request)
-
-    def _on_console(self, message: Any) -> None:
-        if message.type in ("error", "warning"):
-            self.complaints.append(message.text)
-
-    def _on_request(self, request: Any) -> None:
-        if not request.url.startswith((self.origin + "/", "data:")):
-            self.foreign.append(request.url)
-
-    async def open(self) -> None:
-        await self.page.goto(f"{self.origin}/disagg/")
-
-    async def until_complete(self) -> None:
-        await self.page.wait_for_selector("html[data-ready]")
-
-    async def run(self, script: str, argument: object = None) -> Any:
-        return await self.page.evaluate(script, argument)
-
-    async def card(self, engine: ScriptedEngine) -> str:
-        """Returns the class of an instance's card, and its text."""
-        found: str = await self.run(
-            "url => { const card = document.querySelector(`[data-url='${url}']`);"
-            " return card.className + ' ' + card.textContent; }",
-            engine.url,
-        )
-        return found
-
-
-@contextlib.asynccontextmanager
-async def tab(w: World, width: int = 1440) -> AsyncIterator[Tab]:
-    """Opens a browser, with an empty profile of its own."""
-    from playwright.async_api import async_playwright
-
-    async with async_playwright() as playwright:
-        # Playwright's own limits: the end of a test by its time limit leaves its driver behind.
-        browser = await playwright.chromium.launch(
-            executable_path=str(CHROMIUM), args=FLAGS, timeout=LAUNCH_MS
-        )
-        try:
-            page = await browser.new_page(viewport={"width": width, "height": 1180})
-            page.set_default_timeout(WAIT_MS)
-            yield Tab(page, w.port)
-        finally:
-            await browser.close()
+    need_browser()
 
 
 def named(model: str = "Qwen/Qwen3-32B") -> Any:
@@ -173,16 +88,13 @@ async def serve_some(w: World, requests: int) -> None:
 
 
 async def test_the_page_is_complete_within_a_second() -> None:
-    async with world(2, 2, prepare=named(HOSTILE)) as w, tab(w) as t:
+    async with world(2, 2, prepare=named(HOSTILE)) as w, tab(w.port) as t:
         await w.post(stream=True)
         await t.open()  # a browser's first page also starts its processes
         await t.until_complete()
         await t.open()
         await t.until_complete()
-        took = await t.run(
-            "performance.now() - performance.getEntriesByType('navigation')[0].startTime"
-        )
-        assert took / 1000 < COMPLETE_SECONDS
+        assert await t.load_seconds() < COMPLETE_SECONDS
         body = await t.page.inner_text("body")
         for words in ("Goodput now", "TTFT", "hand-off", "Events", "Failovers by reason", HOSTILE):
             assert words in body
@@ -194,15 +106,15 @@ async def test_the_page_is_complete_within_a_second() -> None:
 
 
 async def test_a_dead_d_is_red_and_green_again() -> None:
-    async with world(2, 2, prepare=named()) as w, tab(w) as t:
+    async with world(2, 2, prepare=named()) as w, tab(w.port) as t:
         await t.open()
         await t.until_complete()
-        assert "card good" in await t.card(w.d)
+        assert "card good" in await t.card(w.d.url)
         began = asyncio.get_running_loop().time()
         await w.d.stop()
         await t.page.wait_for_selector(f".card.bad[data-url='{w.d.url}']")
         assert asyncio.get_running_loop().time() - began < NOTICE_SECONDS
-        assert "refuses connections" in await t.card(w.d)
+        assert "refuses connections" in await t.card(w.d.url)
         dashed = "#lines g.broken path[stroke-dasharray]"
         assert await t.run("s => document.querySelectorAll(s).length", dashed) == 2
         assert "refuses connections" in await t.page.inner_text("#problems")
@@ -217,7 +129,7 @@ async def test_a_misfit_is_dashed_with_the_fields_name() -> None:
         named()(w)
         w.decodes[1].layout["dtype"] = "float16"
 
-    async with world(2, 2, prepare=prepare, ready=False) as w, tab(w) as t:
+    async with world(2, 2, prepare=prepare, ready=False) as w, tab(w.port) as t:
         await w.until_probed()
         await t.open()
         await t.until_complete()
@@ -228,11 +140,11 @@ async def test_a_misfit_is_dashed_with_the_fields_name() -> None:
         )
         assert labels == ["dtype", "dtype"]
         assert "dtype is bf16" in await t.page.inner_text("#problems")
-        assert "card warn" in await t.card(w.decodes[1])
+        assert "card warn" in await t.card(w.decodes[1].url)
 
 
 async def test_the_key_is_asked_for_and_instances_are_drained_with_it() -> None:
-    async with world(1, 2, prepare=named(), admin_key="root") as w, tab(w) as t:
+    async with world(1, 2, prepare=named(), admin_key="root") as w, tab(w.port) as t:
         await t.open()
         await t.page.wait_for_selector("#gate:not([hidden])")
         assert await t.page.is_hidden("#board")
@@ -262,7 +174,7 @@ async def test_the_key_is_asked_for_and_instances_are_drained_with_it() -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 async def test_the_page_fits_its_window(width: int) -> None:
     prepare = named("a-model-with-a-very-long-name/" * 6)
-    async with world(2, 2, prepare=prepare) as w, tab(w, width) as t:
+    async with world(2, 2, prepare=prepare) as w, tab(w.port, width) as t:
         await w.post(stream=True)
         await w.decodes[1].stop()
         await t.open()
@@ -274,15 +186,12 @@ async def test_the_page_fits_its_window(width: int) -> None:
 
 async def test_axe_finds_no_serious_violation() -> None:
     if not AXE.exists():
-        reason = f"no {AXE}: npm install --prefix .cache/axe axe-core"
-        if os.environ.get("STATUS_BROWSER") == "required":
-            pytest.fail(reason)
-        pytest.skip(reason)
+        skip(f"no {AXE}: npm install --prefix .cache/axe axe-core")
     found = []
     async with world(2, 2, prepare=named(), admin_key="root") as w:
         await serve_some(w, 6)
         await w.d.stop()
-        async with tab(w) as t:
+        async with tab(w.port) as t:
             await t.open()
             await t.page.wait_for_selector("#gate:not([hidden])")
             # Injected by the debugger, past the page's policy.
@@ -322,7 +231,7 @@ async def test_the_pictures_of_the_documents(tmp_path: Path) -> None:
         await stopped.start()
         await w.until_ready()
         load = asyncio.create_task(serve_some(w, 100_000))
-        async with tab(w) as t:
+        async with tab(w.port) as t:
             await t.open()
             await t.until_complete()
             await t.page.wait_for_selector("#lines .nixl")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import logging
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -39,6 +43,65 @@ async def test_lines_that_a_full_disk_refuses_are_counted(
     assert losses(caplog)[2:] == [
         f"access log: {FULL}: the file could not be written; 1 lines are lost"
     ]
+
+
+class FullDisk:
+    """Stands for `os.write` on a disk that has room for some bytes."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def write(self, descriptor: int, data: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = os.write(descriptor, data[: self.room])
+        self.room -= written
+        return written
+
+
+@pytest.mark.parametrize("room", range(26))
+async def test_a_line_that_was_cut_spoils_no_other(
+    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "access.log"
+    log = AccessLog(str(path))
+    disk = FullDisk(room)
+    proxied_os = SimpleNamespace(**{**vars(os), "write": disk.write})
+    monkeypatch.setattr(access_log, "os", proxied_os)
+    for name in ("one", "two"):  # of 13 bytes, with the end of the line
+        log.write({"id": name})
+    log.flush()
+    disk.room = 1000
+    log.reopen()  # the same file
+    log.write({"id": "three"})
+    log.close()
+    found = [json.loads(line)["id"] for line in path.read_text().splitlines() if is_whole(line)]
+    kept = ["one", "two"][: (room + 1) // 13]  # a line whose end alone was cut gets it later
+    assert found == [*kept, "three"]
+    lost = 2 - room // 13
+    assert f"{lost} lines are lost" in caplog.text
+
+
+def is_whole(line: str) -> bool:
+    return line.startswith("{") and line.endswith("}")
+
+
+async def test_a_new_file_begins_with_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "access.log"
+    log = AccessLog(str(path))
+    monkeypatch.setattr(
+        access_log, "os", SimpleNamespace(**{**vars(os), "write": FullDisk(5).write})
+    )
+    log.write({"id": "one"})
+    log.flush()
+    monkeypatch.setattr(access_log, "os", os)
+    path.rename(tmp_path / "old")
+    log.reopen()
+    log.write({"id": "two"})
+    log.close()
+    assert path.read_text() == '{"id":"two"}\n'
 
 
 async def test_refused_lines_are_not_written_later(tmp_path: Path) -> None:

@@ -72,6 +72,33 @@ async def test_both_legs_have_the_id_that_the_proxy_mints() -> None:
         assert w.d.calls[0].headers["x-request-id"] == minted
 
 
+async def test_each_error_of_the_proxy_has_the_id(tmp_path: Path) -> None:
+    """Also one of the head alone: a refused key, an unknown path, a broken head."""
+    path = tmp_path / "access.log"
+    async with world(prefill=0, api_keys=["k"], admin_key="root", access_log=str(path)) as w:
+        asked = [
+            ("POST", "/v1/completions", 401),
+            ("POST", "/disagg/instances", 401),
+            ("GET", "/disagg/status", 401),
+            ("GET", "/unknown", 401),
+            ("PUT", "/health", 405),
+        ]
+        for at, (method, target, status) in enumerate(asked):
+            reply = await w.ask(method, target, b"", x_request_id=f"id-{at}")
+            assert (reply.status, reply.headers["x-request-id"]) == (status, f"id-{at}")
+            assert status != 401 or reply.json()["request_id"] == f"id-{at}"
+            minted = (await w.ask(method, target, b"")).headers["x-request-id"]
+            assert len(minted) == 32
+        unfit = await w.ask("POST", "/disagg/instances", b"{}", authorization="Bearer root")
+        assert unfit.status == 415
+        assert unfit.json()["error"]["request_id"] == unfit.headers["x-request-id"]
+        broken = await w.raw(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx y: z\r\n\r\n")
+        minted = broken.headers["x-request-id"]
+        assert broken.status == 400 and broken.json()["error"]["request_id"] == minted
+    ids = {json.loads(line)["id"] for line in path.read_text().splitlines()}
+    assert {minted, *(f"id-{at}" for at in range(len(asked)))} <= ids
+
+
 async def test_failed_requests_are_limited_to_a_summary(caplog: pytest.LogCaptureFixture) -> None:
     log = FailedRequestLog()
     request = HttpRequest(method="POST", path="/v1/completions")

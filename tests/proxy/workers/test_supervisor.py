@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -88,13 +89,19 @@ def test_a_new_worker_learns_how_things_are() -> None:
     said: list[BusMessage] = []
     hub.workers[1].send = said.append  # type: ignore[assignment, method-assign]
     add, drain = MembershipChange("add", "u", "prefill"), MembershipChange("drain", "v")
-    for change in (MembershipChange("drain", "u"), add, MembershipChange("cut", "w"), drain):
+    role = MembershipChange("role", "u", "decode")
+    for change in (MembershipChange("drain", "u"), role, add, MembershipChange("cut", "w"), drain):
         hub.on_message(hub.workers[0], BusMessage("change", change=change), 0.0)
     hub.on_message(hub.workers[0], BusMessage("note", text="old"), 0.0)
     hub.on_message(hub.workers[0], BusMessage("note", text="new"), 20.0)
     said.clear()
     hub.on_message(hub.workers[1], BusMessage("ready"), 21.0)
-    assert [m.change for m in said if m.change] == [MembershipChange("drain", "u"), add, drain]
+    assert [m.change for m in said if m.change] == [
+        MembershipChange("drain", "u"),
+        role,
+        add,
+        drain,
+    ]
     assert [m.text for m in said if m.kind == "note"] == ["new"]
 
 
@@ -139,6 +146,63 @@ async def test_the_end_of_a_worker_that_was_never_ready_is_a_line(
     line = "worker 0 ended with status 7 before it was ready; the whole proxy ends"
     assert (line in caplog.text) == (status == 7)
     os.close(table)
+
+
+IMPORTING = """
+import os, signal, sys, time
+print("importing", flush=True)
+time.sleep(0.5)
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
+sys.exit(7)
+"""
+
+
+def test_a_closed_terminal_does_not_end_a_worker_that_still_imports(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    async def close_terminal(place: WorkerPlace) -> int:
+        process = await supervisor.start_worker([sys.executable, "-c", IMPORTING], place)
+        await until(lambda: "importing" in capfd.readouterr().out)
+        process.send_signal(signal.SIGHUP)
+        return await process.wait()
+
+    table = os.memfd_create("test")
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        place = WorkerPlace(0, 1, theirs.fileno(), table, 0, "c")
+        assert asyncio.run(close_terminal(place)) == 7  # the supervisor's loop, which is no uvloop
+    assert signal.SIGHUP not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    os.close(table)
+
+
+async def test_a_fleet_that_cannot_be_paired_is_one_line_of_all_workers(tmp_path: Path) -> None:
+    p, d = ScriptedEngine("p", "prefill"), ScriptedEngine("d", "decode")
+    d.layout["dtype"] = "float16"
+    await p.start()
+    await d.start()
+    try:
+        process = await start(
+            tmp_path, "--prefill", p.url, "--decode", d.url, "--log-level", "error"
+        )
+        _, error = await asyncio.wait_for(process.communicate(), 60)
+    finally:
+        await p.stop()
+        await d.stop()
+    assert process.returncode == 1 and error.count(b"\n") == 1 and b"do not fit" in error, error
+
+
+async def test_a_key_file_for_all_is_one_warning_of_all_workers(tmp_path: Path) -> None:
+    wide = tmp_path / "wide"
+    wide.write_text("secret\n")
+    wide.chmod(0o644)
+    process = await start(tmp_path, "--decode", "http://127.0.0.1:1", "--api-key-file", str(wide))
+    assert process.stdout
+    listening = await asyncio.wait_for(process.stdout.readline(), 60)
+    assert listening
+    process.terminate()
+    _, error = await asyncio.wait_for(process.communicate(), 60)
+    assert error.count(b"chmod 600") == 1, error
 
 
 async def start(tmp_path: Path, *flags: str) -> asyncio.subprocess.Process:

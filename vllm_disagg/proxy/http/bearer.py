@@ -27,6 +27,8 @@ def unauthorized(request: HttpRequest) -> tuple[int, Headers, bytes]:
     # RFC 6750: `error` only where a key was sent.
     challenge = b'Bearer error="invalid_token"' if given else b"Bearer"
     body = {"error": "Unauthorized", "detail": WRONG_KEY if given else NO_KEY}
+    if request.request_id:
+        body["request_id"] = request.request_id
     return 401, [JSON, (b"www-authenticate", challenge)], msgspec.json.encode(body)
 
 

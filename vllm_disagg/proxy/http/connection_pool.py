@@ -21,7 +21,7 @@ from .reasons import Reason
 from .stall_timer import patient
 from .tls import UpstreamTrust
 from .upstream import CLOSED_DETAIL, UpstreamConnection
-from .upstream_response import Unreachable, UpstreamResponse
+from .upstream_response import UnknownName, Unreachable, UpstreamResponse
 
 IDLE_SECONDS = 4.0  # below vLLM's VLLM_HTTP_TIMEOUT_KEEP_ALIVE
 CONNECT_SECONDS = 2.0
@@ -161,6 +161,8 @@ class ConnectionPool:
             detail = getattr(error, "strerror", None) or str(error)
             if getattr(error, "errno", None) in LOCAL_ERRORS:
                 raise Unreachable("local", f"this proxy cannot connect: {detail}") from None
+            if isinstance(error, socket.gaierror):
+                raise UnknownName(detail) from None
             raise Unreachable("refused", detail) from None
 
     async def _open(self) -> UpstreamConnection:

@@ -31,11 +31,12 @@ class Cors:
     def handle(self, request: HttpRequest, client: Connection) -> bool:
         """Adds headers to the answer; returns whether it answered the request (a preflight)."""
         origin = request.header(b"origin")
-        client.response.extra_headers = self._headers(origin)
+        granted = self._headers(origin)
+        client.response.extra_headers += granted
         method = request.header(b"access-control-request-method")
         if not (origin and method and request.method == "OPTIONS"):
             return False
-        if not client.response.extra_headers:
+        if not granted:
             client.answer(403, [], b"")
             return True
         fields = request.header(b"access-control-request-headers") or b"*"

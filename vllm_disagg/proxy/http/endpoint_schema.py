@@ -31,8 +31,43 @@ _NOT_FOR_PREFILL = frozenset(
         "seed",  # vLLM 0.32 on CPUs also crashes on a seeded prompt that it computes in chunks
     }
 )
+# Fields beside which D's stream begins with P's first token as plain text. Both legs have them, or
+# they do not change the first token. All other fields may: `min_tokens`, stop strings, tools ...
+_KEEP_FIRST_TOKEN = frozenset(
+    {
+        "model",
+        "stream",
+        "stream_options",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "n",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "allowed_token_ids",
+        "bad_words",
+        "stop_token_ids",
+        "ignore_eos",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "add_special_tokens",
+        "truncate_prompt_tokens",
+        "truncation_side",
+        "cache_salt",
+        "priority",
+        "user",
+        "request_id",
+        "session_id",
+    }
+)
+# Fields that are off by default; others are on, as `add_generation_prompt`.
+_OFF = frozenset(("echo", "logprobs", "return_token_ids", "use_beam_search"))
 _UNSET = (b"null", b"false")
-_SEQUENCE_COUNTS = frozenset(("n", "best_of"))
+SAMPLE_COUNTS = frozenset(("n", "best_of"))  # fields
 # Fields of any endpoint that, when set, ask for several sequences or for more of the prompt than
 # its KV.
 _WHOLE = frozenset(("use_beam_search", "echo", "prompt_logprobs", "prompt_embeds"))
@@ -41,6 +76,14 @@ _WHOLE = frozenset(("use_beam_search", "echo", "prompt_logprobs", "prompt_embeds
 class _ToolKind(msgspec.Struct):
     type: str = "function"
 
+
+class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool = False
+
+
+MAX_STREAM_OPTIONS_BYTES = 1024
+_decode_stream_options = msgspec.json.Decoder(_StreamOptions | None).decode
 
 MAX_TOOLS_BYTES = 1024 * 1024  # a longer list is not decoded
 _decode_tools = msgspec.json.Decoder(list[_ToolKind]).decode
@@ -62,6 +105,19 @@ class EndpointSchema:
     # `kv_transfer_params` of the prefill leg that vLLM's validation requires.
     extra: tuple[str, ...] = ()
     stores: bool = False  # the instance stores answers; it must not store a prefill leg's
+    # Fields that leave D's first token as P's; empty: not known of this endpoint.
+    keep_first_token: frozenset[str] = frozenset()
+
+    def begins_with_prefill_token(self, fields: Fields) -> bool:
+        """Whether the stream of a greedy request must begin with P's first token as plain text."""
+        if bytes(fields.get("stream", b"")) != b"true":
+            return False
+        for name, value in fields.items():
+            given = bytes(memoryview(value)[:8])
+            is_default = given in (b"null", b"[]") or (given == b"false" and name in _OFF)
+            if name not in self.keep_first_token and not is_default:
+                return False
+        return not _has_usage_in_each_event(fields.get("stream_options"))
 
     def why_whole(self, fields: Fields, sampling: Fields) -> str:
         """Returns the field that requires aggregated service; empty if the work can be split."""
@@ -69,7 +125,7 @@ class EndpointSchema:
             for name in self.whole.intersection(values):
                 if bytes(values[name]) not in _UNSET:
                     return name
-        for name in _SEQUENCE_COUNTS.intersection(sampling):
+        for name in SAMPLE_COUNTS.intersection(sampling):
             if bytes(sampling[name]) not in (b"null", b"1"):
                 return name
         if bytes(sampling.get(self.caps[0], b"")) == b"0":
@@ -91,6 +147,16 @@ class EndpointSchema:
             # The engine calls such tools itself, and computes the prompt again after each call.
             return "tools"
         return "" if prompt.startswith((b'"', b"[")) else self.prompt
+
+
+def _has_usage_in_each_event(stream_options: msgspec.Raw | None) -> bool:
+    if stream_options is None or len(memoryview(stream_options)) > MAX_STREAM_OPTIONS_BYTES:
+        return stream_options is not None
+    try:
+        options = _decode_stream_options(stream_options)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return True
+    return options is not None and options.continuous_usage_stats is not False
 
 
 def _only_functions(tools: bytes) -> bool:
@@ -126,11 +192,23 @@ COMPLETIONS = EndpointSchema(
     caps=("max_tokens",),
     before=("model", "cache_salt"),
     list_of_texts=True,
+    keep_first_token=_KEEP_FIRST_TOKEN | {"prompt", "max_tokens"},
 )
 CHAT = EndpointSchema(
     prompt="messages",
     caps=("max_tokens", "max_completion_tokens"),
     before=_CHAT,
+    keep_first_token=_KEEP_FIRST_TOKEN
+    | {
+        "messages",
+        "max_tokens",
+        "max_completion_tokens",
+        "chat_template",
+        "chat_template_kwargs",
+        "documents",
+        "mm_processor_kwargs",
+        "media_io_kwargs",
+    },
 )
 RESPONSES = EndpointSchema(
     prompt="input",

@@ -21,4 +21,7 @@ Reason = Literal[
     "local",
 ]
 
+# Of an API server as a whole, with all its data parallel ranks.
+SERVER_DEATHS = frozenset(("refused", "died", "stopping"))
+
 STOPPING_DETAIL = "it is being stopped"

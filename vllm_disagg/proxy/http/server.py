@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import secrets
 import ssl
 from collections.abc import Awaitable, Callable
 from typing import cast
@@ -27,7 +28,7 @@ from .connection_state import (
 )
 from .headers import Headers
 from .limits import ByteBudget, Limits
-from .request import BodyLimit, HttpRequest
+from .request import REQUEST_ID_HEADER, BodyLimit, HttpRequest
 from .request_reader import RequestReader
 from .response import JSON, ResponseEncoder, error_body
 from .stall_timer import StallTimer
@@ -303,7 +304,9 @@ class Connection(asyncio.Protocol):
         headers = [JSON]
         if status == 503:
             headers.append((b"retry-after", b"1"))
-        self.answer(status, headers, error_body(status, message))
+        self.identify()
+        body = error_body(status, message, request_id=request.request_id)
+        self.answer(status, headers, body)
         self._server.on_refused(request, self, status)
         self._linger()
 
@@ -397,6 +400,18 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     # -- for the handler ---------------------------------------------------------------------------
+
+    def identify(self) -> None:
+        """Gives the present request an id if it has none, and its answer the same id.
+
+        By this id the log lines of its engines can be joined.
+        """
+        request = self.response.request
+        request_id = request.header(REQUEST_ID_HEADER)
+        if not request_id:
+            request_id = secrets.token_hex(16).encode()
+            request.replace_header(REQUEST_ID_HEADER, request_id)
+        self.response.extra_headers.append((REQUEST_ID_HEADER, request_id))
 
     def answer(self, status: int, headers: Headers, body: bytes) -> None:
         """Sends a whole answer."""

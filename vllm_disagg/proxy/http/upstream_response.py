@@ -26,6 +26,13 @@ class Unreachable(DisaggError):
         self.detail = detail
 
 
+class UnknownName(Unreachable):
+    """Reports that DNS does not know an instance's host: its connections may still be open."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("refused", detail)
+
+
 class ResponseSource(Protocol):
     """Receives the bytes of an answer, and sends bytes after a 101."""
 

@@ -5,7 +5,7 @@ One task per instance requests /health four times a second. States of an instanc
     not probed --(probe succeeds)--> up --(see below)--> down --(probe succeeds)--> up
 
 An instance goes down when
-  * it refuses connections,
+  * it refuses connections, or DNS does not know its name,
   * it twice answers anything but 200,
   * it is *silent*: no byte for `ProxySettings.liveness_timeout` seconds, on /health or any stream,
   * its API server answers, but its engine makes no steps (`engine_steps.py`) for
@@ -16,7 +16,9 @@ the defaults a frozen instance is down 1.25 to 1.75 s after its last byte. Its r
 over at once if another decode instance is up. Else they wait, for MAX_SILENCE_SECONDS at most.
 
 An instance that is down gets no request until a probe succeeds, since another process may answer at
-its URL. Time in which this process itself did not run counts against no instance.
+its URL. If DNS has lost its name, open connections go on while they bring bytes: Kubernetes takes
+away the name of a pod that still ends its requests. Time in which this process itself did not run
+counts against no instance.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from ..http.connection_pool import FULL_STATUSES, ConnectionPool
 from ..http.headers import Headers
 from ..http.reasons import STOPPING_DETAIL
 from ..http.stall_timer import patient
-from ..http.upstream_response import Unreachable
+from ..http.upstream_response import UnknownName, Unreachable
 from ..routing.engine_steps import LOOKS_PER_PATIENCE, StepVerdict, fingerprint
 from ..routing.fleet import NOT_PROBED, Fleet, Instance, mismatch
 
@@ -53,10 +55,11 @@ log = logging.getLogger(__name__)
 PROBE_TIMEOUT_SECONDS = 30.0  # a probe waits behind the engine's other work
 MAX_SILENCE_SECONDS = 30.0  # of an instance without alternative, until its requests fail
 CACHE_POLL_SECONDS = 2.0  # between two polls of a decode instance's metrics
-REPORT_POLL_SECONDS = 10.0  # of a prefill instance's, whose figures only operators read
+REPORT_POLL_SECONDS = 10.0  # of one that can only prefill, whose figures only operators read
 CLOCK_REFRESH_SECONDS = 3600.0  # age at which the reading of an engine's clock is renewed
 BUSY_HEALTH_SECONDS = 30.0  # for /health while streams show that the instance lives
 STEP_CHECK_RATIO = 4  # an engine has prefill_timeout / this for a step while it owes an answer
+NO_NAME = "DNS does not know its name"
 STALLED = "its engine makes no steps"
 TRANSFERS_OFF = 'its log has a line "KV transfers are off", with the reason'
 MAX_REASON_CHARACTERS = 200  # of an instance's own words
@@ -243,14 +246,18 @@ class Discovery:
         poll: asyncio.Task[None] | None = None
         last_well = loop.time()
         last_poll = loop.time()
+        chunks_seen = 0
         try:
             while True:
                 trouble = await self._check_health(instance, interval)
                 _raise_failures(probe, poll)
-                if self._judge(instance, trouble):
+                chunks_before = chunks_seen
+                chunks_seen = self._pools[instance.url].chunks_received
+                shows_life = trouble == NO_NAME and chunks_seen != chunks_before
+                if self._judge(instance, trouble) or shows_life:
                     last_well = loop.time()
                 elif not instance.up and (
-                    self._has_alternative(instance)
+                    (trouble != NO_NAME and self._has_alternative(instance))
                     or self._is_lost(trouble, loop.time() - last_well)
                 ):
                     self._abandon(instance)
@@ -304,8 +311,9 @@ class Discovery:
         is_busy = instance.active_requests > 0
         if instance.up and instance.step_monitor.is_read_due(now, is_busy, self._step_poll_seconds):
             return True
-        interval = CACHE_POLL_SECONDS if instance.role == "decode" else REPORT_POLL_SECONDS
-        return since_poll > interval
+        # Roles follow the load by what these engines report.
+        is_frequent = instance.role == "decode" or instance.takes_both_roles
+        return since_poll > (CACHE_POLL_SECONDS if is_frequent else REPORT_POLL_SECONDS)
 
     def _is_probe_due(self, instance: Instance) -> bool:
         return instance.needs_probe or self._is_clock_old(instance)
@@ -344,6 +352,9 @@ class Discovery:
                     instance.mark_down("is silent")
                     return "is silent"
             health.result()
+        except UnknownName:
+            instance.mark_down(NO_NAME)
+            return NO_NAME
         except Unreachable as error:
             if error.reason == "local":
                 return ""  # nothing was learnt

@@ -24,12 +24,13 @@ SOURCE_ORDER = ("flags", "admin", "file", "registration", "dns", "kubernetes")
 class MembershipChange(msgspec.Struct, frozen=True):
     """Describes one change by the admin API.
 
-    `add` also ends a drain. `remove` drains an instance that another source still names.
+    `add` also ends a drain. `remove` drains an instance that another source still names. `role`
+    sends its new requests in another role; its running legs end as they are.
     """
 
-    kind: Literal["add", "remove", "drain", "cut"]
+    kind: Literal["add", "remove", "drain", "cut", "role"]
     url: str
-    role: Role = "decode"  # of an added instance
+    role: Role = "decode"  # of an added instance, or the new one
 
 
 class Members:
@@ -56,6 +57,7 @@ class Members:
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._wanted: dict[str, list[Member]] = {name: [] for name in SOURCE_ORDER}
         self._drained: set[str] = set()
+        self._roles: dict[str, Role] = {}  # by URL, where they follow the load
         self._logged_conflicts: set[str] = set()
 
     def start(self, tasks: asyncio.TaskGroup) -> asyncio.Task[None]:
@@ -82,14 +84,14 @@ class Members:
         return not {"flags", "file"}.isdisjoint(self.sources(url))
 
     def role(self, url: str) -> Role | None:
-        """Returns the role of this URL in the fleet, even while it leaves; else None."""
+        """Returns the role that sources name for this URL, even while it leaves; else None."""
         for instance in (*self._fleet.instances, *self._fleet.leaving):
             if instance.url == url:
-                return instance.role
+                return instance.named_role
         return None
 
     def apply(self, change: MembershipChange) -> None:
-        """Applies a change by the admin API."""
+        """Applies a change by the admin API, or of a role."""
         admin = [member for member in self._wanted["admin"] if member.url != change.url]
         match change.kind:
             case "add":
@@ -106,6 +108,11 @@ class Members:
             case "cut":
                 for instance in [i for i in self._fleet.leaving if i.url == change.url]:
                     self._remove(instance)
+            case "role":
+                self._roles[change.url] = change.role
+                for instance in self._fleet.instances:
+                    if instance.url == change.url:
+                        instance.role = change.role
         self._settle()
 
     def is_drained(self, url: str) -> bool:
@@ -131,8 +138,8 @@ class Members:
         """Changes the fleet to the wanted one."""
         if not self._tasks:
             return
-        here = {Member(i.url, i.role): i for i in self._fleet.instances}
-        leaving = {Member(i.url, i.role): i for i in self._fleet.leaving}
+        here = {Member(i.url, i.named_role): i for i in self._fleet.instances}
+        leaving = {Member(i.url, i.named_role): i for i in self._fleet.leaving}
         changes = reconcile(here.keys(), leaving.keys(), self._wanted, self._drained)
         self._log_conflicts(changes)
         self._fleet.drained = self._drained_roles()
@@ -173,6 +180,8 @@ class Members:
 
     def _add(self, member: Member, tasks: asyncio.TaskGroup) -> None:
         instance = Instance(member.url, member.role)
+        # Another worker may have changed it before this one heard of it.
+        instance.role = self._roles.get(member.url, member.role)
         self._pools[member.url] = self._connect(member.url, self.is_named(member.url))
         self._fleet.instances.append(instance)
         self._watches[member.url] = tasks.create_task(self._watch(instance))
@@ -184,6 +193,7 @@ class Members:
 
     def _remove(self, instance: Instance) -> None:
         self._fleet.leaving.remove(instance)
+        self._roles.pop(instance.url, None)
         self._watches.pop(instance.url).cancel()
         self._pools.pop(instance.url).close()
         log.info("instance %s (%s) has left", instance.url, instance.role)

@@ -114,18 +114,18 @@ class Admin:
         endpoint = (request.method, request.path)
         if endpoint in CHANGES:
             if not self._admin_keys:
-                return _error(403, CHANGES_ARE_OFF)
+                return _error(request, 403, CHANGES_ARE_OFF)
             if not bearer.has_key(request, self._admin_keys):
                 return bearer.unauthorized(request)
             if request.header(b"content-type").partition(b";")[0].strip().lower() != JSON[1]:
-                return _error(415, "content-type must be application/json")
+                return _error(request, 415, "content-type must be application/json")
         elif request.method == "GET" and request.path in FLEET_VIEWS:
             keys = self._admin_keys + self._api_keys
             if keys and not bearer.has_key(request, keys):
                 return bearer.unauthorized(request)
             # The peer is read only here, since it takes a system call.
             if not keys and not _is_local(request, client.peer):
-                return _error(403, LOCAL_ONLY)
+                return _error(request, 403, LOCAL_ONLY)
         return None
 
     def sees_requests(self, request: HttpRequest) -> bool:
@@ -222,11 +222,11 @@ class _Conflict(Exception):
 
 
 def _refuse(client: Connection, status: int, message: str) -> None:
-    client.answer(status, [JSON], error_body(status, message))
+    client.answer(*_error(client.response.request, status, message))
 
 
-def _error(status: int, message: str) -> tuple[int, Headers, bytes]:
-    return status, [JSON], error_body(status, message)
+def _error(request: HttpRequest, status: int, message: str) -> tuple[int, Headers, bytes]:
+    return status, [JSON], error_body(status, message, request_id=request.request_id)
 
 
 def _is_local(request: HttpRequest, peer: str) -> bool:

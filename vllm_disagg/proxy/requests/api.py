@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import Awaitable, Callable
 from urllib.parse import parse_qs
@@ -22,7 +21,7 @@ from ..http.cors import Cors, may_open
 from ..http.endpoint_schema import SCHEMAS
 from ..http.error_replies import RequestFailed, answer_error
 from ..http.headers import Headers
-from ..http.request import REQUEST_ID_HEADER, HttpRequest
+from ..http.request import HttpRequest
 from ..http.response import JSON, error_body
 from ..http.routes import How
 from ..http.server import Connection
@@ -107,6 +106,7 @@ class Api:
 
     async def handle(self, request: HttpRequest, client: Connection) -> None:
         """Answers one request, also when its route fails."""
+        client.identify()
         if self._cors and self._cors.handle(request, client):
             self._count_refusal(request, client)
             return
@@ -114,7 +114,6 @@ class Api:
             self._count_refusal(request, client)
             return
         if refusal := self._refusal(request):
-            _identify(request, client)
             client.answer(*refusal)
             self._count_refusal(request, client)
             return
@@ -123,7 +122,6 @@ class Api:
             await self._own_paths[request.path](request, client)
             self._count_refusal(request, client)
         else:
-            _identify(request, client)
             await self._run(self._engine_routes[how], request, client)
 
     def body_limit(self, request: HttpRequest) -> int:
@@ -153,14 +151,15 @@ class Api:
         if not methods:
             reason = routes.REFUSED.get(request.path)
             if reason:
-                return 404, [JSON], error_body(404, f"{request.path} {reason}")
+                message = f"{request.path} {reason}"
+                return 404, [JSON], error_body(404, message, request_id=request.request_id)
             return 404, [JSON], b'{"detail":"Not Found"}'
         if request.method not in methods:
             allow = (b"allow", ", ".join(methods).encode())
             return 405, [JSON, allow], b'{"detail":"Method Not Allowed"}'
         if request.upgrade and how != "session":
             message = f"{request.path} is no WebSocket; /v1/realtime is one"
-            return 400, [JSON], error_body(400, message)
+            return 400, [JSON], error_body(400, message, request_id=request.request_id)
         return None
 
     def _allowed(self, request: HttpRequest) -> bool:
@@ -374,18 +373,6 @@ class Api:
     async def _status_page(self, request: HttpRequest, client: Connection) -> int:
         client.answer(200, self._page.headers, self._page.body)
         return 200
-
-
-def _identify(request: HttpRequest, client: Connection) -> None:
-    """Gives a request an id if it has none, and its answer the same id.
-
-    By this id the log lines of its engines can be joined.
-    """
-    request_id = request.header(REQUEST_ID_HEADER)
-    if not request_id:
-        request_id = secrets.token_hex(16).encode()
-        request.replace_header(REQUEST_ID_HEADER, request_id)
-    client.response.extra_headers.append((REQUEST_ID_HEADER, request_id))
 
 
 def _outcome(status: int) -> str:

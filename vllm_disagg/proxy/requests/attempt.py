@@ -24,7 +24,7 @@ from ..http.reasons import Reason
 from ..http.request import HttpRequest
 from ..http.server import Connection
 from ..http.upstream_response import UpstreamResponse
-from ..routing.fleet import Instance
+from ..routing.fleet import Fleet, Instance
 from ..routing.pairing import InstancePair
 from ..routing.policies import RoutingQuery
 from ..routing.prefill_queue import PrefillQueue
@@ -32,6 +32,7 @@ from ..telemetry.logs import FailedLegLog
 from ..telemetry.meter import TrafficCounters
 from .bodies import Body
 from .failover import DEATH_REASONS, AttemptHistory
+from .first_token import FirstTokenRelay
 from .streams import StreamRecorder
 
 LegName = Literal["prefill", "decode"]
@@ -111,6 +112,7 @@ class Attempt:
         context: RequestContext,
         progress: RequestProgress,
         plan: AttemptPlan,
+        fleet: Fleet,
         prefill_queue: PrefillQueue,
         failed_legs: FailedLegLog,
     ) -> None:
@@ -118,6 +120,7 @@ class Attempt:
         self.context = context
         self.progress = progress
         self.pair: InstancePair | None = None  # None: the decode instance serves alone
+        self.first_token: FirstTokenRelay | None = None  # None: the stream begins with D's token
         if isinstance(plan, InstancePair):
             self.pair = plan
             self.decode = plan.decode
@@ -125,6 +128,7 @@ class Attempt:
             self.decode = plan
         # A pair whose place at P is taken, and not handed to a concurrent prefill leg.
         self._unstarted_pair = self.pair
+        self._fleet = fleet
         self._prefill_queue = prefill_queue
         self._failed_legs = failed_legs
         self._prefill_leg: asyncio.Task[LegOutcome] | None = None
@@ -192,5 +196,5 @@ class Attempt:
             # The request itself may be the cause: see `blame_suspects`.
             self.progress.suspects.append(SuspectLeg(leg, now))
         elif reason != "diverged":
-            leg.instance.on_leg_failed(reason, now, leg.sent_at)
+            self._fleet.on_leg_failed(leg.instance, reason, now, leg.sent_at)
         return AttemptFailure(leg.name, reason, detail, answer)

@@ -27,7 +27,7 @@ from typing import Self, TypeVar
 import msgspec
 
 from ...errors import DisaggError
-from ..http.endpoint_schema import COMPLETIONS, EndpointSchema
+from ..http.endpoint_schema import COMPLETIONS, SAMPLE_COUNTS, EndpointSchema
 from ..routing.policies import RoutingQuery
 from ..routing.prefixes import PromptPrefix
 
@@ -94,6 +94,11 @@ class Body:
         return self._schema.why_whole(self._fields, self._sampling)
 
     @property
+    def has_several_choices(self) -> bool:
+        """Whether its answer may have several choices, for several samples or prompts."""
+        return self.aggregated_reason in (*SAMPLE_COUNTS, self._schema.prompt)
+
+    @property
     def has_previous_response(self) -> bool:
         """Whether it continues a response, which one instance alone has stored."""
         return bytes(self._fields.get("previous_response_id", b"null")) != b"null"
@@ -116,8 +121,16 @@ class Body:
 
         Without a temperature the model's own default holds, which the proxy cannot see.
         """
-        if bytes(self._sampling.get("seed", b"null")) != b"null":
-            return True
+        return bytes(self._sampling.get("seed", b"null")) != b"null" or self._is_greedy
+
+    @property
+    def begins_with_prefill_token(self) -> bool:
+        """Whether the answer is a stream that must begin with P's first token as plain text."""
+        return self._is_greedy and self._schema.begins_with_prefill_token(self._fields)
+
+    @property
+    def _is_greedy(self) -> bool:
+        """Whether each token is the most probable one."""
         temperature = memoryview(self._sampling.get("temperature", b"1"))[:MAX_DIGITS]
         try:
             return float(bytes(temperature)) == 0

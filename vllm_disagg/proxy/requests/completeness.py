@@ -1,10 +1,10 @@
 """Verifies that answers which their engine calls complete were not cut off.
 
 An engine that gets SIGTERM aborts its requests at once. Most endpoints report that; those in
-`END_MARKS` do not, and a cut answer looks complete there. But a stopping engine takes no new
-request. So one more token from it, requested *after* an answer, proves that the answer was whole.
-Answers of those endpoints are held until then: for about one step of the engine. One such request
-serves all answers that were there before it.
+`END_MARKS` do not, and a cut answer looks complete there. Nor do streams of several choices report
+it of one that has no token yet. But a stopping engine takes no new request. So one more token from
+it, requested *after* an answer, proves that the answer was whole. Such answers are held until then:
+for about one step of the engine. One such request serves all answers that were there before it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ END_MARKS = {
     "/v1/audio/transcriptions": b"data: [DONE]",
     "/v1/audio/translations": b"data: [DONE]",
 }
+
+# By path: bytes of the event that ends a stream of several choices.
+CHOICES_END_MARKS = dict.fromkeys(("/v1/completions", "/v1/chat/completions"), b"data: [DONE]")
 
 
 class _CompleteAnswer(msgspec.Struct):

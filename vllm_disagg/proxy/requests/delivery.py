@@ -15,7 +15,7 @@ from ..http.sse import DONE, ERROR
 from ..http.upstream_response import Unreachable, UpstreamResponse
 from ..routing.fleet import Fleet
 from .attempt import Attempt, AttemptFailure, Leg
-from .completeness import END_MARKS, CompletenessCheck
+from .completeness import CHOICES_END_MARKS, END_MARKS, CompletenessCheck
 from .streams import StreamRecorder
 
 
@@ -38,6 +38,21 @@ class Delivery:
             detail = f"another instance answered {answer.status}"
             return AttemptFailure("decode", "diverged", detail)
         return await _deliver_whole(client, answer)
+
+    def begin_stream(self, attempt: Attempt, answer: UpstreamResponse, events: bytes) -> bool:
+        """Begins the client's stream with `events`, under the head of D's answer, which follows.
+
+        Returns False if the stream has begun already.
+        """
+        client = attempt.context.client
+        if client.started:
+            return False
+        client.start(answer.status, end_to_end(answer.headers))
+        path = attempt.context.request.path
+        recorder = StreamRecorder(client.write, True, END_MARKS.get(path, b""), path)
+        attempt.progress.recorder = recorder
+        recorder.start_answer(answer.reject)(events)
+        return True
 
     async def deliver_failure(self, attempt: Attempt, failure: AttemptFailure) -> int:
         """Ends the request with its last failure: with the instance's own answer, if it sent one.
@@ -94,7 +109,10 @@ class Delivery:
             and not compressed
             and any(decode is not attempt.server for decode in decodes)
         )
-        return StreamRecorder(context.client.write, record, END_MARKS.get(path, b""), path)
+        end_mark = END_MARKS.get(path, b"")
+        if context.body.has_several_choices:
+            end_mark = CHOICES_END_MARKS.get(path, end_mark)
+        return StreamRecorder(context.client.write, record, end_mark, path)
 
 
 def _last_error_event(recorder: StreamRecorder | None) -> bytes:

@@ -1,8 +1,11 @@
-"""Detects when a streamed answer has started: at its first event of content, or at its end.
+"""Detects when a streamed answer has started: at its first event of content.
 
 Events before that are prefaces: comments (keep-alives), `response.created` and the like, a role.
 vLLM sends them before its engine has computed anything, so they prove nothing about the request's
 success. An answer whose first other event is an error has failed.
+
+Each answer has a token, and an event for it. But a stopping engine aborts a request that has no
+token yet, and vLLM's streams then have no event for the abort: only those behind all choices.
 
 Pure, and cheap: each event up to the first of content is parsed once, and none after it.
 """
@@ -19,11 +22,12 @@ from ..http import sse
 
 
 class ContentState(Enum):
-    """The progress of a stream; CONTENT and FAILED are final."""
+    """The progress of a stream; all but NOT_YET are final."""
 
     NOT_YET = "not yet"  # prefaces alone
-    CONTENT = "content"  # text, reasoning, a tool call, a token, or the answer's end
+    CONTENT = "content"  # text, reasoning, a tool call, a token, or a reason to finish
     FAILED = "failed"  # an error event came before any content
+    EMPTY = "empty"  # the answer's end came before any content
 
 
 # Types of events before the first content.  All other types, also unknown ones, are content.
@@ -48,9 +52,14 @@ class _ContentBlock(msgspec.Struct):
     thinking: str = ""
 
 
+class _MessageUsage(msgspec.Struct, frozen=True):
+    output_tokens: int | None = None
+
+
 class _TypedEvent(msgspec.Struct):
     type: str = ""
     content_block: _ContentBlock | None = None
+    usage: _MessageUsage = _MessageUsage()
 
 
 class _FirstChoice(msgspec.Struct):
@@ -60,7 +69,7 @@ class _FirstChoice(msgspec.Struct):
 
 
 class _FirstChunk(msgspec.Struct):
-    choices: list[_FirstChoice] = []
+    choices: list[_FirstChoice] | None = None
 
 
 _decode_typed = msgspec.json.Decoder(_TypedEvent).decode
@@ -77,7 +86,7 @@ def _is_typed_preface(data: bytes) -> bool:
 
 def _is_role(data: bytes) -> bool:
     """Whether a chunk of a chat completion carries nothing but the speaker's role."""
-    choices = _decode_chunk(data).choices
+    choices = _decode_chunk(data).choices or []
     return bool(choices) and all(
         "role" in choice.delta
         and not (choice.finish_reason or choice.token_ids)
@@ -86,6 +95,22 @@ def _is_role(data: bytes) -> bool:
     )
 
 
+def _is_end_of_choices(data: bytes) -> bool:
+    """Whether an event comes behind all choices: the usage alone, or the end."""
+    return data == b"[DONE]" or _decode_chunk(data).choices == []
+
+
+def _is_end_of_message(data: bytes) -> bool:
+    event = _decode_typed(data)
+    return event.type == "message_delta" and event.usage.output_tokens == 0
+
+
+# By path.  An answer of another path has an event for its abort, or is in END_MARKS.
+_END_TESTS: dict[str, Callable[[bytes], bool]] = {
+    "/v1/completions": _is_end_of_choices,
+    "/v1/chat/completions": _is_end_of_choices,
+    "/v1/messages": _is_end_of_message,
+}
 # By path.  On all other paths no event comes before the first content.
 _PREFACE_TESTS: dict[str, Callable[[bytes], bool]] = {
     "/v1/chat/completions": _is_role,
@@ -100,10 +125,11 @@ class FirstContentDetector:
     `failure` is the error event that came instead of content, or empty.
     """
 
-    __slots__ = ("_is_preface", "_splitter", "failure", "state")
+    __slots__ = ("_is_end", "_is_preface", "_splitter", "failure", "state")
 
     def __init__(self, path: str) -> None:
         self._is_preface = _PREFACE_TESTS.get(path)
+        self._is_end = _END_TESTS.get(path)
         self._splitter = sse.EventSplitter()
         self.state = ContentState.NOT_YET
         self.failure = b""
@@ -133,7 +159,10 @@ class FirstContentDetector:
             self.failure = event
             return ContentState.FAILED
         try:
-            is_preface = self._is_preface and self._is_preface(data)
+            if self._is_end and self._is_end(data):
+                return ContentState.EMPTY
+            if self._is_preface and self._is_preface(data):
+                return ContentState.NOT_YET
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            is_preface = False
-        return ContentState.NOT_YET if is_preface else ContentState.CONTENT
+            pass  # an event of another shape is content
+        return ContentState.CONTENT

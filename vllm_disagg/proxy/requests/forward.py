@@ -9,7 +9,6 @@ from contextlib import contextmanager
 
 import msgspec
 
-from ..http.addresses import split_rank
 from ..http.connection_pool import ConnectionPool, pool_of
 from ..http.error_replies import RequestFailed
 from ..http.headers import Headers, end_to_end
@@ -87,7 +86,7 @@ class Forwarder:
                     request.path,
                     failure,
                 )
-                instance.on_leg_failed(failure.reason, _now())
+                self.fleet.on_leg_failed(instance, failure.reason, _now())
                 error = failure
                 if client.started or position >= MAX_RETRIES:
                     break
@@ -176,7 +175,7 @@ class Forwarder:
         Raises RequestFailed if an instance is not up.
         """
         # Data parallel ranks share an API server, which gets the request once.
-        by_server = {split_rank(i.url)[0]: i for i in self.fleet.instances}
+        by_server = {i.server: i for i in self.fleet.instances}
         instances = list(by_server.values())
         if not instances or not all(instance.up for instance in self.fleet.instances):
             raise RequestFailed(
@@ -202,7 +201,7 @@ class Forwarder:
             )
             return answer.status, end_to_end(answer.headers), await answer.read()
         except Unreachable as error:
-            instance.on_leg_failed(error.reason, _now())
+            self.fleet.on_leg_failed(instance, error.reason, _now())
             return 502, [JSON], error_body(502, "an instance failed, others may have done it")
         finally:
             if answer:

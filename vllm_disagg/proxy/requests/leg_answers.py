@@ -51,6 +51,8 @@ async def until_started(request: HttpRequest, answer: UpstreamResponse) -> bytes
         detector.feed(b"\n\n")  # the end of the body ends its last event
         if detector.state is ContentState.NOT_YET:
             raise Unreachable("died", "the stream ended before its first content")
+    if detector.state is ContentState.EMPTY:
+        raise Unreachable("stopping", STOPPING_DETAIL)
     return detector.failure
 
 

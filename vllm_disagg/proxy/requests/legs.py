@@ -12,6 +12,8 @@ Concurrent legs. The first leg to end decides:
     P refuses                                    D's refusal if it comes soon, otherwise P's
     P has computed the prompt                    D's outcome, when it comes
 
+P's answer may begin the client's stream, before D's has started (`first_token.py`).
+
 P's leg goes on after D's answer has started, since D may still read KV. The end of the attempt ends
 it.
 """
@@ -112,6 +114,8 @@ class LegRunner:
         with CancelScope() as decode_leg:
             prefill.add_done_callback(lambda _: _end_decode_leg(decode_leg, prefill))
             outcome = await self._send(attempt, "decode", pair.decode, decode_body)
+            if attempt.first_token and isinstance(outcome, UpstreamResponse):
+                attempt.first_token.on_decode_started()
             if not prefill.done() or not _hides(prefill, outcome):
                 return outcome
         return prefill.result()
@@ -153,6 +157,8 @@ class LegRunner:
         problem = verify_prefill(attempt.context.request.path, pair, content, _now())
         if problem:
             return AttemptFailure("prefill", "stale", problem)
+        if attempt.first_token:
+            attempt.first_token.on_prefill_answer(content)
         return answer
 
     async def _send(
@@ -190,6 +196,8 @@ class LegRunner:
             headers = self._tracing.leg(request, headers, instance.role, instance.url)
         pool = pool_of(self._pools, instance.url)
         answer = await pool.send("POST", request.target, headers, body)
+        if leg.name == "decode" and attempt.first_token:
+            attempt.first_token.on_decode_head(answer)
         try:
             error_event = await until_started(request, answer)
         except BaseException:  # also when the leg is cancelled: the engine then aborts it at once

@@ -128,11 +128,18 @@ class AttemptPlans:
         progress = attempt.progress
         progress.on_attempt_failed(failure.reason, context.client.started)
         now = _now()
-        avoid = progress.failed_instances
+        failed = progress.failed_instances
+        # A server that fails one rank has often died with all of them: another server goes first.
+        avoided = (self._fleet.with_other_ranks(failed), failed)
         pair: Choice = "none"
-        if attempt.pair:
-            pair = choose(self._fleet, self._policy, self._concurrency, context.query, now, avoid)
-        other_decode = choose_decode(self._fleet, self._policy, now, avoid, context.query)
+        other_decode: Instance | None = None
+        for avoid in avoided:
+            if attempt.pair and not isinstance(pair, InstancePair):
+                pair = choose(
+                    self._fleet, self._policy, self._concurrency, context.query, now, avoid
+                )
+            if not other_decode:
+                other_decode = choose_decode(self._fleet, self._policy, now, avoid, context.query)
         alternatives = Alternatives(
             isinstance(pair, InstancePair), attempt.decode.up, other_decode is not None
         )

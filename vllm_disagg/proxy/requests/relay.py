@@ -28,7 +28,8 @@ judges their answers, and `delivery.py` sends one of them to the client.
 When an answer has started. A whole answer has started when it is complete. A stream has started at
 its first event of content (`first_content.py`): an engine sends comments and `response.created`
 before it has computed anything, so these do not predict the outcome. They are held back, up to a
-bound.
+bound. Some streams begin sooner, with P's first token (`first_token.py`); any D's answer then
+continues them.
 
 What may take over. Until the decode leg's answer has started, P's failure or refusal ends the
 attempt. Any other answer may then replace it. Later P's leg has no influence. An answer may be
@@ -47,6 +48,8 @@ Blame. A failure counts against its instance at once, with these exceptions:
 
 from __future__ import annotations
 
+from functools import partial
+
 from ..http.connection_pool import ConnectionPool
 from ..http.headers import RANK_HEADER, end_to_end
 from ..http.request import HttpRequest
@@ -63,11 +66,13 @@ from .attempt import Attempt, AttemptFailure, RequestContext, RequestProgress
 from .bodies import Body
 from .completeness import CompletenessCheck
 from .delivery import Delivery
+from .first_token import FirstTokens
 from .forward import Forwarder
 from .legs import LegRunner
 from .plans import AttemptPlans
 
 SESSION_HEADER = b"x-session-id"
+DIFFERENT_FIRST_TOKEN = "its first token is not the one that the prefill instance made"
 
 
 class Relay:
@@ -94,6 +99,7 @@ class Relay:
         self._plans = AttemptPlans(fleet, policy, prefill_queue, metrics, settings)
         self._legs = LegRunner(pools, completeness, metrics, self.tracing, settings)
         self._delivery = Delivery(fleet, completeness)
+        self._first_tokens = FirstTokens(settings.first_token, metrics.first_token)
 
     async def generate(
         self,
@@ -117,7 +123,7 @@ class Relay:
         plan = await self._plans.first_plan(context)
         while True:
             with Attempt(
-                context, progress, plan, self._prefill_queue, self._failed_legs
+                context, progress, plan, self.fleet, self._prefill_queue, self._failed_legs
             ) as attempt:
                 result = await self._run(attempt)
                 if isinstance(result, int):
@@ -130,11 +136,30 @@ class Relay:
 
     async def _run(self, attempt: Attempt) -> int | AttemptFailure:
         """Runs the legs of an attempt, and delivers the answer; returns its status or a failure."""
+        context = attempt.context
+        if attempt.pair and not context.client.started:
+            attempt.first_token = self._first_tokens.relay(
+                attempt.pair,
+                context.request.path,
+                context.body,
+                partial(self._delivery.begin_stream, attempt),
+            )
         answer = await self._legs.run_legs(attempt)
         if isinstance(answer, AttemptFailure):
             return answer
         result = await self._delivery.deliver_answer(attempt, answer)
-        if result == 200 and not attempt.context.body.one_token:
+        if isinstance(result, AttemptFailure):
+            return _blamed_on_first_token(attempt, result)
+        if result == 200 and not context.body.one_token:
             # For bidirectional KV reuse: D now has the KV of prompt and answer.
-            self.policy.record_answer(attempt.context.query, attempt.decode)
+            self.policy.record_answer(context.query, attempt.decode)
         return result
+
+
+def _blamed_on_first_token(attempt: Attempt, failure: AttemptFailure) -> AttemptFailure:
+    """Returns the failure, in other words if D's first token was not the one that was sent."""
+    first_token = attempt.first_token
+    if failure.reason != "diverged" or not first_token or not first_token.is_sent:
+        return failure
+    first_token.on_difference()
+    return AttemptFailure(failure.leg, failure.reason, DIFFERENT_FIRST_TOKEN)

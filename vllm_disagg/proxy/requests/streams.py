@@ -337,7 +337,8 @@ class StreamRecorder:
                 break
             if new:
                 new_events.append(new)
-        self._identity_rename = replay.identity_rename
+        rename = replay.identity_rename
+        self._identity_rename = rename if rename and rename[0] != rename[1] else None
         return b"".join(event + b"\n\n" for event in new_events)
 
     def finish(self) -> bool:

@@ -25,7 +25,7 @@ from typing import Literal
 from ...protocol.peers import EngineInfo, difference
 from ..http.addresses import split_rank
 from ..http.endpoint_schema import RANKLESS
-from ..http.reasons import STOPPING_DETAIL
+from ..http.reasons import SERVER_DEATHS, STOPPING_DETAIL, Reason
 from .engine_steps import StepMonitor
 
 Role = Literal["prefill", "decode"]
@@ -47,6 +47,8 @@ class Instance:
 
     url: str
     role: Role
+    server: str = field(init=False)  # the API server's URL: its data parallel ranks share it
+    named_role: Role = field(init=False)  # as its source names it; `role` may follow the load
     rank: int | None = field(init=False)
     model: str = ""
     engine: EngineInfo | None = None
@@ -84,7 +86,8 @@ class Instance:
     cache_identity: object = field(default_factory=object)
 
     def __post_init__(self) -> None:
-        self.rank = split_rank(self.url)[1]
+        self.named_role = self.role
+        self.server, self.rank = split_rank(self.url)
 
     def on_probe_answered(
         self,
@@ -126,6 +129,11 @@ class Instance:
         self.can_transfer = not self.unavailable_reason
 
     @property
+    def takes_both_roles(self) -> bool:
+        """Whether its engine was started for both roles (`kv_both`)."""
+        return self.engine is not None and self.engine.role == "both"
+
+    @property
     def metrics_label(self) -> int | None:
         """The value of `engine` in its server's metrics; None for a server with one engine.
 
@@ -152,7 +160,7 @@ class Instance:
         if self.engine.rank == self.rank:
             return ""
         if self.engine.rank is None:
-            return f"is no data parallel rank: give it as {split_rank(self.url)[0]}"
+            return f"is no data parallel rank: give it as {self.server}"
         return f"has several data parallel ranks: give each as an instance, {self.url}@0 and so on"
 
     def set_clock(self, engine_clock: float, now: float) -> None:
@@ -294,6 +302,30 @@ class Fleet:
     def with_role(self, role: Role) -> list[Instance]:
         """Returns the instances of one role, in the order of their addition."""
         return [instance for instance in self.instances if instance.role == role]
+
+    def on_leg_failed(
+        self, instance: Instance, reason: Reason, now: float, started_at: float | None = None
+    ) -> None:
+        """Notes a failure of a leg, and the end of its server at all ranks of that server."""
+        instance.on_leg_failed(reason, now, started_at)
+        if reason in SERVER_DEATHS:
+            self.mark_server_down(instance)
+
+    def mark_server_down(self, instance: Instance) -> None:
+        """Takes the other data parallel ranks of an instance's server down, for its reason.
+
+        An instance that has left the fleet shows nothing about its server.
+        """
+        if instance not in self.instances:
+            return
+        for other in self.instances:
+            if other.server == instance.server and other.up:
+                other.mark_down(instance.unavailable_reason)
+
+    def with_other_ranks(self, instances: Iterable[Instance]) -> list[Instance]:
+        """Returns these instances and all other data parallel ranks of their servers."""
+        servers = {instance.server for instance in instances}
+        return [instance for instance in self.instances if instance.server in servers]
 
     def pairing_problem(self, instance: Instance) -> str:
         """Returns why an instance fits no instance of the other role that is up.

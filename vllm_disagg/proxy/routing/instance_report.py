@@ -33,7 +33,9 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     """One row of GET /disagg/instances."""
 
     url: str
-    role: Role
+    role: Role  # of its new requests
+    # Roles that its connector can take: prefill, decode or both; empty without this project's.
+    connector_role: str = ""
     usable: bool
     why_not: str
     incarnation: str
@@ -75,6 +77,7 @@ def report(fleet: Fleet, instance: Instance, clock: Clock) -> InstanceReport:
     return InstanceReport(
         url=instance.url,
         role=instance.role,
+        connector_role=instance.engine.role if instance.engine else "",
         usable=usable and (instance.role == "decode" or instance.can_transfer),
         why_not=why_not(fleet, instance, usable),
         incarnation=instance.engine.incarnation if instance.engine else "",

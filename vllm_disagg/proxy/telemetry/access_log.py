@@ -18,6 +18,7 @@ import msgspec
 from ...errors import ConfigError
 
 FLUSH_SECONDS = 0.5  # until a line is written
+NEWLINE = ord("\n")
 LOSS_PERIOD_SECONDS = 10.0  # between two log lines about lines that were lost
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class AccessLog:
         self._lines: list[bytes] = []
         self._lost = 0  # lines since the last log line about them
         self._loss_logged_at = -LOSS_PERIOD_SECONDS
+        self._is_torn = False  # the file ends inside a line, which a full disk has cut
         self._file: TextIO | None = sys.stdout if path == "-" else None
         if path and not self._file:
             self._file = self._open()
@@ -56,11 +58,26 @@ class AccessLog:
         if not (lines and self._file):
             return
         try:
-            _write(self._file, b"\n".join(lines) + b"\n")
+            self._write_lines(self._file.fileno(), lines)
         except OSError as error:
-            self._lost += len(lines)
             if time.monotonic() - self._loss_logged_at >= LOSS_PERIOD_SECONDS:
                 self._log_loss(str(error.strerror or error))
+
+    def _write_lines(self, descriptor: int, lines: list[bytes]) -> None:
+        """Writes past the file's buffer, which keeps and repeats what a full disk refused.
+
+        Counts the lines that are not written whole. Raises OSError.
+        """
+        # The rest of a file whose last line was cut must be lines again.
+        start = b"\n" if self._is_torn else b""
+        rest = memoryview(start + b"\n".join(lines) + b"\n")
+        try:
+            while rest:
+                written = os.write(descriptor, rest)
+                self._is_torn = rest[written - 1] != NEWLINE
+                rest = rest[written:]
+        finally:
+            self._lost += min(len(lines), bytes(rest).count(b"\n"))
 
     def _log_loss(self, reason: str) -> None:
         log.error("access log: %s: %s; %d lines are lost", self._path, reason, self._lost)
@@ -77,6 +94,8 @@ class AccessLog:
             return
         renewed = self._open()
         self.flush()
+        is_same = os.path.samestat(os.fstat(self._file.fileno()), os.fstat(renewed.fileno()))
+        self._is_torn = self._is_torn and is_same
         with suppress(OSError):  # of a disk that reports at the end that it is full
             self._file.close()
         self._file = renewed
@@ -96,10 +115,3 @@ class AccessLog:
             with suppress(OSError):
                 self._file.close()
         self._file = None
-
-
-def _write(file: TextIO, data: bytes) -> None:
-    """Writes past the file's buffer, which keeps and repeats what a full disk refused."""
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(file.fileno(), rest) :]

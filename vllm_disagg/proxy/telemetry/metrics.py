@@ -79,6 +79,12 @@ _LABELLED_COUNTS = {
     "tokens": ("kind", TOKEN_KINDS, "Tokens, as the answers' usage stated them."),
     "events": ("direction", ("sent",), "Events of streams."),
     "bytes": ("direction", ("received", "sent"), "Bytes of bodies, from and to clients."),
+    "first_tokens": (
+        "outcome",
+        ("sent", "different"),
+        "First tokens of prefill instances that were sent to clients, and those of them that the"
+        " decode instance did not make.",
+    ),
     "missed": ("objective", OBJECTIVES, "Requests that missed an objective."),
 }
 
@@ -173,6 +179,8 @@ class Metrics:
         # seconds of one prefill instance. See `follow`.
         self._waiting: dict[str, Callable[[], int]] = {}
         self._prefill_backlog: Callable[[], float] = lambda: 0.0
+        # Instances of each role that the load needs; empty unless roles follow the load.
+        self.wanted_instances: dict[str, int] = {}
         # By the name of a labelled count and its label's value.
         self._amounts = {
             (name, value): 0
@@ -227,6 +235,10 @@ class Metrics:
         self._amounts["bytes", "sent"] += meter.sent
         self._amounts["events", "sent"] += meter.events
         return usage
+
+    def first_token(self, outcome: str) -> None:
+        """Counts a prefill instance's first token that was sent, or that proved to be different."""
+        self._amounts["first_tokens", outcome] += 1
 
     def fell_back(self, reason: str) -> None:
         """Counts a request that did not run as first planned."""
@@ -359,6 +371,14 @@ class Metrics:
             if instance.waiting_in_engine is not None:
                 queued.add_metric(names, instance.waiting_in_engine)
         yield from (usage, queued)
+        wanted = GaugeMetricFamily(
+            "vllm_disagg_wanted_instances",
+            "With --roles auto: instances of a role that the load needs to meet the objectives.",
+            labels=["role"],
+        )
+        for role, instances in self.wanted_instances.items():
+            wanted.add_metric([role], instances)
+        yield wanted
         backlog = GaugeMetricFamily(
             "vllm_disagg_prefill_backlog_seconds",
             "Time in which one prefill instance would compute the uncached part of all prompts"

@@ -202,7 +202,7 @@ class BusHub:
     def _remember_change(self, change: MembershipChange) -> None:
         """Keeps only the final state of each URL."""
         if change.kind != "cut":
-            subject = "member" if change.kind in ("add", "remove") else "drain"
+            subject = "member" if change.kind in ("add", "remove") else change.kind
             self._changes.pop((subject, change.url), None)
             self._changes[subject, change.url] = change
 
@@ -310,6 +310,21 @@ async def _keep_running(
             return 0
 
 
+async def start_worker(command: list[str], place: WorkerPlace) -> asyncio.subprocess.Process:
+    """Starts one process of a worker.
+
+    It blocks SIGHUP until it ignores or handles it: the end of a terminal signals all processes,
+    and would end one that still imports, and with it the whole proxy.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        return await asyncio.create_subprocess_exec(
+            *command, "--worker", encode(place).decode(), pass_fds=(place.hub, place.table)
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
+
+
 async def _run_process(
     worker: WorkerProcess, hub: BusHub, command: list[str], place: WorkerPlace
 ) -> int:
@@ -317,9 +332,7 @@ async def _run_process(
     ours, theirs = socket.socketpair()
     with theirs:
         place = msgspec.structs.replace(place, hub=theirs.fileno())
-        worker.process = await asyncio.create_subprocess_exec(
-            *command, "--worker", encode(place).decode(), pass_fds=(place.hub, place.table)
-        )
+        worker.process = await start_worker(command, place)
     reader, worker.writer = await asyncio.open_unix_connection(sock=ours)
     loop = asyncio.get_running_loop()
     try:

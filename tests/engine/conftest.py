@@ -52,7 +52,7 @@ LAST += [
     "test_lora",
     "test_transports",
 ]
-LAST += ["test_compress"]
+LAST += ["test_compress", "test_operators", "test_roles"]
 
 
 @pytest.hookimpl(tryfirst=True)

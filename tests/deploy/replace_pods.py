@@ -52,15 +52,19 @@ PROMPTS = [text[:900] for text in list(topics.values())[:40] if len(text) >= 900
 class Load:
     """Clients that ask one after another until they are stopped, and count what they get."""
 
-    def __init__(self, url: str, key: str, expected: dict[str, str]) -> None:
+    def __init__(
+        self, url: str, key: str, expected: dict[str, str], clients: int = CLIENTS
+    ) -> None:
         self.outcomes: Counter[str] = Counter()
         self.problems: list[str] = []
         self._url = url
         self._key = key
         self._expected = expected
+        self._prompts = list(expected)
+        self._clients = clients
         self._stop = threading.Event()
         self._lock = threading.Lock()
-        self._threads = [threading.Thread(target=self._ask, args=(n,)) for n in range(CLIENTS)]
+        self._threads = [threading.Thread(target=self._ask, args=(n,)) for n in range(clients)]
         for thread in self._threads:
             thread.start()
 
@@ -78,15 +82,15 @@ class Load:
     def _ask(self, number: int) -> None:
         turn = number
         while not self._stop.is_set():
-            prompt = PROMPTS[turn % len(PROMPTS)]
-            turn += CLIENTS + 1
+            prompt = self._prompts[turn % len(self._prompts)]
+            turn += self._clients + 1
             outcome = self._outcome(prompt)
             with self._lock:
                 self.outcomes[outcome] += 1
             self._stop.wait(PAUSE_SECONDS)
 
     def _outcome(self, prompt: str) -> str:
-        """Returns "exact", "wrong" or "lost"."""
+        """Returns "exact", "wrong", "clean" for an explicit error, or "lost"."""
         try:
             answer = ask(self._url, "/v1/completions", body_of(prompt), self._key)
         except (OSError, http.client.HTTPException) as error:
@@ -94,7 +98,7 @@ class Load:
             return "lost"
         if answer.status != 200:
             self.problems.append(f"{answer.status} {answer.body[:300]!r}")
-            return "lost"
+            return "clean"
         return "exact" if text_in(answer.body) == self._expected[prompt] else "wrong"
 
 
@@ -219,7 +223,10 @@ def replace(
         proxy.terminate()
     return {
         "requests": load.requests,
-        **{name: load.outcomes[name] for name in ("exact", "lost", "wrong")},
+        "exact": load.outcomes["exact"],
+        # A client that is told so has lost its answer too.
+        "lost": load.outcomes["lost"] + load.outcomes["clean"],
+        "wrong": load.outcomes["wrong"],
         "disaggregated": disaggregated(page),
         "replaced": replaced,
         "seconds": round(time.monotonic() - began),
@@ -228,7 +235,8 @@ def replace(
 
 def disaggregated(page: str) -> int:
     """Returns how many requests were split between P and D."""
-    lines = [line for line in page.splitlines() if 'mode="disaggregated",outcome="ok"' in line]
+    start = 'vllm_disagg_requests_total{mode="disaggregated",outcome="ok"'
+    lines = [line for line in page.splitlines() if line.startswith(start)]
     return int(sum(float(line.rpartition(" ")[2]) for line in lines))
 
 

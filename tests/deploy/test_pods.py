@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from pods import Cluster, ask
+from replace_pods import SCRAPES, disaggregated
 
 PROGRAM = """
 import os, sys
@@ -85,3 +86,9 @@ def test_the_api_server_lists_pods_by_their_labels(cluster: Cluster) -> None:
     assert ask(server, "/api/v1/namespaces/other/pods").status == 403
     pod.deleted_at = "2026-01-01T00:00:00Z"
     assert "deletionTimestamp" in listed("app%3Dx")[0]["metadata"]  # type: ignore[index]
+
+
+def test_split_requests_are_counted_without_the_times_of_their_series() -> None:
+    page = (SCRAPES / "proxy.txt").read_text()
+    assert "vllm_disagg_requests_created{" in page
+    assert 0 < disaggregated(page) < 1e6

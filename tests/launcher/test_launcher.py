@@ -121,6 +121,14 @@ def test_the_commands() -> None:
     )
 
 
+def test_engines_whose_roles_follow_the_load_take_both() -> None:
+    made = planned(cpus(4), prefill=1, decode=2, changes_roles=True)
+    for engine in made.engines:
+        transfer = json.loads(engine.argv[engine.argv.index("--kv-transfer-config") + 1])
+        assert transfer["kv_role"] == "kv_both"
+    assert made.proxy.argv.count("--decode") == 2
+
+
 def test_each_role_and_the_proxy_get_their_own_arguments() -> None:
     made = planned(
         cpus(4),

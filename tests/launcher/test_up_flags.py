@@ -55,6 +55,16 @@ def test_arguments_of_one_role() -> None:
     assert flags.options(one_word, 1).role_extra["prefill"] == ["--enforce-eager"]
 
 
+def test_roles_that_follow_the_load() -> None:
+    typed = ["--roles", "auto", "--objective-ttft", "1"]
+    with pytest.raises(ConfigError, match="--roles auto needs --objective-tpot"):
+        flags.options(parsed("--model", "m", *typed), 8000)
+    options = flags.options(parsed("--model", "m", *typed, "--objective-tpot", "0.1"), 8000)
+    assert options.changes_roles
+    assert "--roles=auto" in options.proxy_args
+    assert not flags.options(parsed("--model", "m"), 8000).changes_roles
+
+
 def test_flags_of_the_proxy() -> None:
     """What `up` gives the proxy is what the user has typed, and the proxy understands it."""
     typed = ["--policy", "round_robin", "--spill", "--queue-size", "7", "--access-log", "-"]

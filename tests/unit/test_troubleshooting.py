@@ -10,7 +10,6 @@ import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,8 +27,10 @@ from vllm_disagg.protocol.peers import EngineInfo
 from vllm_disagg.proxy import flags, settings
 from vllm_disagg.proxy.http import bearer
 from vllm_disagg.proxy.http.addresses import AllowedNetworks
+from vllm_disagg.proxy.http.request import HttpRequest
 from vllm_disagg.proxy.membership import discovery, sources
 from vllm_disagg.proxy.membership.discovery import Discovery
+from vllm_disagg.proxy.requests import first_token
 from vllm_disagg.proxy.requests.admin import Admin
 from vllm_disagg.proxy.routing.fleet import Fleet, Instance
 from vllm_disagg.trace import TransferTrace
@@ -186,15 +187,14 @@ def _(_: Path) -> object:
 
 @produces("no key was sent")
 def _(_: Path) -> object:
-    return bearer.unauthorized(SimpleNamespace(header=lambda name: b""))[2].decode()  # type: ignore[arg-type]
+    return bearer.unauthorized(HttpRequest())[2].decode()
 
 
 @produces("changes over HTTP are off")
 def _(_: Path) -> object:
     nothing: Any = None
     admin = Admin(nothing, None, None, AllowedNetworks(), "", [])
-    request: Any = SimpleNamespace(method="POST", path="/disagg/instances")
-    refused = admin.refusal(request, nothing)
+    refused = admin.refusal(HttpRequest("POST", "/disagg/instances"), nothing)
     assert refused
     return refused[2].decode()
 
@@ -207,6 +207,13 @@ def _(folder: Path) -> object:
         task.cancel()
 
     return asyncio.run(follow())
+
+
+@produces("made different tokens")
+def _(_: Path) -> object:
+    pair = first_token.KnownPair()
+    relay = first_token.FirstTokenRelay(pair, "P and D", lambda *_: True, lambda _: None)
+    return relay.on_difference()
 
 
 def quotes() -> list[str]:

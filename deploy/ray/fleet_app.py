@@ -1,0 +1,266 @@
+"""The application of Ray Serve: a proxy in front of P and of D, which are scaled apart.
+
+    Serve's controller -- health, number --> replicas of Prefill and Decode: `vllm serve` each
+      replicas -- join, leave, signals --> replica of Proxy: `vllm-disagg proxy` on the head node
+        clients -- HTTP --> the proxy's own port -- HTTP --> engines
+
+Requests go to the proxy's own port. Serve's ingress would copy each token once more, and has
+timeouts of its own; Serve is the control plane only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import time
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import DeploymentStatus, LoggingConfig
+
+import fleet_commands
+import fleet_scaling
+from fleet_members import FleetMembers
+from fleet_process import ProcessFailed, ReplicaProcess, start_failure
+from fleet_settings import FleetSettings
+from vllm_disagg import drain
+from vllm_disagg.errors import ConfigError
+from vllm_disagg.fleet.keys import ADMIN_KEY
+from vllm_disagg.launcher import machine
+
+APPLICATION = "vllm-disagg"
+HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives its head node
+# A setting of Ray, whose default of 15 lets any other process of a node precede an engine.
+NICENESS = "RAY_worker_niceness"
+HEALTH_SECONDS = 5.0  # between two checks; Serve replaces a replica after three failures
+HEALTH_TIMEOUT_SECONDS = 30.0
+POLL_SECONDS = 0.5
+PROXY_SECONDS = 10.0  # for an answer of the proxy's replica
+DRAIN_SECONDS = 600.0  # for the requests that an engine has
+END_SECONDS = 45.0  # for a process to end by SIGTERM
+MAX_STARTS = 2
+UPSCALE_SECONDS = 5.0
+# As KEDA's scalers: a D ends only when its streams have ended, so it is kept for longer.
+DOWNSCALE_SECONDS = {"prefill": 300.0, "decode": 900.0}
+POLICIES = {"prefill": fleet_scaling.prefill_replicas, "decode": fleet_scaling.decode_replicas}
+
+log = logging.getLogger("ray.serve")
+
+
+class Proxy:
+    """Runs the proxy, and keeps its list of instances."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, settings: FleetSettings, *_engines: DeploymentHandle
+    ) -> None:
+        """Starts the proxy. The handles make the engines a part of the application."""
+        self._runs = False
+        host = fleet_commands.host(settings, ray.util.get_node_ip_address())
+        machine.check_port(host, settings.port)
+        admin_key = os.environ.get(ADMIN_KEY) or secrets.token_hex(24)
+        command = fleet_commands.proxy(settings, host, admin_key)
+        self._members = FleetMembers(command.url, admin_key)
+        self._process = await ReplicaProcess.start(command)
+        self._runs = True
+
+    async def check_health(self) -> None:
+        """Raises unless the proxy answers; removes instances whose replicas are silent."""
+        if self._runs:
+            await asyncio.to_thread(self._process.check)
+            await asyncio.to_thread(self._members.expire, time.monotonic())
+
+    def place(self) -> tuple[str, str]:
+        """Returns the address for clients, and the id of the node."""
+        return self._process.command.url, ray.get_runtime_context().get_node_id()
+
+    async def join(self, role: str, url: str) -> None:
+        """Adds an instance, or keeps it."""
+        await asyncio.to_thread(self._members.join, role, url, time.monotonic())
+
+    async def leave(self, url: str) -> None:
+        """Removes an instance behind its last request."""
+        if self._runs:
+            await asyncio.to_thread(self._members.leave, url)
+
+    async def signals(self, role: str, url: str) -> dict[str, float]:
+        """Returns the metrics by which an instance's role is scaled."""
+        return await asyncio.to_thread(self._members.signals, role, url)
+
+    async def stop(self) -> None:
+        """Ends the proxy behind its last request."""
+        if self._runs:
+            self._runs = False
+            await asyncio.to_thread(self._process.end, DRAIN_SECONDS)
+
+    async def __del__(self) -> None:
+        """Ends the proxy when Serve ends the replica."""
+        await self.stop()
+
+
+class Engine:
+    """Runs one engine, and keeps it in the proxy's list while it is healthy."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, settings: FleetSettings, role: str
+    ) -> None:
+        """Starts the engine, and waits until it can serve."""
+        self._role = role
+        self._runs = False
+        self._is_healthy = False
+        self._proxy = serve.get_app_handle(APPLICATION)
+        _, proxy_node = await self._proxy.place.remote()
+        if not settings.api_key_file and proxy_node != ray.get_runtime_context().get_node_id():
+            raise ConfigError("an engine on another machine than the proxy needs api_key_file")
+        machine.check_plugin()
+        host = fleet_commands.host(settings, ray.util.get_node_ip_address())
+        (port,) = machine.free_ports(1, host)
+        vllm = machine.executable("vllm")
+        command = fleet_commands.engine(settings, role, vllm, (host, port))
+        self._url = command.url
+        self._process = await ReplicaProcess.start(command)
+        self._runs = True
+
+    async def check_health(self) -> None:
+        """Raises unless the engine answers; joins the proxy, or leaves it."""
+        self._is_healthy = False
+        try:
+            await asyncio.to_thread(self._process.check)
+        except ProcessFailed:
+            await self._tell_proxy("leave", self._url)
+            raise
+        self._is_healthy = True
+        await self._tell_proxy("join", self._role, self._url)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Returns the metrics by which Serve's autoscaler calls the policy of this role."""
+        return await self._proxy.signals.remote(self._role, self._url)
+
+    async def __del__(self) -> None:
+        """Drains and ends the engine when Serve ends the replica."""
+        if self._is_healthy:
+            await self._tell_proxy("leave", self._url)
+            await asyncio.to_thread(_drain, self._url)
+        if self._runs:
+            await asyncio.to_thread(self._process.end, END_SECONDS)
+
+    async def _tell_proxy(self, method: str, *args: str) -> None:
+        """Calls the proxy's replica. The health of an engine does not depend on it."""
+        call = getattr(self._proxy, method).remote(*args)
+        try:
+            await asyncio.wait_for(call, PROXY_SECONDS)
+        except (RayError, RayServeException, TimeoutError) as error:
+            log.warning("%s of %s failed, the next check repeats it: %s", method, self._url, error)
+
+
+def _drain(url: str) -> None:
+    try:
+        drain.wait_until_idle(url, drain.count_requests(url), 0.0, DRAIN_SECONDS)
+    except ConfigError as error:
+        log.warning("%s is ended without a drain: %s", url, error)
+
+
+def build(settings: FleetSettings) -> Application:
+    """Returns the application."""
+    engines = [_engines(settings, role) for role in ("prefill", "decode")]
+    proxy = serve.deployment(Proxy).options(
+        name="proxy",
+        # On the head node, so that its address stays; its process needs no core of its own.
+        ray_actor_options={"num_cpus": 0, "resources": {HEAD_NODE: 0.001}},
+        max_ongoing_requests=1000,
+        **_lifecycle(),
+    )
+    return proxy.bind(settings, *engines)
+
+
+def _engines(settings: FleetSettings, role: str) -> Application:
+    """Returns the deployment of one role."""
+    bounds = settings.role(role)
+    scaling = AutoscalingConfig(
+        min_replicas=bounds.min_replicas,
+        max_replicas=bounds.max_replicas,
+        upscale_delay_s=UPSCALE_SECONDS,
+        downscale_delay_s=DOWNSCALE_SECONDS[role],
+        policy=AutoscalingPolicy(policy_function=POLICIES[role]),
+    )
+    deployment = serve.deployment(Engine).options(
+        name=role,
+        autoscaling_config=scaling,
+        ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
+        **_lifecycle(),
+    )
+    return deployment.bind(settings, role)
+
+
+def _lifecycle() -> dict[str, Any]:
+    """Returns the options of all deployments."""
+    return {
+        "health_check_period_s": HEALTH_SECONDS,
+        "health_check_timeout_s": HEALTH_TIMEOUT_SECONDS,
+        "graceful_shutdown_timeout_s": DRAIN_SECONDS + END_SECONDS,
+        "max_constructor_retry_count": MAX_STARTS,
+        "logging_config": LoggingConfig(enable_access_log=False),
+    }
+
+
+class StartFailed(Exception):
+    """The application could not be started; the text is the reason."""
+
+
+def connect(folder: str) -> None:
+    """Joins the Ray cluster of this machine, else starts one. Raises StartFailed.
+
+    `folder`: of these modules.
+    """
+    # Lines of all engines in one console help little; each node has them in files.
+    options: dict[str, Any] = {"runtime_env": {"working_dir": folder}, "log_to_driver": False}
+    try:
+        ray.init(address="auto", **options)
+    except ConnectionError:
+        os.environ.setdefault(NICENESS, "0")
+        try:
+            ray.init(address="local", include_dashboard=False, **options)
+        except Exception as error:  # Ray raises no narrower class here
+            raise StartFailed(f"Ray does not start: {' '.join(str(error).split())}") from None
+    serve.start(proxy_location="Disabled")
+
+
+def start(settings: FleetSettings) -> str:
+    """Starts the application; returns the address for clients. Raises StartFailed."""
+    try:
+        handle = serve.run(build(settings), name=APPLICATION, route_prefix=None)
+    except RuntimeError as error:
+        # Serve's own error names the deployment; the deployment's message has a traceback.
+        messages = [each.message for each in _deployments().values()]
+        raise StartFailed(start_failure("\n".join([str(error), *messages]))) from None
+    url, _ = handle.place.remote().result()
+    return str(url)
+
+
+def stop() -> None:
+    """Ends the proxy behind its last request, then the engines, and leaves the cluster."""
+    found = _deployments()
+    if "proxy" in found and found["proxy"].status == DeploymentStatus.HEALTHY:
+        ending = serve.get_app_handle(APPLICATION).stop.remote()
+        try:
+            ending.result(timeout_s=DRAIN_SECONDS + END_SECONDS)
+        except (RayError, RayServeException, TimeoutError) as error:
+            log.warning("the proxy is ended without a drain: %s", error)
+    if found:
+        serve.delete(APPLICATION, _blocking=False)
+        while _deployments():
+            time.sleep(POLL_SECONDS)
+    ray.shutdown()
+
+
+def _deployments() -> dict[str, Any]:
+    """Returns the state of each deployment, by name; empty without the application."""
+    application = serve.status().applications.get(APPLICATION)
+    return dict(application.deployments) if application else {}

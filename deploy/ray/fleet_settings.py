@@ -1,0 +1,101 @@
+"""Settings of a fleet under Ray Serve, read from a YAML file and checked before anything starts.
+
+Imports no Ray: bad settings are reported where Ray is missing too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from vllm_disagg.cli import Parser
+from vllm_disagg.errors import ConfigError
+from vllm_disagg.fleet import keys
+from vllm_disagg.launcher import flags, model_check, plan
+
+# The application gives the keys itself, and asks the proxy without TLS.
+NOT_FOR_PROXY = {"--api-key-file", "--admin-key-file", "--ssl-certfile", "--ssl-keyfile"}
+
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class RoleSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Engines of one role: Serve's autoscaler chooses their number within these bounds."""
+
+    min_replicas: _Count = 1
+    max_replicas: _Count = 1
+    args: list[str] = []  # of `vllm serve`, behind those of both roles
+
+
+class FleetSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the application. Paths are valid on each node."""
+
+    model: str
+    key_file: str  # the fleet key
+    api_key_file: str = ""  # the key of clients; without one all addresses are loopback
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 8000  # of the proxy
+    gpus: Annotated[int, msgspec.Meta(ge=0)] = 1  # of each engine; 0: vLLM is built for CPUs
+    cpus: Annotated[float, msgspec.Meta(gt=0)] = 1.0  # of each engine
+    args: list[str] = []  # of each `vllm serve`
+    prefill: RoleSettings = RoleSettings()
+    decode: RoleSettings = RoleSettings()
+    proxy_args: list[str] = []  # of `vllm-disagg proxy`
+
+    def role(self, name: str) -> RoleSettings:
+        """Returns the settings of "prefill" or "decode"."""
+        return self.prefill if name == "prefill" else self.decode
+
+
+def load(path: str) -> FleetSettings:
+    """Reads and checks a file. Raises ConfigError with one line."""
+    try:
+        text = Path(path).read_bytes()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        settings = msgspec.yaml.decode(text, type=FleetSettings)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+    check(settings)
+    return settings
+
+
+def check(settings: FleetSettings) -> None:
+    """Raises ConfigError for a model, a key or arguments with which nothing can start."""
+    model_check.check(settings.model, [*settings.args, *settings.prefill.args])
+    if not settings.key_file:
+        raise ConfigError("key_file is empty; make a key with: vllm-disagg key FILE")
+    keys.load(settings.key_file)
+    api_key(settings)
+    for name in ("prefill", "decode"):
+        role = settings.role(name)
+        if role.max_replicas < role.min_replicas:
+            raise ConfigError(f"{name}: max_replicas is less than min_replicas")
+        for flag in plan.own_flags([*settings.args, *role.args]):
+            raise ConfigError(f"{flag} cannot be given in args: this application sets it")
+    _check_proxy_args(settings.proxy_args)
+
+
+def api_key(settings: FleetSettings) -> str:
+    """Returns the key of clients; empty without one. Raises ConfigError for a bad file."""
+    if not settings.api_key_file:
+        return ""
+    found = keys.read_lines(settings.api_key_file, "api_key_file")
+    if len(found) > 1:
+        # The proxy passes a client's key on, and each engine accepts one.
+        raise ConfigError(f"api_key_file {settings.api_key_file}: {len(found)} keys, must be one")
+    return found[0]
+
+
+def _check_proxy_args(words: list[str]) -> None:
+    """Exits with one line unless all words are flags that may be passed on to the proxy."""
+    permitted = [flag for flag in flags.PROXY_FLAGS if flag.name not in NOT_FOR_PROXY]
+    parser = Parser(prog="proxy_args", add_help=False)
+    group = parser.add_argument_group()
+    for flag in permitted:
+        flag.add_to(group)
+    args = parser.parse_args(words)
+    for flag in permitted:
+        flag.check(getattr(args, flag.dest))

@@ -1,0 +1,408 @@
+"""The fleet under Ray Serve, without Ray: settings, commands, scaling, members and processes.
+
+`python tests/deploy/operator_proof.py ray` runs it with Ray and engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fleet
+import msgspec
+import pytest
+import yaml
+
+import fleet_commands
+import fleet_members
+import fleet_process
+import fleet_scaling
+import fleet_settings
+from fleet_members import EXPIRY_SECONDS, FleetMembers
+from fleet_process import ProcessFailed, ReplicaProcess
+from fleet_settings import FleetSettings
+from vllm_disagg.errors import ConfigError
+from vllm_disagg.fleet import keys
+from vllm_disagg.launcher import guard, plan
+from vllm_disagg.launcher.machine import MachineFacts, free_ports
+from vllm_disagg.launcher.plan import ChildCommand, UpOptions
+
+APP = Path(fleet.__file__).parent
+SCRAPES = Path(__file__).parent / "scrapes"
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> dict[str, Any]:
+    """Settings with which the fleet could start."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    keys.create(str(tmp_path / "fleet.key"))
+    (tmp_path / "api.key").write_text("secret\n")
+    (tmp_path / "api.key").chmod(0o600)
+    return {"model": str(tmp_path / "model"), "key_file": str(tmp_path / "fleet.key")}
+
+
+def settings(fields: dict[str, Any]) -> FleetSettings:
+    return msgspec.convert(fields, FleetSettings)
+
+
+# Settings -----------------------------------------------------------------------------------------
+
+
+def test_the_shipped_settings_are_settings() -> None:
+    shipped = settings(yaml.safe_load((APP / "fleet.yaml").read_text()))
+    assert shipped == FleetSettings(
+        model="Qwen/Qwen3-8B",
+        key_file="/etc/vllm-disagg/fleet.key",
+        cpus=4,
+        prefill=fleet_settings.RoleSettings(max_replicas=4),
+        decode=fleet_settings.RoleSettings(max_replicas=4),
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "/no/such/folder"}, "/no/such/folder: no such folder"),
+        ({"model": 3}, "Expected `str`, got `int` - at `$.model`"),
+        ({"key_file": "/no/such.key"}, "make one with: vllm-disagg key /no/such.key"),
+        ({"key_file": ""}, "key_file is empty"),
+        ({"key_file": "{tmp}/api.key"}, "not 64 hexadecimal digits"),
+        ({"api_key_file": "/no/api.key"}, "api_key_file /no/api.key: No such file"),
+        ({"api_key_file": "{tmp}/two.key"}, "2 keys, must be one"),
+        ({"modell": "x"}, "unknown field `modell`"),
+        ({"port": 0}, "Expected `int` >= 1"),
+        ({"decode": {"min_replicas": 2}}, "decode: max_replicas is less than min_replicas"),
+        ({"args": ["--port=1"]}, "--port cannot be given in args"),
+        ({"prefill": {"args": ["-tp", "2"]}}, "-tp cannot be given in args"),
+        ({"proxy_args": ["--no-api-key"]}, "unrecognized arguments: --no-api-key"),
+        ({"proxy_args": ["--queue-size=-1"]}, "--queue-size must not be less than 0"),
+    ],
+)
+def test_bad_settings_are_one_line(
+    good: dict[str, Any],
+    change: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "two.key").write_text("one\ntwo\n")
+    (tmp_path / "two.key").chmod(0o600)
+    fields = json.loads(json.dumps({**good, **change}).replace("{tmp}", str(tmp_path)))
+    status, error = run_command(yaml.safe_dump(fields), tmp_path, monkeypatch, capsys)
+    assert status == 2 and error.count("\n") == 1 and message in error
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("model: [", "fleet.yaml: "), ("- 1", "Expected `object`")]
+)
+def test_a_file_that_is_no_yaml_is_one_line(
+    text: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status, error = run_command(text, tmp_path, monkeypatch, capsys)
+    assert status == 2 and error.count("\n") == 1 and message in error
+
+
+def test_a_python_without_ray_is_one_line(
+    good: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "fleet_app", raising=False)
+    (port,) = free_ports(1)
+    status, error = run_command(
+        yaml.safe_dump({**good, "port": port}), tmp_path, monkeypatch, capsys
+    )
+    assert status == 2 and error.count("\n") == 1 and "pip install 'ray[serve]'" in error
+
+
+def run_command(
+    text: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> tuple[int, str]:
+    """Runs fleet.py with these settings; returns its exit status and standard error."""
+    path = folder / "fleet.yaml"
+    path.write_text(text)
+    monkeypatch.setattr(sys, "argv", ["fleet.py", str(path)])
+    try:
+        status = fleet.main()
+    except SystemExit as exit_:
+        status = int(str(exit_.code))
+    return status, capsys.readouterr().err
+
+
+# Commands -----------------------------------------------------------------------------------------
+
+
+def test_an_engine_is_that_of_up(good: dict[str, Any]) -> None:
+    """On the loopback the command differs from the launcher's by the shutdown timeout alone."""
+    options = {"gpus": 2, "args": ["--dtype", "float32"], "decode": {"args": ["--seed", "1"]}}
+    command = fleet_commands.engine(
+        settings({**good, **options}), "decode", "vllm", ("127.0.0.1", 9101)
+    )
+    facts = MachineFacts((0, 1, 2, 3), tuple("0123"), 64.0, "vllm", "vllm-disagg")
+    same = UpOptions(
+        model=good["model"],
+        tensor_parallel=2,
+        extra=["--shutdown-timeout=30", "--dtype", "float32"],
+        role_extra={"decode": ["--seed", "1"]},
+    )
+    assert command.argv == plan.make(same, facts, [9100, 9101], good["key_file"]).engines[1].argv
+    assert (command.env, command.url, command.ready) == ({}, "http://127.0.0.1:9101", "/health")
+
+
+def test_without_a_key_of_clients_all_is_loopback(good: dict[str, Any]) -> None:
+    assert fleet_commands.host(settings(good), "192.0.2.7") == "127.0.0.1"
+    words = fleet_commands.proxy(settings(good), "127.0.0.1", "admin").argv
+    assert "--no-api-key" not in words and "--api-key-file" not in words
+    assert "admin" not in words
+
+
+def test_with_a_key_engines_and_proxy_listen_at_the_node(
+    good: dict[str, Any], tmp_path: Path
+) -> None:
+    keyed = settings({**good, "api_key_file": str(tmp_path / "api.key"), "gpus": 0})
+    host = fleet_commands.host(keyed, "192.0.2.7")
+    command = fleet_commands.engine(keyed, "prefill", "vllm", (host, 9100))
+    config = json.loads(command.argv[command.argv.index("--kv-transfer-config") + 1])
+    assert config["kv_role"] == "kv_producer"
+    assert config["kv_connector_extra_config"] == {"key_file": good["key_file"], "host": host}
+    assert command.argv[command.argv.index("--host") + 1] == "192.0.2.7"
+    assert command.env == {"VLLM_API_KEY": "secret", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    assert "secret" not in command.argv
+    proxy = fleet_commands.proxy(keyed, host, "admin")
+    assert proxy.argv[proxy.argv.index("--api-key-file") + 1] == str(tmp_path / "api.key")
+    assert proxy.env == {keys.ADMIN_KEY: "admin"} and proxy.url == "http://192.0.2.7:8000"
+
+
+# Scaling ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "metrics", "wanted"),
+    [
+        ("prefill", {"prefill_backlog_seconds": {"a": 0.0}}, 0),
+        ("prefill", {"prefill_backlog_seconds": {"a": 4.1, "b": 3.9}}, 3),  # all report the fleet's
+        ("prefill", {}, 2),
+        ("prefill", None, 2),
+        ("decode", {"kv_cache_usage": {"a": 0.6, "b": 0.9}, "engine_waiting": {"a": 0.0}}, 3),
+        ("decode", {"kv_cache_usage": {"a": 0.1}, "engine_waiting": {"a": 9.0, "b": 4.0}}, 4),
+        ("decode", {"kv_cache_usage": {"a": 0.0}, "engine_waiting": {"a": 0.0}}, 0),
+        ("decode", None, 2),
+    ],
+)
+def test_the_number_of_instances(
+    policy: str, metrics: dict[str, dict[str, float]] | None, wanted: int
+) -> None:
+    policies = {
+        "prefill": fleet_scaling.prefill_replicas,
+        "decode": fleet_scaling.decode_replicas,
+    }
+    context = SimpleNamespace(aggregated_metrics=metrics, target_num_replicas=2)
+    assert policies[policy](context) == (wanted, {})
+
+
+def test_the_thresholds_are_those_of_keda() -> None:
+    path = APP.parent / "kubernetes" / "components" / "autoscaling" / "scaled-objects.yaml"
+    objects = yaml.safe_load_all(path.read_text())
+    triggers = [trigger for each in objects for trigger in each["spec"]["triggers"]]
+    assert [float(trigger["metadata"]["threshold"]) for trigger in triggers] == [
+        fleet_scaling.BACKLOG_SECONDS_EACH,
+        fleet_scaling.KV_USAGE_EACH,
+        fleet_scaling.WAITING_EACH,
+    ]
+
+
+# Members ------------------------------------------------------------------------------------------
+
+
+class ScriptedProxy(ThreadingHTTPServer):
+    """Records changes by the admin API, and shows a page of metrics."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__(("127.0.0.1", 0), _ScriptedAnswer)
+        self.page = page
+        self.changes: list[tuple[str, str, dict[str, str]]] = []
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class _ScriptedAnswer(BaseHTTPRequestHandler):
+    server: ScriptedProxy
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        is_known = self.headers["authorization"] == "Bearer admin"
+        self.server.changes.append((self.command, self.path, body))
+        self._answer(200 if is_known else 401, "{}")
+
+    do_DELETE = do_POST
+
+    def do_GET(self) -> None:
+        self._answer(200, self.server.page)
+
+    def _answer(self, status: int, text: str) -> None:
+        self.send_response(status)
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: object) -> None:
+        """Prints nothing."""
+
+
+@pytest.fixture
+def proxy() -> Iterator[ScriptedProxy]:
+    server = ScriptedProxy((SCRAPES / "proxy.txt").read_text())
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_an_instance_joins_once_and_leaves_once(proxy: ScriptedProxy) -> None:
+    """A drain by an operator would end with a second POST."""
+    members = FleetMembers(proxy.url, "admin")
+    members.join("decode", "http://d", 0.0)
+    members.join("decode", "http://d", 5.0)
+    members.leave("http://d")
+    members.leave("http://d")
+    members.join("decode", "http://d", 9.0)
+    joined = ("POST", "/disagg/instances", {"url": "http://d", "role": "decode"})
+    left = ("DELETE", "/disagg/instances", {"url": "http://d"})
+    assert proxy.changes == [joined, left, joined]
+
+
+def test_an_instance_of_a_silent_replica_leaves(proxy: ScriptedProxy) -> None:
+    members = FleetMembers(proxy.url, "admin")
+    members.join("prefill", "http://p", 0.0)
+    members.join("decode", "http://d", 0.0)
+    members.join("decode", "http://d", EXPIRY_SECONDS)
+    members.expire(EXPIRY_SECONDS)
+    assert len(proxy.changes) == 2
+    members.expire(EXPIRY_SECONDS + 1)
+    assert proxy.changes[2:] == [("DELETE", "/disagg/instances", {"url": "http://p"})]
+
+
+def test_a_refused_join_is_tried_again(proxy: ScriptedProxy) -> None:
+    members = FleetMembers(proxy.url, "wrong")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="answered 401 to the join of http://d"):
+            members.join("decode", "http://d", 0.0)
+    assert len(proxy.changes) == 2
+
+
+def test_the_signals_are_metrics_of_the_proxy(proxy: ScriptedProxy) -> None:
+    proxy.page = (
+        "vllm_disagg_prefill_backlog_seconds 1.5\n"
+        'vllm_disagg_kv_cache_usage{url="http://d",role="decode"} 0.25\n'
+        'vllm_disagg_kv_cache_usage{url="http://e",role="decode"} 0.5\n'
+        'vllm_disagg_engine_waiting{url="http://d",role="decode"} 3\n'
+    )
+    members = FleetMembers(proxy.url, "admin")
+    assert members.signals("prefill", "http://p") == {"prefill_backlog_seconds": 1.5}
+    wanted = {"kv_cache_usage": 0.25, "engine_waiting": 3.0}
+    assert members.signals("decode", "http://d") == wanted
+
+
+def test_a_recorded_scrape_has_the_signals() -> None:
+    page = (SCRAPES / "proxy.txt").read_text()
+    for name in ("prefill_backlog_seconds", "kv_cache_usage", "engine_waiting"):
+        assert f"\nvllm_disagg_{name}" in page
+
+
+# Processes ----------------------------------------------------------------------------------------
+
+SERVER = """
+import http.server, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
+"""
+
+
+def scripted(program: str) -> ChildCommand:
+    (port,) = free_ports(1)
+    argv = [sys.executable, "-c", program, str(port)]
+    return ChildCommand("decode", argv, {}, "127.0.0.1", port, "/health")
+
+
+def leader(process: ReplicaProcess) -> int:
+    return process._children.child("decode").process.pid
+
+
+def test_a_process_is_ended_with_its_descendants() -> None:
+    process = asyncio.run(ReplicaProcess.start(scripted(SERVER)))
+    process.check()
+    group = leader(process)
+    assert len(guard.members([group])) == 2
+    process.end(10.0)
+    assert guard.members([group]) == []
+
+
+def test_a_killed_process_is_not_healthy() -> None:
+    process = asyncio.run(ReplicaProcess.start(scripted(SERVER)))
+    os.kill(leader(process), signal.SIGKILL)
+    process._children.child("decode").process.wait()
+    with pytest.raises(ProcessFailed, match="decode was ended by SIGKILL") as failed:
+        process.check()
+    assert pickle.loads(pickle.dumps(failed.value)).args == failed.value.args  # Serve sends it
+    group = leader(process)
+    process.end(10.0)
+    assert guard.members([group]) == []
+
+
+def test_a_frozen_process_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_process, "HEALTH_TIMEOUT_SECONDS", 0.2)
+    process = asyncio.run(ReplicaProcess.start(scripted(SERVER)))
+    os.kill(leader(process), signal.SIGSTOP)
+    with pytest.raises(ProcessFailed, match="is not healthy: timed out"):
+        process.check()
+    os.kill(leader(process), signal.SIGCONT)
+    process.end(10.0)
+
+
+def test_a_process_that_ends_at_its_start_is_reported_with_its_reason() -> None:
+    with pytest.raises(ProcessFailed, match="decode exited with code 1: ValueError: no weights"):
+        asyncio.run(ReplicaProcess.start(scripted("raise ValueError('no weights')")))
+
+
+def test_of_a_traceback_the_reason_is_shown() -> None:
+    text = """Deploying application vllm-disagg failed: see logs
+The deployment failed to start 2 times in a row. Error: Traceback (most recent call last):
+  File "fleet_process.py", line 61, in check
+    raise ProcessFailed(str(error)) from None
+fleet_process.ProcessFailed: decode exited with code 1: ValueError: no weights
+"""
+    reason = "decode exited with code 1: ValueError: no weights"
+    assert fleet_process.start_failure(text) == reason
+    assert fleet_process.start_failure("two\nlines") == "two lines"
+
+
+def test_modules_of_this_part_have_been_read() -> None:
+    """All but the one that imports Ray."""
+    read = {fleet, fleet_commands, fleet_members, fleet_process, fleet_scaling, fleet_settings}
+    files = {Path(str(module.__file__)).name for module in read}
+    assert files == {path.name for path in APP.glob("*.py")} - {"fleet_app.py"}

@@ -2,18 +2,19 @@
 # make demo      a prefill and a decode instance and the proxy; exact answers, KV moved while the prefill computes
 # make check     lint, types, import rules, documents, all tests that need neither engine nor other processes
 # make coverage  the tests of check again, with the branches that they leave out, file by file
-# make test      check, the transports between processes, and the tests with real engines
+# make test      check, the transports between processes, some planted faults, and the tests with real engines
 # make wide      engines of different parallelism and block sizes, each kind of model, each transport
 # make chaos     2 prefill and 2 decode instances under load, each killed, frozen, drained and replaced in turn (5 to 20 minutes)
 # make soak      2 prefill and 2 decode instances under load with a random fault a minute, SECONDS=7200, then 10,000 clients that leave; writes its report
 # make versions  exactness on the oldest and the newest vLLM supported, and between the two
 # make gpu-proof what can be proved of the path for GPUs without a GPU; the last line is JSON (the engines take longest)
-# make page-proof  the status page in Debian's chromium, with axe-core; writes the pictures of the documents
-# make operator-proof  what operators deploy: alert rules, manifests, images, units, and engines replaced under load; the last line is JSON
+# make page-proof  the status page in Debian's chromium, with axe-core and with real engines; writes the pictures of the documents
+# make operator-proof  what operators see and deploy: doctor, status page, alert rules, manifests, images, units, engines replaced under load, Ray; the last line is JSON
 # make worlds    10,000 seeded worlds of vLLM's own schedulers (SEEDS=100000, FIRST=0); the last line is JSON
 # make world-faults  planted faults of the scheduler's half that these worlds must find alone; the last line is JSON
 # make fuzz     hostile frames, bodies and bytes at every port; FRAMES and SECONDS choose how many; the last line is JSON
-# make mutants   plant faults in the protocol; the tests must notice
+# make fuzz-engines  hostile frames at every port of real engines, with good requests beside; the last line is JSON
+# make mutants   plant each of the faults; the tests must notice; the last line is JSON. `make test` plants some, by the commit
 # make planner-accuracy  the planner's step times beside measured runs of vLLM on GPUs; fits their coefficients; the last line is JSON
 # make bench     the hand-off, measured
 # make bench-proxy  what the proxy costs, beside vllm-router
@@ -27,9 +28,12 @@ VLLM   ?= 0.32.0
 OLDEST := 0.28.0
 NEWEST := 0.32.0
 NIXL   := nixl==1.5.1 nixl-cu12==1.5.1
+MOONCAKE := mooncake-transfer-engine-non-cuda==0.3.13.post1
 VENV   ?= .venv
 # Of `make soak`; SEED repeats the faults of a run.
 ABORTS ?= 10000
+# The faults of `make mutants` are planted in so many parts, one for each commit that is tested.
+PARTS  ?= 40
 # The first Python here that is 3.11 or newer.
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -40,7 +44,7 @@ WAITING   := $(addprefix tests/,proxy doctor unit deploy soak launcher bench tra
 COMPUTING := $(addprefix tests/,protocol kv fleet connector planner workloads transports/collective simulation scheduler_worlds property gpu fuzz)
 QUICK     := $(WAITING) $(COMPUTING)
 
-.PHONY: setup demo check static quick-waiting quick-computing coverage test wide routers chaos versions gpu-proof page-proof operator-proof fuzz worlds world-faults mutants bench bench-proxy bench-transport goodput planner-accuracy soak house clean
+.PHONY: setup demo check static quick-waiting quick-computing coverage test wide routers chaos versions gpu-proof page-proof operator-proof fuzz fuzz-engines worlds world-faults mutants bench bench-proxy bench-transport goodput planner-accuracy soak house clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.ours
@@ -80,8 +84,8 @@ static: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy vllm_disagg kv_connectors
-	MYPYPATH=tests:tests/engine:tests/transports/processes:$$(find $(QUICK) -type d ! -name __pycache__ | paste -sd:) \
-		$(BIN)/mypy --config-file tests/mypy.ini $$(find $(QUICK) -name '*.py' ! -name conftest.py)
+	MYPYPATH=tests:deploy/ray:tests/engine:tests/transports/processes:$$(find $(QUICK) -type d ! -name __pycache__ | paste -sd:) \
+		$(BIN)/mypy --config-file tests/mypy.ini deploy/ray/*.py $$(find $(QUICK) -name '*.py' ! -name conftest.py)
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python scripts/reference.py --check
 	$(BIN)/python scripts/check_docs.py
@@ -100,9 +104,16 @@ coverage: setup
 
 test: check
 	$(BIN)/python -m pytest tests/transports/processes
+	$(BIN)/python tests/mutants.py --parts $(PARTS)
 	$(BIN)/python -m pytest tests/engine -m "not chaos and not wide"
 
-wide: setup
+$(VENV)/.mooncake: $(VENV)/.ours
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MOONCAKE) || \
+		echo "wide: no Mooncake for this machine; the test with its store is skipped"
+	@touch $@
+
+# The test with Mooncake's store needs `apt-get install libibverbs1 librdmacm1 libnuma1`.
+wide: setup $(VENV)/.mooncake
 	$(BIN)/python -m pytest -W default tests/engine -m wide
 
 routers: setup $(VENV)/.peers
@@ -133,7 +144,7 @@ gpu-proof: setup
 page-proof: setup
 	@test -f .cache/axe/node_modules/axe-core/axe.min.js || npm install --silent --prefix .cache/axe axe-core@4.14.1
 	STATUS_BROWSER=required STATUS_SECONDS=6 STATUS_SCREENSHOTS=docs/how-to \
-		$(BIN)/python -m pytest tests/proxy/status/test_browser.py
+		$(BIN)/python -m pytest tests/proxy/status/test_browser.py tests/engine/test_operators.py
 
 # Its tools come from PyPI and Debian. Parts: python tests/deploy/operator_proof.py PART ...
 operator-proof: setup
@@ -151,6 +162,12 @@ FUZZ_PATH := .:tests:tests/fuzz:tests/proxy:tests/transports/processes
 fuzz: setup
 	PYTHONPATH=$(FUZZ_PATH) $(BIN)/python tests/fuzz/fuzz.py \
 		--seed $(or $(SEED),$$(date +%s)) --frames $(FRAMES) --port-seconds $(or $(SECONDS),300)
+
+# A prefill and a decode engine, a proxy and a plain vLLM; SECONDS of hostile frames at every port.
+fuzz-engines: setup
+	@test -f .cache/models/dense/config.json || $(BIN)/python scripts/tiny_model.py dense .cache/models/dense
+	PYTHONPATH=$(FUZZ_PATH):tests/engine $(BIN)/python tests/fuzz/fuzz_engines.py \
+		--seed $(or $(SEED),$$(date +%s)) --seconds $(or $(SECONDS),300)
 
 mutants: setup
 	$(BIN)/python tests/mutants.py

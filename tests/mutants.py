@@ -4,40 +4,46 @@ It tests the tests. Each line: what breaks, the file, the text, and what replace
 is not plain which test is nearest to that file, the test that sees it (several, or a single one, as
 pytest takes them).
 
-    python tests/mutants.py [-j JOBS] [WORD ...]   only mutants whose line contains a word
-    python tests/mutants.py --check                plant nothing: check all texts and named tests
+    python tests/mutants.py [-j JOBS] [WORD ...]       only mutants whose line contains a word
+    python tests/mutants.py --parts 40 [--part PART]   one part of 40: by the commit, or this one
+    python tests/mutants.py --check                    plant nothing: check texts and named tests
 
 The nearest tests run first, then those that need luck, with few seeds and then with many; the first
-failure ends it. Each mutant has a copy of the tree to itself, and as many run at a time as there
-are cores.
+failure ends it. Tests run in forks (`warm_pytest.py`). A fault that they miss there is planted once
+more in a copy of the tree. A test that has failed runs once without a fault: if it fails so, too,
+it notices none. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import hashlib
+import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from random import Random
 from typing import NamedTuple
 
 from planted import MUTANTS
+from planting import ROOT
+from warm_pytest import Fault, Procedure, Trial, import_what_has_no_fault, run_procedures
 
-ROOT = Path(__file__).resolve().parent.parent
-COPIED = ("vllm_disagg", "kv_connectors", "tests")
-# seconds of one run of pytest with few seeds: a fault by which the tests hang is noticed, too
-LIMIT = 600.0
+# After which tests with a fault are killed: those that hang notice it, too.
+LIMIT_SECONDS = 120.0  # for each 100 seeds
+LIMIT_FACTOR = 5  # of the time without a fault
+HEALTHY_FACTOR = 10  # tests without a fault have more time
 PASSED = re.compile(r"^\d+ passed", re.MULTILINE)
 SKIPPED = re.compile(r"^\d+ skipped", re.MULTILINE)
+FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 FEW, MORE, MANY = 100, 1000, int(os.environ.get("SEEDS", "10000"))  # worlds
 
 
@@ -217,56 +223,49 @@ def _count(mutant: Mutant) -> int:
     return path.read_text().count(mutant.old) if path.exists() and mutant.old != mutant.new else 0
 
 
-def outcome_of(mutant: Mutant) -> Outcome:
-    """Plant a fault. Caught: a test fails. Skipped: no test of it can run here."""
-    outcome = Outcome.SKIPPED
-    with tempfile.TemporaryDirectory() as folder:
-        copy = _copied(Path(folder))
-        path = source(copy, mutant.file)
-        path.write_text(path.read_text().replace(mutant.old, mutant.new))
-        for run in runs(mutant):
-            found = result_of(copy, run)
-            if found is Outcome.CAUGHT:
-                return found
-            if found is Outcome.MISSED:
-                outcome = found
-    return outcome
+@dataclass
+class Health:
+    """How tests end without a fault, by test, seeds and way."""
+
+    seconds: dict[tuple[str, int, bool], float] = field(default_factory=dict)  # of those that pass
+    failing: dict[tuple[str, int, bool], str] = field(default_factory=dict)  # their output
+    cpu_seconds: float = 0.0  # of all trials
+
+    def limit(self, run: Run, *, is_cold: bool) -> float:
+        """Returns after how many seconds tests with a fault are killed."""
+        known = [self.seconds.get((test, run.seeds, is_cold), 0.0) for test in run.tests]
+        unknown = LIMIT_SECONDS * max(1, run.seeds // FEW)
+        return max(unknown, LIMIT_FACTOR * sum(known))
+
+    def run(self, test: str, seeds: int, *, is_cold: bool) -> Procedure[bool]:
+        """Runs a test without a fault, once; returns whether it passes."""
+        key = (test, seeds, is_cold)
+        if key not in self.seconds and key not in self.failing:
+            limit = HEALTHY_FACTOR * LIMIT_SECONDS * max(1, seeds // FEW)
+            ended = yield Trial((test,), seeds, limit, None, is_cold)
+            self.cpu_seconds += ended.cpu_seconds
+            if ended.status in (0, 5):
+                self.seconds[key] = ended.seconds
+            else:
+                self.failing[key] = ended.output
+        return key in self.seconds
 
 
-def _copied(folder: Path) -> Path:
-    for entry in ROOT.iterdir():
-        if entry.name in COPIED:
-            shutil.copytree(entry, folder / entry.name)
-        elif not entry.name.startswith(".") or entry.name == ".cache":
-            (folder / entry.name).symlink_to(entry)
-    return folder
+class Verdict(NamedTuple):
+    """What became of a fault. `test`: the one that failed."""
+
+    mutant: Mutant
+    outcome: Outcome
+    seconds: float
+    test: str = ""
 
 
-def result_of(folder: Path, run: Run) -> Outcome:
-    """Run tests in a copy of the tree. Missed: they pass. Skipped: all of them are."""
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *run.tests]
-    env = {**os.environ, "SEEDS": str(run.seeds), "PYTHONPATH": f"{folder}:{folder}/tests"}
-    pytest = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        process_group=0,
-    )
-    try:
-        said, _ = pytest.communicate(timeout=LIMIT * max(1, run.seeds // 1000))
-    except subprocess.TimeoutExpired:
-        os.killpg(pytest.pid, signal.SIGKILL)
-        pytest.communicate()
-        return Outcome.CAUGHT
-    output = said.decode(errors="replace")
-    return outcome_from(pytest.returncode, output, command)
+def outcome_from(status: int | None, output: str, command: Sequence[str]) -> Outcome:
+    """Read what a run of pytest has ended with; exit if it could not run.
 
-
-def outcome_from(status: int, output: str, command: Sequence[str]) -> Outcome:
-    """Read what a run of pytest has ended with; exit if it could not run."""
-    if status == 1:
+    None: it was killed at its limit. Below 0: Python has died.
+    """
+    if status is None or status == 1 or status < 0:
         return Outcome.CAUGHT
     if PASSED.search(output) and status == 0:
         return Outcome.MISSED
@@ -276,52 +275,132 @@ def outcome_from(status: int, output: str, command: Sequence[str]) -> Outcome:
     sys.exit(f"mutants: {' '.join(command)}\n{output[-3000:]}")
 
 
-def tried(mutant: Mutant) -> tuple[Mutant, Outcome, float]:
+def try_mutant(mutant: Mutant, health: Health) -> Procedure[Verdict]:
+    """Plant a fault. Caught: a test fails. Skipped: no test of it can run here."""
     began = time.monotonic()
-    return mutant, outcome_of(mutant), time.monotonic() - began
+    outcome = Outcome.SKIPPED
+    # At last those that need no luck in a copy of the tree, where all sees the fault.
+    again = [run for run in runs(mutant) if run.seeds < MORE]
+    for is_cold, run in [*((False, run) for run in runs(mutant)), *((True, run) for run in again)]:
+        found, test = yield from plant_once(mutant, run, health, is_cold=is_cold)
+        if found is Outcome.CAUGHT:
+            return Verdict(mutant, found, time.monotonic() - began, test)
+        if found is Outcome.MISSED:
+            outcome = found
+    return Verdict(mutant, outcome, time.monotonic() - began)
 
 
-def failing(mutants: Sequence[Mutant], pool: ThreadPoolExecutor) -> list[str]:
-    """Tests that fail without any fault, and so notice none."""
-    tests = sorted({test for mutant in mutants for run in runs(mutant) for test in run.tests})
-    tests = [test for test in tests if test.partition("::")[0] not in tests or "::" not in test]
-    with tempfile.TemporaryDirectory() as folder:
-        copy = _copied(Path(folder))
-        found = pool.map(lambda test: result_of(copy, Run([test])), tests)
-        return [test for test, one in zip(tests, found, strict=True) if one is Outcome.CAUGHT]
+def plant_once(
+    mutant: Mutant, run: Run, health: Health, *, is_cold: bool
+) -> Procedure[tuple[Outcome, str]]:
+    """Run tests with a fault; return the outcome and the test that failed.
+
+    Caught: this test passes without the fault. In a fork it may fail for the fork's sake.
+    """
+    fault = Fault(source(ROOT, mutant.file), mutant.old, mutant.new)
+    limit = health.limit(run, is_cold=is_cold)
+    ended = yield Trial(tuple(run.tests), run.seeds, limit, fault, is_cold)
+    health.cpu_seconds += ended.cpu_seconds
+    found = outcome_from(ended.status, ended.output, [*run.tests, mutant.what])
+    if found is not Outcome.CAUGHT:
+        return found, ""
+    failed = FAILED.search(ended.output)
+    tests = [failed[1]] if failed and "::" in failed[1] else run.tests
+    for test in tests:
+        if not (yield from health.run(test, run.seeds, is_cold=is_cold)):
+            return Outcome.MISSED, ""
+    if ended.status is None and health.limit(run, is_cold=is_cold) > limit:
+        # These tests are slow, with the fault or without.
+        return (yield from plant_once(mutant, run, health, is_cold=is_cold))
+    killed = "killed at its limit" if ended.status is None else f"exit status {ended.status}"
+    return found, failed[1] if failed else killed
+
+
+def part_of(mutants: list[Mutant], parts: int, part: int | None) -> list[Mutant]:
+    """Return one part of the mutants, mixed, and print how to repeat it. None: by the commit."""
+    key = ""
+    if part is None:
+        key = commit_or_day()
+        part = int(hashlib.sha256(key.encode()).hexdigest(), 16) % parts
+    mixed = Random(0).sample(mutants, len(mutants))
+    chosen = mixed[part::parts]
+    by_key = f", by {key}" if key else ""
+    print(f"mutants: {len(chosen)} of {len(mutants)}{by_key}: --parts {parts} --part {part}")
+    return chosen
+
+
+def commit_or_day() -> str:
+    """Return the hash of the commit; without git the day."""
+    command = ["git", "rev-parse", "HEAD"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return found.stdout.strip() or datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
+def plant_all(mutants: list[Mutant], jobs: int) -> int:
+    """Plant the faults one at a time; return the exit status."""
+    began = time.monotonic()
+    import_what_has_no_fault()
+    health = Health()
+    by_outcome: dict[Outcome, list[str]] = {outcome: [] for outcome in Outcome}
+    verdicts = run_procedures((try_mutant(mutant, health) for mutant in mutants), jobs)
+    for done, verdict in enumerate(verdicts, 1):
+        by_outcome[verdict.outcome].append(verdict.mutant.what)
+        count = f"{done}/{len(mutants)}"
+        what = f"{verdict.outcome.value:7} {verdict.seconds:4.0f} s  {verdict.mutant.what}"
+        print(f"{count:>9}  {what}  {verdict.test}".rstrip(), flush=True)
+    for (test, _, is_cold), output in health.failing.items():
+        where = "in a copy of the tree" if is_cold else "in a fork"
+        print(
+            f"fails {where} without any fault: {test}\n{output[-1000:] if is_cold else ''}".rstrip()
+        )
+    return report(by_outcome, time.monotonic() - began, health)
+
+
+def report(by_outcome: dict[Outcome, list[str]], seconds: float, health: Health) -> int:
+    """Print the result; return the exit status."""
+    caught, missed, skipped = (len(by_outcome[outcome]) for outcome in Outcome)
+    planted = caught + missed
+    print(f"{caught} of {planted} caught in {seconds / 60:.0f} minutes, {skipped} skipped")
+    summary = {
+        "planted": planted,
+        "caught": caught,
+        "missed": by_outcome[Outcome.MISSED],
+        "skipped": by_outcome[Outcome.SKIPPED],
+        "seconds": round(seconds, 1),
+        "cpu_seconds": round(health.cpu_seconds, 1),
+    }
+    print(json.dumps(summary))
+    return int(missed > 0)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-j", "--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--parts", type=int, default=1, help="plant one of so many parts")
+    parser.add_argument("--part", type=int, help="which one, from 0; without it by the commit")
     parser.add_argument(
         "--check", action="store_true", help="only check that every fault can be planted"
     )
     parser.add_argument("words", nargs="*")
     args = parser.parse_args()
+    if args.parts < 1 or args.jobs < 1 or not 0 <= (args.part or 0) < args.parts:
+        parser.error("--parts and --jobs are at least 1, and --part is less than --parts")
     every = [Mutant(*line) for line in MUTANTS]
     check(every)
     if args.check:
         print(f"mutants: each of {len(every)} faults can be planted, and each named test exists")
         return
+    # So what it has started ends with it.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     mutants = [
         m for m in every if not args.words or any(word in "\n".join(m) for word in args.words)
     ]
-    began = time.monotonic()
-    counts: Counter[Outcome] = Counter()
-    with ThreadPoolExecutor(args.jobs) as pool:
-        if bad := failing(mutants, pool):
-            sys.exit(f"mutants: these fail without any fault: {' '.join(bad)}")
-        for done in as_completed([pool.submit(tried, mutant) for mutant in mutants]):
-            mutant, outcome, seconds = done.result()
-            print(f"{outcome.value:7} {seconds:4.0f} s  {mutant.what}", flush=True)
-            counts[outcome] += 1
-    caught = counts[Outcome.CAUGHT]
-    skipped = counts[Outcome.SKIPPED]
-    minutes = (time.monotonic() - began) / 60
-    planted = len(mutants) - skipped
-    print(f"{caught} of {planted} caught in {minutes:.0f} minutes, {skipped} skipped")
-    sys.exit(caught < planted)
+    if args.parts > 1:
+        mutants = part_of(mutants, args.parts, args.part)
+    status = plant_all(mutants, args.jobs)
+    sys.stdout.flush()
+    # Without the page about leaks that Triton's C++ writes at an ordinary end.
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -180,10 +180,12 @@ def test_heads_of_b12x_are_in_the_channels_of_a_token(name: str) -> None:
     reshard.plan(halves, [whole])
 
 
-def test_an_axis_of_heads_with_other_things_moves_whole() -> None:
+@pytest.mark.parametrize("heads", [1, 2])
+def test_an_axis_of_heads_with_other_things_moves_whole(heads: int) -> None:
     """As with nvfp4, where a head has two places, each with the scales of a whole block."""
-    spec = spec_of(heads=2, num_head_slots=4, state_content_bytes=2 * SIZE)
-    kind = one_layer("LBHNC", heads=4, spec=spec).kinds[0]
+    content_bytes = 2 * SIZE * torch.bfloat16.itemsize  # as the tensor's channels
+    spec = spec_of(heads=heads, num_head_slots=2 * heads, state_content_bytes=content_bytes)
+    kind = one_layer("LBHNC", heads=2 * heads, spec=spec).kinds[0]
     assert not kind.is_known()
 
 

@@ -2,9 +2,168 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import mutants
 import pytest
-from mutants import Outcome
+from mutants import Mutant, Outcome
+from planting import ROOT
+from warm_pytest import Ended
+
+# In a process of its own: the forks must have imported nothing of this project.
+SCRIPT = """
+import json, sys
+import mutants, warm_pytest
+
+warm_pytest.WARM_MODULES = ("pytest",)
+warm_pytest.import_what_has_no_fault()
+health = mutants.Health()
+faults = [mutants.Mutant(*fault) for fault in json.load(sys.stdin)]
+tried = [mutants.try_mutant(fault, health) for fault in faults]
+verdicts = list(warm_pytest.run_procedures(tried, 2))
+found = {one.mutant.what: [one.outcome.value, one.test.partition("::")[2]] for one in verdicts}
+print(json.dumps([found, len(health.failing)]))
+"""
+VERSION = ("vllm_disagg/__init__.py", '__version__ = "0.1.0"', '__version__ = "0"')
+ASKING = "import sys, vllm_disagg; sys.exit(vllm_disagg.__version__ != '0.1.0')"
+TESTS = {
+    "imported": "import vllm_disagg\ndef test_it(): assert vllm_disagg.__version__ == '0.1.0'\n",
+    "child": f"""
+import subprocess, sys
+def test_it(): assert subprocess.run([sys.executable, "-c", {ASKING!r}]).returncode == 0
+""",
+    "text": """
+from pathlib import Path
+def test_it(): assert '"0.1.0"' in Path("vllm_disagg/__init__.py").read_text()
+""",
+    "source": """
+import inspect, vllm_disagg
+def test_it(): assert '"0.1.0"' in inspect.getsource(vllm_disagg)
+""",
+    "dies": """
+import os, signal, vllm_disagg
+def test_it(): vllm_disagg.__version__ == "0.1.0" or os.kill(os.getpid(), signal.SIGKILL)
+""",
+    "blind": "import vllm_disagg\ndef test_it(): assert vllm_disagg.__version__\n",
+    "absent": "import pytest\npytest.importorskip('no_such_module')\n",
+}
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Returns the outcome and the failed test of one fault, by the file of tests that looks."""
+    folder = tmp_path_factory.mktemp("looking")
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = -q\n")
+    faults = []
+    for name, text in TESTS.items():
+        test = folder / f"test_{name}.py"
+        test.write_text(text)
+        faults.append(Mutant(name, *VERSION, str(test)))
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        input=json.dumps(faults),
+        capture_output=True,
+        text=True,
+        env={"PATH": "", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found, failing = json.loads(done.stdout.splitlines()[-1])
+    assert failing == 0
+    return dict(found)
+
+
+@pytest.mark.parametrize(
+    ("test", "outcome", "failed"),
+    [
+        ("imported", "caught", "test_it"),
+        ("child", "caught", "test_it"),  # a Python that the test starts
+        ("text", "caught", "test_it"),  # in a copy of the tree
+        ("source", "caught", "test_it"),
+        ("dies", "caught", ""),
+        ("blind", "MISSED", ""),
+        ("absent", "skipped", ""),
+    ],
+)
+def test_a_planted_fault(
+    verdicts: dict[str, list[str]], test: str, outcome: str, failed: str
+) -> None:
+    assert verdicts[test] == [outcome, failed]
+
+
+FAILED = Ended(1, "FAILED tests/x.py::test_it[a b] - x - y\n1 failed\n", 0.1, 0.1)
+PASSED = Ended(0, "1 passed\n", 0.1, 0.1)
+
+
+def test_a_test_that_fails_without_a_fault_notices_none() -> None:
+    """In a fork it may fail for the fork's sake, so the fault is planted in a copy of the tree."""
+    trying = mutants.try_mutant(Mutant("x", *VERSION, "tests/x.py"), mutants.Health())
+    planted = next(trying)
+    assert planted.fault is not None and not planted.is_cold
+    control = trying.send(FAILED)
+    assert control.tests == ("tests/x.py::test_it[a b]",) and control.fault is None
+    planted = trying.send(FAILED)
+    assert planted.fault is not None and planted.is_cold
+    control = trying.send(FAILED)
+    assert control.fault is None and control.is_cold
+    with pytest.raises(StopIteration) as ended:
+        trying.send(FAILED)
+    assert ended.value.value.outcome is Outcome.MISSED
+
+
+def test_what_many_seeds_catch_must_pass_with_as_many() -> None:
+    trying = mutants.try_mutant(
+        Mutant("x", *VERSION, "tests/simulation/test_world.py"), mutants.Health()
+    )
+    assert next(trying).seeds == mutants.FEW
+    assert trying.send(PASSED).seeds == mutants.MANY
+    control = trying.send(FAILED)
+    assert control.seeds == mutants.MANY and control.fault is None
+    with pytest.raises(StopIteration) as ended:
+        trying.send(PASSED)
+    assert ended.value.value.outcome is Outcome.CAUGHT
+
+
+def test_slow_tests_do_not_hang() -> None:
+    trying = mutants.try_mutant(Mutant("x", *VERSION, "tests/x.py"), mutants.Health())
+    limit = next(trying).limit_seconds
+    assert trying.send(Ended(None, "", limit, 1.0)).fault is None
+    again = trying.send(Ended(0, "1 passed\n", limit, 1.0))
+    assert again.fault is not None and again.limit_seconds > limit
+    with pytest.raises(StopIteration) as ended:
+        trying.send(Ended(None, "", again.limit_seconds, 1.0))
+    assert ended.value.value.outcome is Outcome.CAUGHT
+
+
+def test_parts_have_each_fault_once(capsys: pytest.CaptureFixture[str]) -> None:
+    faults = [Mutant(str(number), "a", "b", "c") for number in range(20)]
+    parts = [mutants.part_of(faults, 6, part) for part in range(6)]
+    assert sorted(fault.what for part in parts for fault in part) == sorted(
+        fault.what for fault in faults
+    )
+    by_commit = mutants.part_of(faults, 6, None)
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert by_commit == parts[int(said.rpartition(" ")[2])]
+
+
+def test_a_trial_ends_at_its_limit() -> None:
+    """With all that its tests have started."""
+    script = """
+import time, warm_pytest
+warm_pytest._run_pytest = lambda *_: time.sleep(60)
+def trying():
+    return (yield warm_pytest.Trial(("x",), 1, 0.3))
+(ended,) = warm_pytest.run_procedures([trying()], 1)
+assert ended.status is None and ended.seconds < 30
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env={"PATH": "", "PYTHONPATH": f"{ROOT}/tests"},
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -15,9 +174,13 @@ from mutants import Outcome
         (0, "3 passed, 2 skipped in 0.10s\n", Outcome.MISSED),
         (0, "s\n1 skipped in 0.10s\n", Outcome.SKIPPED),
         (5, "1 skipped in 0.10s\n", Outcome.SKIPPED),  # a whole module
+        (-11, "", Outcome.CAUGHT),  # Python has died
+        (None, "", Outcome.CAUGHT),  # killed at its limit
     ],
 )
-def test_skipped_tests_neither_catch_nor_miss(status: int, output: str, expected: Outcome) -> None:
+def test_skipped_tests_neither_catch_nor_miss(
+    status: int | None, output: str, expected: Outcome
+) -> None:
     assert mutants.outcome_from(status, output, []) is expected
 
 

@@ -1,0 +1,229 @@
+"""Runs pytest in forked processes of a parent that has imported all but this project.
+
+A fork costs milliseconds; a new process imports vLLM and torch for ten seconds. A fault is planted
+in a fork while it imports the project's modules (`planting.py`), or in a copy of the tree in which
+a new Python runs: for what no import shows, and for tests that do not run in a fork.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from planting import ROOT, plant, plant_in_children
+
+COPIED = ("vllm_disagg", "kv_connectors", "tests", "deploy")
+LOOK_SECONDS = 0.02
+# Of a fork: asserts in these modules are not pytest's to explain.
+IMPORTED_BEFORE = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
+# What tests import of others. Nothing here may start a thread: a fork would not have it.
+WARM_MODULES = (
+    "pytest",
+    "hypothesis",
+    "numpy",
+    "msgspec",
+    "zmq.asyncio",
+    "zmq.auth",
+    "prometheus_client",
+    "yaml",
+    "trustme",
+    "websockets",
+    "uvloop",
+    "torch",
+    "vllm.engine.arg_utils",
+    "vllm.v1.core.sched.async_scheduler",
+    "vllm.v1.structured_output",
+    "vllm.distributed.kv_transfer.kv_connector.utils",
+    "vllm.v1.worker.gpu_model_runner",
+)
+
+
+class Fault(NamedTuple):
+    """One text in place of another in a file."""
+
+    path: Path
+    old: str
+    new: str
+
+
+class Trial(NamedTuple):
+    """One run of pytest. `is_cold`: a new Python in a copy of the tree runs it."""
+
+    tests: tuple[str, ...]
+    seeds: int
+    limit_seconds: float
+    fault: Fault | None = None
+    is_cold: bool = False
+
+
+class Ended(NamedTuple):
+    """How a trial has ended. `status`: pytest's; None if it was killed at its limit."""
+
+    status: int | None
+    output: str
+    seconds: float
+    cpu_seconds: float
+
+
+Result = TypeVar("Result")
+# Yields trials, is sent how they have ended, and returns its result.
+Procedure = Generator[Trial, Ended, Result]
+
+
+@dataclass(eq=False)
+class Child:
+    """A trial's process, the leader of its process group."""
+
+    pid: int
+    output: Path
+    deadline: float
+    started_at: float = field(default_factory=time.monotonic)
+    folder: Path | None = None  # the copy of the tree
+
+    def end(self, status: int | None, cpu_seconds: float) -> Ended:
+        """Ends what the tests have left running, and removes what they ran in."""
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # nothing is left
+        seconds = time.monotonic() - self.started_at
+        output = self.output.read_text(errors="replace")
+        self.output.unlink()
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        return Ended(status, output, seconds, cpu_seconds)
+
+
+def import_what_has_no_fault() -> None:
+    """Imports once what all forks need."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for name in WARM_MODULES:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            pass  # its tests are skipped here
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        raise RuntimeError(f"{threads} threads: forks would not have them")
+    # Collections of forks would copy these objects.
+    gc.freeze()
+
+
+def run_procedures(procedures: Iterable[Procedure[Result]], jobs: int) -> Iterator[Result]:
+    """Runs the trials of that many procedures at a time; yields results as they come."""
+    waiting = iter(procedures)
+    running: dict[Child, Procedure[Result]] = {}
+    try:
+        while True:
+            while len(running) < jobs and (procedure := next(waiting, None)) is not None:
+                yield from _advance(procedure, None, running)
+            if not running:
+                return
+            time.sleep(LOOK_SECONDS)
+            for child in list(running):
+                if (ended := _ended(child)) is not None:
+                    yield from _advance(running.pop(child), ended, running)
+    finally:
+        for child in running:
+            os.killpg(child.pid, signal.SIGKILL)
+            os.waitpid(child.pid, 0)
+            child.end(None, 0.0)
+
+
+def _advance(
+    procedure: Procedure[Result],
+    ended: Ended | None,
+    running: dict[Child, Procedure[Result]],
+) -> Iterator[Result]:
+    """Starts the next trial of a procedure, or yields its result."""
+    try:
+        trial = next(procedure) if ended is None else procedure.send(ended)
+    except StopIteration as stop:
+        yield stop.value
+        return
+    running[_start(trial)] = procedure
+
+
+def _ended(child: Child) -> Ended | None:
+    """Returns how a child has ended; None if it still runs. Kills it after its deadline."""
+    pid, status, usage = os.wait4(child.pid, os.WNOHANG)
+    if pid:
+        code = os.waitstatus_to_exitcode(status)
+        return child.end(code, usage.ru_utime + usage.ru_stime)
+    if time.monotonic() < child.deadline:
+        return None
+    os.killpg(child.pid, signal.SIGKILL)
+    usage = os.wait4(child.pid, 0)[2]
+    return child.end(None, usage.ru_utime + usage.ru_stime)
+
+
+def _start(trial: Trial) -> Child:
+    number, name = tempfile.mkstemp(prefix="mutants-")
+    folder = Path(tempfile.mkdtemp(prefix="mutants-")) if trial.is_cold else None
+    sys.stdout.flush()
+    pid = os.fork()
+    if not pid:
+        _run_here(trial, folder, number)
+    os.close(number)
+    try:
+        os.setpgid(pid, pid)  # as the child does: whoever is first
+    except (PermissionError, ProcessLookupError):
+        pass  # the child was first
+    return Child(pid, Path(name), time.monotonic() + trial.limit_seconds, folder=folder)
+
+
+def _run_here(trial: Trial, folder: Path | None, output: int) -> None:
+    """Runs a trial in this process, which ends with it."""
+    try:
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.environ["SEEDS"] = str(trial.seeds)
+        arguments = ["-x", "-p", "no:cacheprovider", "-W", IMPORTED_BEFORE, *trial.tests]
+        if folder is None:
+            status = _run_pytest(arguments, trial.fault)
+        else:
+            _run_copy(arguments, trial.fault, folder)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    except BaseException as error:
+        os.write(2, f"{type(error).__name__}: {error}".encode())
+        os._exit(3)
+
+
+def _run_pytest(arguments: list[str], fault: Fault | None) -> int:
+    if fault is not None:
+        plant(*fault)
+        plant_in_children(*fault)
+    os.chdir(ROOT)
+    sys.path[:0] = [str(ROOT)]  # as `python -m pytest` does
+    pytest = importlib.import_module("pytest")
+    return int(pytest.main(arguments))
+
+
+def _run_copy(arguments: list[str], fault: Fault | None, folder: Path) -> None:
+    """Runs pytest in a copy of the tree, in a new Python in this process's place."""
+    for entry in ROOT.iterdir():
+        if entry.name in COPIED:
+            shutil.copytree(entry, folder / entry.name)
+        elif not entry.name.startswith(".") or entry.name == ".cache":
+            (folder / entry.name).symlink_to(entry)
+    if fault is not None:
+        path = folder / fault.path.relative_to(ROOT)
+        path.write_text(path.read_text().replace(fault.old, fault.new))
+    os.chdir(folder)
+    os.environ["PYTHONPATH"] = f"{folder}:{folder}/tests"
+    os.execv(sys.executable, [sys.executable, "-m", "pytest", *arguments])

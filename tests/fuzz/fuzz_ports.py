@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -140,11 +140,27 @@ class Watched:
             tally.leaks.append(f"{self.name}: {grown >> 20} MiB more after its warm-up")
 
 
+class Hostile(Protocol):
+    """Hostile clients that can be stopped and continued."""
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    def signal(self, number: signal.Signals) -> None: ...
+
+
 class Windows:
     """Windows without and with fire, in turn."""
 
-    def __init__(self, hostile: HostileProcess, seconds: float, tally: PortTally) -> None:
+    def __init__(
+        self,
+        hostile: Hostile,
+        seconds: float,
+        tally: PortTally,
+        window_seconds: float = WINDOW_SECONDS,
+    ) -> None:
         self._hostile = hostile
+        self._window_seconds = window_seconds
         self._began = time.monotonic()
         self._seconds = seconds
         self._tally = tally
@@ -156,7 +172,7 @@ class Windows:
         passed = time.monotonic() - self._began
         if not self._hostile.is_alive:
             raise RuntimeError("the hostile clients have ended")
-        window = int(passed / WINDOW_SECONDS)
+        window = int(passed / self._window_seconds)
         if window != self._window:
             self._window = window
             self.is_under_fire = window % 2 == 0

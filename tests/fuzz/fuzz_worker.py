@@ -28,6 +28,7 @@ from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.memory import HostMemory, hasher
 from vllm_disagg.protocol import events, messages
 from vllm_disagg.protocol.peers import WorkerInfo
+from vllm_disagg.transports import local_links
 from vllm_disagg.transports.collective import notes as collective_notes
 from vllm_disagg.transports.nixl import notes as nixl_notes
 from vllm_disagg.transports.tcp import notes as tcp_notes
@@ -46,6 +47,8 @@ RARE = (messages.Abort, messages.TransportNote)  # else no transfer would live f
 FRAMES_PER_TURN = 16
 # Of what a transport hands to the driver; each is in a TransportNote, too.
 NOTES: tuple[tuple[str, Any], ...] = (
+    ("link", local_links.LinkHello),
+    ("link", local_links.LinkOffer),
     ("tcp", tcp_notes.ReceiverNote),
     ("tcp", tcp_notes.SenderNote),
     ("nixl", nixl_notes.ReceiverNote),
@@ -220,7 +223,7 @@ class WorkerTarget:
         frames = [zmq.Frame(frame)]
         if how > 0.99:
             frames *= random.choice((0, 2, 3))
-        driver._receive_one(frames, decode, handle)
+        driver._receive_frames(frames, decode, handle)
 
     def _content(self, random: Random, writer: str) -> Any:
         """Returns a message of a member: true names as a rule, and any other content."""

@@ -26,6 +26,7 @@ from soak_fleet import (
     SoakProxy,
     wait_until,
 )
+from verdicts import RESET_SECONDS
 
 END_SECONDS = 30.0  # for the processes of an engine to end, beside load
 STORM_CLIENTS = 24
@@ -121,9 +122,7 @@ def kill_proxy_worker(fleet: SoakFleet, source: random.Random) -> str:
         raise RuntimeError("the proxy has no workers")
     fleet.proxy_kills.append(time.monotonic())
     os.kill(source.choice(workers), signal.SIGKILL)
-    # Its connections are reset a moment later than the signal was sent.
-    time.sleep(1)
-    fleet.proxy_kills.append(time.monotonic())
+    time.sleep(RESET_SECONDS)
     wait("all workers of the proxy run", lambda: count_workers(fleet) == PROXY_WORKERS, 60)
     wait("the proxy is ready", fleet.proxy.is_ready, READY_SECONDS)
     return "a worker"

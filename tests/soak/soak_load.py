@@ -16,8 +16,9 @@ from asking import english, tokens
 from chaos_client import CLEAN, Job, Result, ask, running
 from verdicts import RequestEnding, Verdict, VerdictLedger, judge
 
-CLIENTS = 4
+CLIENTS = 16
 MAX_PAUSE_SECONDS = 0.4  # of a client, behind each answer
+LONGEST_ANSWERS = (4, 16, 16, 40, 120)  # tokens; many short ones, so that faults meet many requests
 LEAVE_SHARE = 0.08  # of requests that their client leaves
 MAX_STAY_SECONDS = 3.0  # of a client that leaves
 DEADLINE_SECONDS = 120.0  # without an end by then a request hangs
@@ -34,7 +35,7 @@ def jobs(count: int, seed: int) -> list[Job]:
         asked: dict[str, Any] = {
             "model": "tiny",
             "temperature": 0,
-            "max_tokens": source.randrange(1, 120),
+            "max_tokens": source.randint(1, source.choice(LONGEST_ANSWERS)),
             "ignore_eos": True,
         }
         if source.random() < 0.5:

@@ -25,7 +25,7 @@ PAGE = """\
 | machine | {cores} cores, no GPU, load average {load} at the end |
 | engines | 2 prefill + 2 decode, vLLM, tiny model; only one P and one D are ever killed |
 | proxy | two workers, access log |
-| load | four clients; completions and chats of 20 to 1,800 tokens, temperature 0 |
+| load | 16 clients; prompts of 20 to 1,800 tokens, answers of 1 to 120, temperature 0 |
 | oracle | one plain vLLM, before |
 
 An answer is exact (text, usage, finish reason), clean (an explicit error in time), cut (its proxy

@@ -32,7 +32,8 @@ def ending(
         (ending(explicit=True, seconds=61), [], Verdict.HUNG),
         (ending(), [100.5], Verdict.WRONG),
         (ending(broken=True), [], Verdict.WRONG),
-        (ending(broken=True), [99.9, 101.1], Verdict.WRONG),
+        (ending(broken=True), [98.9, 101.1], Verdict.WRONG),
+        (ending(broken=True), [99.1], Verdict.CUT),
         (ending(broken=True), [100.5], Verdict.CUT),
     ],
 )

@@ -19,6 +19,7 @@ from enum import Enum
 
 WINDOW_REQUESTS = 50  # for the share of exact answers, which shows a drift
 MAX_PROBLEMS = 50  # kept with their texts
+RESET_SECONDS = 1.0  # from the signal to the last reset of a killed process's connections
 
 
 class Verdict(Enum):
@@ -54,7 +55,9 @@ def judge(ending: RequestEnding, proxy_kills: Sequence[float], deadline_seconds:
         return Verdict.EXACT
     if ending.is_explicit_error:
         return Verdict.CLEAN
-    is_excused = any(ending.began_at <= at <= ending.ended_at for at in proxy_kills)
+    is_excused = any(
+        at <= ending.ended_at and ending.began_at <= at + RESET_SECONDS for at in proxy_kills
+    )
     return Verdict.CUT if ending.is_broken and is_excused else Verdict.WRONG
 
 

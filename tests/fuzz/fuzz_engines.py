@@ -1,0 +1,249 @@
+"""Real vLLM engines and their proxy under hostile bytes at every port: `make fuzz-engines`.
+
+    python tests/fuzz/fuzz_engines.py [--seconds SECONDS] [--seed SEED]
+
+Strangers send bytes to every port of P, D and the proxy but those of vLLM's process groups (Gloo,
+on the loopback): by such bytes a plain vLLM dies, too (docs/benchmarks/fuzzing.md). Members of the
+fleet send messages of any content to the workers of P and D. In between, and beside them, good
+requests go through the proxy; each answer must be that of a plain vLLM. The last line is JSON.
+Fails after a death, a leak, another answer, or a median of good answers under fire above twice that
+without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from signal import Signals
+
+from asking import ask, body, difference, tokens
+from direct import probe
+from engines import Engine, Process, Proxy, get, wait
+from fuzz import MAX_SLOWDOWN
+from fuzz_ports import HostileProcess, PortTally, Watched, Windows
+from listening import listening, tree
+
+from vllm_disagg.fleet import keys
+from vllm_disagg.fleet.keys import KEY_BYTES
+
+WINDOW_SECONDS = 10.0
+PROMPT_TOKENS = 300
+LOG_LINES = 40
+LAST_ANSWERS = 20  # when the fire is over
+KEY = (b"k" * KEY_BYTES).hex()  # of the hostile members
+
+
+class Fleet:
+    """P, D, a proxy before them, and the plain vLLM whose answers are right."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        """Starts all; `stack` ends them."""
+        self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        key = self._folder / "key"
+        key.write_text(KEY)
+        key.chmod(0o600)
+        self.prefill = Engine("P", self._folder, role="kv_producer", cpu="0")
+        self.decode = Engine("D", self._folder, role="kv_consumer", cpu="1")
+        self.plain = Engine("plain", self._folder, cpu="1")
+        engines = (self.prefill, self.decode, self.plain)
+        self._start(stack, *engines)
+        self.proxy = Proxy(self._folder, self.prefill, self.decode)
+        self._start(stack, self.proxy)
+        self.key = keys.load(str(key))
+        self._answers = 0
+
+    @staticmethod
+    def _start(stack: ExitStack, *processes: Process) -> None:
+        for process in processes:
+            stack.callback(process.stop)
+            process.start()
+        for process in processes:
+            process.wait_ready()
+
+    @property
+    def under_fire(self) -> tuple[Process, ...]:
+        """The processes whose ports are fired at."""
+        return (self.prefill, self.decode, self.proxy)
+
+    def good_answer(self) -> float:
+        """Returns the seconds of a good answer, which must be that of plain vLLM."""
+        self._answers += 1
+        asked = body(tokens(PROMPT_TOKENS, f"good {self._answers}"))
+        began = time.monotonic()
+        ours = ask(self.proxy.url, asked)
+        seconds = time.monotonic() - began
+        found = difference(ours, ask(self.plain.url, asked))
+        if found:
+            raise AssertionError(f"good request {self._answers}: {found}\n{self._log_ends()}")
+        return seconds
+
+    def _log_ends(self) -> str:
+        """Returns what the processes under fire have logged last that is no access."""
+        found = []
+        for server in self.under_fire:
+            lines = server.log.read_text(errors="replace").splitlines()
+            told = [line for line in lines if "HTTP/1.1" not in line]
+            found += [f"{server.name}: runs: {server.runs()}", *told[-LOG_LINES:]]
+        return "\n".join(found)
+
+    def watched(self) -> Iterator[Watched]:
+        """Yields each process of the fleet."""
+        for server in self.under_fire:
+            for pid in sorted(tree(_pid(server))):
+                name = Path(f"/proc/{pid}/comm").read_text().strip()
+                path = Path(f"/proc/{pid}")
+                yield Watched(f"{server.name} {name}", pid, path.exists)
+
+    def ports(self) -> dict[str, list[int]]:
+        """Returns the ports to fire at, by process: all but those of vLLM's process groups."""
+        worker_ports = {
+            int(endpoint.rpartition(":")[2])
+            for engine in (self.prefill, self.decode)
+            for worker in probe(self.key, engine.url).workers
+            for endpoint in (worker.control, worker.data)
+        }
+        http_ports = {server.port for server in self.under_fire}
+        found = {}
+        for server in self.under_fire:
+            for pid, held in listening(_pid(server)).items():
+                name = f"{server.name} {Path(f'/proc/{pid}/comm').read_text().strip()}"
+                ports = {port for _, port in held}
+                if server is not self.proxy:
+                    ports &= worker_ports | http_ports
+                if ports:
+                    found[name] = sorted(ports)
+        return found
+
+
+def _pid(server: Process) -> int:
+    assert server._process is not None
+    return server._process.pid
+
+
+def hostile_processes(fleet: Fleet, seed: int) -> list[HostileProcess]:
+    """Starts strangers at all ports, and members at the workers of P and of D."""
+    ports = fleet.ports()
+    print(f"fuzz: {json.dumps(ports)}", flush=True)
+    listed = ",".join(str(port) for held in ports.values() for port in held)
+    made = []
+    for number, engine in enumerate((fleet.prefill, fleet.decode)):
+        (worker,) = probe(fleet.key, engine.url).workers
+        endpoints = f"{worker.control},{worker.data}"
+        words = (listed, endpoints, worker.name, seed + number)
+        made.append(HostileProcess("hostile_peers.py", *words))
+    return made
+
+
+class AllHostile:
+    """Several processes of hostile clients as one."""
+
+    def __init__(self, parts: list[HostileProcess]) -> None:
+        """Takes started processes."""
+        self._parts = parts
+
+    def signal(self, number: Signals) -> None:
+        """Stops or continues all."""
+        for part in self._parts:
+            part.signal(number)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether all go on."""
+        return all(part.is_alive for part in self._parts)
+
+    @property
+    def frames(self) -> int:
+        """How many were sent."""
+        return sum(part.counts.get("frames", 0) for part in self._parts)
+
+    def kill(self) -> None:
+        """Ends all."""
+        for part in self._parts:
+            part.kill()
+
+
+def fire(seconds: float, seed: int) -> PortTally:
+    """Runs the campaign."""
+    tally = PortTally()
+    with ExitStack() as stack:
+        fleet = Fleet(stack)
+        for _ in range(3):
+            fleet.good_answer()
+        watched = list(fleet.watched())
+        for one in watched:
+            one.look(is_warm=False)
+        received = fleet.decode.received
+        hostile = AllHostile(hostile_processes(fleet, seed))
+        stack.callback(hostile.kill)
+        windows = Windows(hostile, seconds, tally, WINDOW_SECONDS)
+        while windows.go_on():
+            is_under_fire = windows.is_under_fire
+            tally.seconds[is_under_fire].append(fleet.good_answer())
+            tally.good += 1
+            for one in watched:
+                one.look(is_warm=windows.is_warm)
+        tally.frames = hostile.frames
+        hostile.kill()
+        print(f"fuzz: {tally.frames} frames were sent", flush=True)
+        _judge(fleet, watched, received, tally)
+    return tally
+
+
+def _has_no_blocks(engine: Engine) -> bool:
+    return engine.usage == 0
+
+
+def _judge(fleet: Fleet, watched: list[Watched], received: int, tally: PortTally) -> None:
+    """Adds what is left, and asks once more."""
+    for one in watched:
+        one.judge(tally)
+    if tally.deaths:
+        return
+    for engine in (fleet.prefill, fleet.decode):
+        wait(f"{engine.name} gives all its blocks back", partial(_has_no_blocks, engine), 60)
+    wait("the proxy uses both engines", fleet.proxy.is_ready, 60)
+    if fleet.decode.received <= received:
+        tally.leaks.append("no KV was transferred under fire")
+    received = fleet.decode.received
+    for _ in range(LAST_ANSWERS):
+        fleet.good_answer()
+    if fleet.decode.received <= received:
+        tally.leaks.append("no KV is transferred after the fire")
+    for server in (fleet.prefill, fleet.decode):
+        assert get(server.url, "/health", 10.0)[0] == 200
+
+
+def main() -> int:
+    """Runs what the command line asks for."""
+    parser = argparse.ArgumentParser(description="fires at the ports of real engines")
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    args = parser.parse_args()
+    print(f"fuzz: seed {args.seed}", flush=True)
+    tally = fire(args.seconds, args.seed)
+    for text in (*tally.deaths, *tally.leaks):
+        print(f"fuzz: {text}")
+    calm, hot = (statistics.median(tally.seconds[is_hot]) for is_hot in (False, True))
+    result = {
+        "frames": tally.frames,
+        "good": tally.good,
+        "deaths": len(tally.deaths),
+        "leaks": len(tally.leaks),
+        "median_ms": round(1000 * calm),
+        "median_under_fire_ms": round(1000 * hot),
+        "slowdown": round(tally.slowdown, 2),
+    }
+    print(json.dumps(result))
+    return int(bool(tally.deaths or tally.leaks) or tally.slowdown > MAX_SLOWDOWN)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

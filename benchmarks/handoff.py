@@ -4,9 +4,11 @@ vllm-router.
     python benchmarks/handoff.py MODEL [--router PATH] [--rounds N] [--repeats N] [--save NAME]
 
 Each round starts three things one after the other and asks each the same kind of prompts: one plain
-vLLM engine, our stack, and the peer's. The OpenMP threads of the plain and of both prefill engines
-are pinned to core 0, those of both decode engines to core 1 (VLLM_CPU_OMP_THREADS_BIND); everything
-else floats, as it does for who follows either project's guide. *Added TTFT* is a stack's time to
+vLLM engine, our stack, and the peer's. Our engines have two proxies that are asked in turn: one
+begins streams with D's first token, one with P's (--first-token). The OpenMP threads of the plain
+and of both prefill engines are pinned to core 0, those of both decode engines to core 1
+(VLLM_CPU_OMP_THREADS_BIND); everything else floats, as it does for who follows either project's
+guide. *Added TTFT* is a stack's time to
 the first token minus the plain engine's median for that length and concurrency: a plain engine's
 prefill is what a request would cost with no hand-off at all. *CPU outside the model* is what all
 processes of a stack used for a request minus what the plain engine's used. Prefix caching is off.
@@ -55,7 +57,8 @@ def start_ours(stack: Stack, model: str, logs: Path, _: str) -> None:
     prefill, decode = start_pair(stack, model, logs, settings)
     for url in (prefill, decode):
         stack.wait(url, "/health")
-    stack.front = start_proxy(stack, logs, prefill, decode)
+    stack.front = start_proxy(stack, logs, prefill, decode, "--first-token", "decode")
+    stack.first_token_front = start_proxy(stack, logs, prefill, decode, "--first-token", "prefill")
 
 
 def start_peer(stack: Stack, model: str, logs: Path, router: str) -> None:
@@ -143,15 +146,19 @@ class Cell:
 Cells = dict[tuple[int, int], Cell]  # by prompt tokens and how many at once
 
 
-async def measure(stack: Stack, cells: Cells, args: argparse.Namespace, turn: int) -> None:
+async def measure(
+    stack: Stack, results: dict[str, Cells], args: argparse.Namespace, turn: int
+) -> None:
+    fronts = {stack.name: stack.front}
+    if stack.first_token_front:
+        fronts["first"] = stack.first_token_front
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(600)) as session:
-        for _ in range(3):
+        for front in [*fronts.values()] * 3:
             await ask(
-                session, stack.front, list(range(10, 400))
+                session, front, list(range(10, 400))
             )  # connections, handshakes, first allocations
         for length in args.lengths:
             for together in args.at_once:
-                cell = cells.setdefault((length, together), Cell())
                 source = random.Random(
                     f"{turn} {length} {together}"
                 )  # the same prompts for every stack
@@ -159,40 +166,40 @@ async def measure(stack: Stack, cells: Cells, args: argparse.Namespace, turn: in
                     prompts = [
                         [source.randrange(10, 900) for _ in range(length)] for _ in range(together)
                     ]
-                    await asyncio.sleep(REST)
-                    before = stack.cpu_seconds()
-                    answers = await asyncio.gather(
-                        *(ask(session, stack.front, prompt) for prompt in prompts)
-                    )
-                    cell.cpu += stack.cpu_seconds() - before
-                    cell.ttft += [seconds for seconds, _ in answers]
-                    cell.texts += [text for _, text in answers]
-                ttft = statistics.median(cell.ttft) * 1000
-                size = f"{length:5} tokens x{together}"
-                print(f"  {stack.name:5} {size}: {ttft:7.1f} ms to the first token", flush=True)
+                    for name, front in fronts.items():
+                        cell = results.setdefault(name, {}).setdefault((length, together), Cell())
+                        await asyncio.sleep(REST)
+                        before = stack.cpu_seconds()
+                        answers = await asyncio.gather(
+                            *(ask(session, front, prompt) for prompt in prompts)
+                        )
+                        cell.cpu += stack.cpu_seconds() - before
+                        cell.ttft += [seconds for seconds, _ in answers]
+                        cell.texts += [text for _, text in answers]
+                for name in fronts:
+                    ttft = statistics.median(results[name][length, together].ttft) * 1000
+                    size = f"{length:5} tokens x{together}"
+                    print(f"  {name:5} {size}: {ttft:7.1f} ms to the first token", flush=True)
 
 
 def compare(results: dict[str, Cells]) -> dict[str, object]:
     """Prints all cells beside the plain engine's as a table, and returns the result."""
-    print(
-        f"\n{'tokens':>6} {'at once':>7} | {'plain':>8} |"
-        f" {'added TTFT ms, median (p90)':^41} | {'CPU s over plain':^23} | exact"
-    )
-    print(
-        f"{'':>14} | {'TTFT ms':>8} | {'ours':>13} {'peer':>15} {'ratio':>10}  |"
-        f" {'ours':>11} {'peer':>11} | ours  peer"
-    )
+    names = [name for name in ("ours", "first", "peer") if name in results]
+    heads = "".join(f" | {name:>8} (p90) {'CPU s':>7} {'exact':>7}" for name in names)
+    print(f"\n{'':>25} | added TTFT ms, median (p90); CPU s over plain")
+    print(f"{'tokens':>6} {'at once':>7} {'plain ms':>10}{heads}")
     table: list[dict[str, Any]] = []
-    medians: dict[str, list[float]] = {"ours": [], "peer": []}
+    medians: dict[str, list[float]] = {name: [] for name in names}
     for (length, together), plain in results["plain"].items():
         base = statistics.median(plain.ttft)
         count = len(plain.ttft)
         row: dict[str, Any] = {"tokens": length, "at_once": together, "requests": count}
         row["plain"] = {"ttft_ms": round(base * 1000, 1), "cpu_s": round(plain.cpu / count, 3)}
-        for name in ("ours", "peer"):
+        line = f"{length:6} {together:7} {base * 1000:10.1f}"
+        for name in names:
             cell = results[name][length, together]
             added = [(seconds - base) * 1000 for seconds in cell.ttft]
-            row[name] = {
+            found = row[name] = {
                 "ttft_ms": round(statistics.median(cell.ttft) * 1000, 1),
                 "added_ttft_ms": round(statistics.median(added), 1),
                 "p90": round(statistics.quantiles(added, n=10)[-1], 1),
@@ -200,26 +207,17 @@ def compare(results: dict[str, Cells]) -> dict[str, object]:
                 "exact": sum(a == b for a, b in zip(cell.texts, plain.texts, strict=True)),
             }
             medians[name].append(statistics.median(added))
+            line += f" | {found['added_ttft_ms']:6} ({found['p90']:6}) {found['cpu_s']:7}"
+            line += f" {found['exact']:3}/{count:<3}"
         table.append(row)
-        ours = row["ours"]
-        peer = row["peer"]
-        ratio = ours["added_ttft_ms"] / peer["added_ttft_ms"]
-        print(
-            f"{length:6} {together:7} | {base * 1000:8.1f} |"
-            f" {ours['added_ttft_ms']:6} ({ours['p90']:6})"
-            f" {peer['added_ttft_ms']:6} ({peer['p90']:6}) {ratio:8.2f}  |"
-            f" {ours['cpu_s']:11} {peer['cpu_s']:11} |"
-            f" {ours['exact']}/{count} {peer['exact']}/{count}"
-        )
-    ours_ms, peer_ms = (round(statistics.mean(medians[name]), 1) for name in ("ours", "peer"))
-    exact = all(row["ours"]["exact"] == row["requests"] for row in table)
-    summary = {"ours": ours_ms, "peer": peer_ms}
-    return {
-        "added_ttft_ms": summary,
-        "ratio": round(ours_ms / peer_ms, 3),
-        "exact": exact,
-        "cells": table,
-    }
+        print(line)
+    summary = {name: round(statistics.mean(medians[name]), 1) for name in names}
+    result: dict[str, object] = {"added_ttft_ms": summary}
+    if "peer" in names:
+        result["ratio"] = round(summary["ours"] / summary["peer"], 3)
+        result["first_token_ratio"] = round(summary["first"] / summary["peer"], 3)
+    result["exact"] = all(row["ours"]["exact"] == row["requests"] for row in table)
+    return {**result, "cells": table}
 
 
 def plot(cells: list[dict[str, Any]], path: str) -> None:
@@ -231,13 +229,18 @@ def plot(cells: list[dict[str, Any]], path: str) -> None:
         for cell in cells
     ]
     for shift, (name, words, colour) in enumerate(
-        [("ours", "vllm-disagg", "tab:blue"), ("peer", "NixlConnector + vllm-router", "tab:gray")]
+        [
+            ("ours", "vllm-disagg", "tab:blue"),
+            ("first", "with P's first token", "tab:cyan"),
+            ("peer", "NixlConnector + vllm-router", "tab:gray"),
+        ]
     ):
-        places = [index + (shift - 0.5) * 0.38 for index in range(len(cells))]
-        bars = axes.bar(
-            places, [cell[name]["added_ttft_ms"] for cell in cells], 0.36, label=words, color=colour
-        )
-        axes.bar_label(bars, fmt="%.0f", fontsize=8)
+        if name not in cells[0]:
+            continue
+        places = [index + (shift - 1) * 0.27 for index in range(len(cells))]
+        added = [cell[name]["added_ttft_ms"] for cell in cells]
+        bars = axes.bar(places, added, 0.25, label=words, color=colour)
+        axes.bar_label(bars, fmt="%.0f", fontsize=7)
     axes.set_xticks(range(len(cells)), labels, fontsize=8)
     axes.set_ylabel("TTFT added to a plain engine's, ms (median)")
     axes.legend()
@@ -273,14 +276,14 @@ def main() -> None:
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit("handoff: stopped")
     )  # so that no engine stays behind
-    results: dict[str, Cells] = {name: {} for name in args.stacks}
+    results: dict[str, Cells] = {}
     for turn in range(args.rounds):
         for name in args.stacks:
             logs = Path(tempfile.mkdtemp(prefix=f"handoff-{name}-"))
             print(f"round {turn + 1} of {args.rounds}: {name} (logs in {logs})", flush=True)
             with running(name, logs, args) as stack:
-                asyncio.run(measure(stack, results[name], args, turn))
-    if len(results) < len(STARTS):
+                asyncio.run(measure(stack, results, args, turn))
+    if "plain" not in results or "ours" not in results:
         return
     result = compare(results)
     if args.save:

@@ -16,6 +16,7 @@ from processes import cpu_seconds, free_port
 VLLM = str(Path(sys.executable).with_name("vllm"))
 COMMAND = [sys.executable, "-m", "vllm_disagg.cli"]
 KEY_FILE = "key"  # in the folder of the logs
+KV_GIB = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "4")  # of each engine's KV cache
 
 
 @dataclass
@@ -27,6 +28,7 @@ class Stack:
     gpu: bool = False
     transport: str = "auto"  # of ours
     front: str = ""
+    first_token_front: str = ""  # of ours: a second proxy, which sends P's first token
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(self, log: Path, command: list[str], **env: str) -> None:
@@ -65,7 +67,7 @@ class Stack:
                 json.dumps({**config, "kv_load_failure_policy": "recompute"}),
             ]
         self.start(
-            log, command, VLLM_CPU_OMP_THREADS_BIND=str(core), VLLM_CPU_KVCACHE_SPACE="4", **env
+            log, command, VLLM_CPU_OMP_THREADS_BIND=str(core), VLLM_CPU_KVCACHE_SPACE=KV_GIB, **env
         )
         return f"http://127.0.0.1:{port}"
 
@@ -112,12 +114,12 @@ def start_pair(
     return prefill, decode
 
 
-def start_proxy(stack: Stack, logs: Path, prefill: str, decode: str) -> str:
-    """Starts the proxy of a pair that `start_pair` made. Returns its URL when it is ready."""
+def start_proxy(stack: Stack, logs: Path, prefill: str, decode: str, *more: str) -> str:
+    """Starts a proxy of a pair that `start_pair` made. Returns its URL when it is ready."""
     port = str(free_port())
-    flags = ["--port", port, "--key-file", str(logs / KEY_FILE)]
+    flags = ["--port", port, "--key-file", str(logs / KEY_FILE), *more]
     instances = ["--prefill", prefill, "--decode", decode]
-    stack.start(logs / "proxy.log", [*COMMAND, "proxy", *flags, *instances])
+    stack.start(logs / f"proxy-{port}.log", [*COMMAND, "proxy", *flags, *instances])
     front = f"http://127.0.0.1:{port}"
     stack.wait(front, "/readiness?mode=pair")
     return front

@@ -222,6 +222,8 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a read of NIXL that hangs is waited for", "transports/nixl/reads.py", "            elif now >= opened.deadline:\n", "            elif False:\n", "tests/transports/processes/test_nixl.py::test_a_sender_that_dies_or_freezes"),
     ("a run that no memory has is read", "transports/nixl/notes.py", "if not (has_address & has_size).all():", "if False:", "tests/transports/processes/test_nixl.py::test_runs_that_no_memory_has_are_rejected"),
     ("UCX emulates reads between GPUs", "transports/nixl/agent.py", "if place.kind == \"VRAM\" and ZERO_COPY_READS not in given:", "if False:", "tests/transports/processes/test_nixl.py::test_environment_of_ucx_on_a_gpu"),
+    ("UCX catches SIGHUP", "transports/nixl/agent.py", "if DEBUG_SIGNAL not in given:", "if False:", "tests/transports/processes/test_nixl.py::test_ucx_does_not_catch_a_hangup"),
+    ("the user's debugging signal of UCX is lost", "transports/nixl/agent.py", "if DEBUG_SIGNAL not in given:", "if True:", "tests/transports/processes/test_nixl.py::test_the_users_signal_for_debugging_ucx"),
     ("the user's setting of zero-copy reads is lost", "transports/nixl/agent.py", "if place.kind == \"VRAM\" and ZERO_COPY_READS not in given:", "if place.kind == \"VRAM\":", "tests/transports/processes/test_nixl.py::test_environment_of_ucx_on_a_gpu"),
     ("GPUs of one machine have no path without RDMA", "transports/nixl/agent.py", "if place.kind == \"VRAM\" and not rdma_devices():", "if False:", "tests/transports/processes/test_nixl.py::test_environment_of_ucx_on_a_gpu"),
     ("host memory is registered by plane", "transports/nixl/agent.py", "            self.regions = joined(self.regions)\n", "            pass\n", "tests/transports/nixl/test_nixl_agent.py"),

@@ -6,6 +6,8 @@ import os
 import random
 import secrets
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -399,24 +401,60 @@ def test_runs_that_no_memory_has_are_rejected(run: tuple[int, int]) -> None:
         nixl_notes.decode_runs(msgspec.structs.replace(note, runs=note.runs[:15]))
 
 
-def test_environment_of_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert nixl_agent.environment(Config(), {}) == {"UCX_NET_DEVICES": "lo"}
-    assert nixl_agent.environment(Config(), {"UCX_TLS": "tcp"}) == {}
-    assert nixl_agent.environment(Config(host="10.0.0.1"), {}) == {"UCX_TLS": "^tcp"}
-    assert nixl_agent.environment(Config(host="10.0.0.1", transport="nixl"), {}) == {}
+NO_DEBUG_SIGNAL = {"UCX_DEBUG_SIGNO": "0"}
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "expected"),
+    [
+        (Config(), {}, {"UCX_NET_DEVICES": "lo"}),
+        (Config(), {"UCX_TLS": "tcp"}, {}),
+        (Config(host="10.0.0.1"), {}, {"UCX_TLS": "^tcp"}),
+        (Config(host="10.0.0.1", transport="nixl"), {}, {}),
+    ],
+)
+def test_environment_of_ucx(
+    config: Config, given: dict[str, str], expected: dict[str, str]
+) -> None:
+    assert nixl_agent.environment(config, given) == {**expected, **NO_DEBUG_SIGNAL}
+
+
+def test_the_users_signal_for_debugging_ucx() -> None:
+    given = {"UCX_TLS": "tcp", "UCX_DEBUG_SIGNO": "SIGHUP"}
+    assert nixl_agent.environment(Config(), given) == {}
 
 
 def test_environment_of_ucx_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = MemoryPlace("VRAM", 1)
     config = Config(host="10.0.0.1")
-    reads = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y"}
+    reads = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y", **NO_DEBUG_SIGNAL}
     monkeypatch.setattr(nixl_agent, "rdma_devices", lambda: [])
     assert nixl_agent.environment(config, {}, gpu) == {**reads, "UCX_NET_DEVICES": "lo"}
     monkeypatch.setattr(nixl_agent, "rdma_devices", lambda: ["mlx5_0"])
     assert nixl_agent.environment(config, {}, gpu) == {**reads, "UCX_TLS": "^tcp"}
     assert nixl_agent.environment(config, {"UCX_TLS": "rc,cuda"}, gpu) == reads
     of_user = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "n", "UCX_TLS": "rc,cuda"}
-    assert nixl_agent.environment(config, of_user, gpu) == {}
+    assert nixl_agent.environment(config, of_user, gpu) == NO_DEBUG_SIGNAL
+
+
+@real
+@in_host_memory
+def test_ucx_does_not_catch_a_hangup() -> None:
+    script = """
+import re
+from pathlib import Path
+from peer import memory
+from vllm_disagg.config import Config
+from vllm_disagg.transports.nixl.agent import Agent
+Agent("a", Config(insecure=True), memory(64, 1))
+assert "libucs" in Path("/proc/self/maps").read_text()
+print(re.search("SigCgt:.*", Path("/proc/self/status").read_text())[0])
+"""
+    command = [sys.executable, "-c", script]
+    here = Path(__file__).parent
+    output = subprocess.run(command, cwd=here, timeout=120, stdout=subprocess.PIPE, check=True)
+    caught = int(output.stdout.split()[-1], 16)  # signal n is bit n - 1
+    assert not caught >> (signal.SIGHUP - 1) & 1
 
 
 def test_two_agents_made_at_once_are_both_kept_to_the_loopback(

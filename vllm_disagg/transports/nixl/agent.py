@@ -45,6 +45,7 @@ AGENT_GONE_POLL_SECONDS = 0.02
 SPEED_TEST_MILLISECONDS = 2000  # after which measuring ZMQ fails
 IN_HOST_MEMORY = MemoryPlace()
 ZERO_COPY_READS = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
+DEBUG_SIGNAL = "UCX_DEBUG_SIGNO"
 
 _environment_lock = threading.Lock()
 T = TypeVar("T")
@@ -87,6 +88,10 @@ def environment(
     # Without NVLink UCX emulates reads between GPUs, through host memory and with the peer's help.
     if place.kind == "VRAM" and ZERO_COPY_READS not in given:
         settings[ZERO_COPY_READS] = "y"
+    # UCX catches SIGHUP otherwise, also under nohup: a closed terminal would not end the process but
+    # have UCX log all it does, and while it logs UCX 1.23 can wait for its own lock for ever.
+    if DEBUG_SIGNAL not in given:
+        settings[DEBUG_SIGNAL] = "0"
     return settings
 
 

@@ -14,7 +14,7 @@ import pytest
 from vllm_disagg.kv.extents import Extent
 from vllm_disagg.protocol.events import PostRead
 from vllm_disagg.transports.nixl import reads as nixl_reads
-from vllm_disagg.transports.nixl.agent import NixlError
+from vllm_disagg.transports.nixl.agent import Job, NixlError
 from vllm_disagg.transports.nixl.reads import Closings
 
 POSTED = PostRead("t", 0, "p", "nixl:p#1", Extent(0, 1, 0, 16), [0])
@@ -34,6 +34,14 @@ def test_finish_waits_for_agents() -> None:
     closings.give_up(reads(lambda: (time.sleep(0.05), closed.append(1))))
     closings.finish()
     assert closed == [1]
+
+
+def test_finish_waits_for_all_other_work_within_ucx() -> None:
+    ended: list[str] = []
+    closings = Closings()
+    closings.give_up(reads(lambda: (time.sleep(0.05), ended.append("closed")), None))
+    closings.finish([Job(lambda: (time.sleep(0.1), ended.append("made")))])
+    assert ended == ["closed", "made"]
 
 
 def test_reads_end_when_their_agent_is_gone() -> None:
@@ -59,6 +67,7 @@ def test_finish_reports_an_agent_that_does_not_go(looked: bool) -> None:
 
 def test_finish_waits_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_reads, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(nixl_reads, "JOBS_SECONDS", 0.05)
     closings = Closings()
     closings.give_up(
         reads(lambda: time.sleep(30), None)

@@ -437,10 +437,27 @@ def test_environment_of_ucx_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nixl_agent.environment(config, of_user, gpu) == NO_DEBUG_SIGNAL
 
 
+def run_script(script: str) -> str:
+    """Runs a script in a process of its own; returns its output."""
+    command = [sys.executable, "-c", script]
+    here = Path(__file__).parent
+    done = subprocess.run(command, cwd=here, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    return done.stdout
+
+
+@real
+@in_host_memory
+def test_a_process_that_ends_while_its_agents_are_made() -> None:
+    """It would abort within UCX: threads still use what the end of the process destroys."""
+    # As an engine that stops during its start.
+    run_script("from nixl_pair import Sink; Sink().driver.close()")
+
+
 @real
 @in_host_memory
 def test_ucx_does_not_catch_a_hangup() -> None:
-    script = """
+    output = run_script("""
 import re
 from pathlib import Path
 from peer import memory
@@ -449,11 +466,8 @@ from vllm_disagg.transports.nixl.agent import Agent
 Agent("a", Config(insecure=True), memory(64, 1))
 assert "libucs" in Path("/proc/self/maps").read_text()
 print(re.search("SigCgt:.*", Path("/proc/self/status").read_text())[0])
-"""
-    command = [sys.executable, "-c", script]
-    here = Path(__file__).parent
-    output = subprocess.run(command, cwd=here, timeout=120, stdout=subprocess.PIPE, check=True)
-    caught = int(output.stdout.split()[-1], 16)  # signal n is bit n - 1
+""")
+    caught = int(output.split()[-1], 16)  # signal n is bit n - 1
     assert not caught >> (signal.SIGHUP - 1) & 1
 
 

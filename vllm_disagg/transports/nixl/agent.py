@@ -88,8 +88,8 @@ def environment(
     # Without NVLink UCX emulates reads between GPUs, through host memory and with the peer's help.
     if place.kind == "VRAM" and ZERO_COPY_READS not in given:
         settings[ZERO_COPY_READS] = "y"
-    # UCX catches SIGHUP otherwise, also under nohup: a closed terminal would not end the process but
-    # have UCX log all it does, and while it logs UCX 1.23 can wait for its own lock for ever.
+    # UCX catches SIGHUP otherwise, also under nohup: a closed terminal would not end the process
+    # but have UCX log all it does, and while it logs UCX 1.23 can wait for its own lock for ever.
     if DEBUG_SIGNAL not in given:
         settings[DEBUG_SIGNAL] = "0"
     return settings

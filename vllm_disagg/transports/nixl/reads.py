@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from ...kv.memory import ByteBuffer, MemoryPlace
 from ...kv.runs import Runs, total_bytes
@@ -21,6 +22,8 @@ from .notes import TEST_REGION_BYTES
 log = logging.getLogger("vllm_disagg.nixl")
 
 CLOSE_SECONDS = 10.0  # that the end of a worker waits for agents with open reads
+# And for other work within UCX. Less than `Driver.close` waits for its thread.
+JOBS_SECONDS = 3.0
 # A slower read counts as dead. A false alarm is expensive, since it closes the whole agent.
 MIN_BYTES_PER_SECOND = 20e6
 PAUSE_SECONDS = 1.0  # between two looks at reads; longer means that this process was paused
@@ -197,20 +200,24 @@ class Closings:
                 continue
             yield from posted
 
-    def finish(self) -> None:
+    def finish(self, others: Iterable[Job[Any]] = ()) -> None:
         """Waits until all agents with open reads are gone, for CLOSE_SECONDS at most.
 
-        Raises NixlError if one did not go, now or earlier.
+        Then waits for JOBS_SECONDS at most until all other agents and the jobs `others` have ended.
+        Raises NixlError if an agent with open reads did not go, now or earlier.
         """
         # Agents that were given up since the last turn have no closing yet.
         self._start()
         # One limit for all: they close at the same time, each in its own thread.
         end = time.monotonic() + CLOSE_SECONDS
         for job, posted in self._closing:
-            # An agent without reads into blocks can do no harm, so the process need not wait for
-            # it.
             if posted and not job.ends(end - time.monotonic()):
                 self._stuck += len(posted)
+        # A process crashes if it ends while one of its threads is within UCX. These can do no other
+        # harm, and may wait for a peer that does not answer, so the limit is short.
+        end = time.monotonic() + JOBS_SECONDS
+        for job in [*(job for job, _ in self._closing), *others]:
+            job.ends(end - time.monotonic())
         if self._stuck:
             raise NixlError(f"{self._stuck} reads may still write")
 

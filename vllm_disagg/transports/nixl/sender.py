@@ -7,6 +7,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 from ...errors import BadMessage
 from ...kv.memory import DirectMemory
@@ -171,15 +172,13 @@ class NixlSender:
             return None
         return self._making.next_deadline(now)
 
-    def close(self) -> None:
-        """Closes the agent, without waiting.
-
-        The thread is a daemon: the process need not wait for a peer that does not answer.
-        """
+    def close(self) -> Job[Any] | None:
+        """Begins to close the agent; returns the job that should end before the process does."""
         ready = self._ready
-        if ready is not None:
-            agent, _ = ready
-            Job(agent.close)
+        if ready is None:
+            return self._making
+        agent, _ = ready
+        return Job(agent.close)
 
 
 def _may_retry(making: Job[tuple[Agent, notes.AgentInfo]]) -> bool:

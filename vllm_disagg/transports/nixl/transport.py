@@ -778,11 +778,10 @@ class NixlTransport:
 
         Raises NixlError if a read may still write into blocks after CLOSE_SECONDS.
         """
-        self._sender.close()
-        # The sender's agent only reads out of blocks, so nothing waits for its end.
+        jobs = [self._sender.close(), self._making]
         if self._ready is not None:
             self._closings.give_up(self._ready.reads)
-        self._closings.finish()
+        self._closings.finish([job for job in jobs if job is not None])
 
 
 def transport_factory(config: Config, kv_device: str) -> Callable[[DriverPort], NixlTransport]:

@@ -23,6 +23,9 @@ class Tp2:
         machine.start(self.prefill, self.decode)
         machine.start(self.proxy)
         self.legs = Legs(machine.key, self.prefill, self.decode)
+        # Beside workers that spin on the same cores a first contact can take longer than
+        # `peer_timeout`. D then computes this prompt, and the tests below count bytes.
+        ask(self.proxy.url, body(tokens(300, "tp2 first contact"), 4))
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,10 @@ class NoListener(ConfigError):
     """No process listens at the address."""
 
 
+class NotFound(ConfigError):
+    """The server does not have what the request names."""
+
+
 def address(flag: str, url: str) -> str:
     """Returns the URL up to its port. Raises ConfigError with the name of the flag."""
     try:
@@ -86,7 +90,7 @@ def get(
 
 
 def send(url: str, request: tuple[str, str], body: object, key: str, name: str) -> None:
-    """Sends a JSON body with a key. Raises ConfigError unless the answer is 200.
+    """Sends a JSON body with a key. Raises ConfigError unless the answer is 200: NotFound for 404.
 
     `request`: method and path. `name`: of the request, in the error.
     """
@@ -100,7 +104,8 @@ def send(url: str, request: tuple[str, str], body: object, key: str, name: str) 
     finally:
         connection.close()
     if answer.status != 200:
-        raise ConfigError(
+        kind = NotFound if answer.status == 404 else ConfigError
+        raise kind(
             f"{urlsplit(url).netloc} answered {answer.status} to {name}: {' '.join(text.split())}"
         )
 

@@ -15,6 +15,7 @@ import logging
 import os
 import secrets
 import time
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -24,14 +25,14 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
-from ray.serve.schema import DeploymentStatus, LoggingConfig
+from ray.serve.schema import ApplicationStatus, DeploymentStatus, LoggingConfig
 
 import fleet_commands
 import fleet_scaling
+import fleet_settings
 from fleet_members import FleetMembers
 from fleet_process import ProcessFailed, ReplicaProcess, start_failure
 from fleet_settings import FleetSettings
-from vllm_disagg import drain
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet.keys import ADMIN_KEY
 from vllm_disagg.launcher import machine
@@ -44,13 +45,15 @@ HEALTH_SECONDS = 5.0  # between two checks; Serve replaces a replica after three
 HEALTH_TIMEOUT_SECONDS = 30.0
 POLL_SECONDS = 0.5
 PROXY_SECONDS = 10.0  # for an answer of the proxy's replica
-DRAIN_SECONDS = 600.0  # for the requests that an engine has
-END_SECONDS = 45.0  # for a process to end by SIGTERM
+DRAIN_SECONDS = 600.0  # for the requests that an engine or the proxy has
+END_SECONDS = 45.0  # for a process to end by SIGTERM; the proxy then cuts requests after 30 s
+STOP_SECONDS = DRAIN_SECONDS + END_SECONDS + 30.0  # for a replica, with what lies between
 MAX_STARTS = 2
 UPSCALE_SECONDS = 5.0
 # As KEDA's scalers: a D ends only when its streams have ended, so it is kept for longer.
 DOWNSCALE_SECONDS = {"prefill": 300.0, "decode": 900.0}
 POLICIES = {"prefill": fleet_scaling.prefill_replicas, "decode": fleet_scaling.decode_replicas}
+REPLICA_ERRORS = (RayError, RayServeException, TimeoutError)
 
 log = logging.getLogger("ray.serve")
 
@@ -64,7 +67,7 @@ class Proxy:
         """Starts the proxy. The handles make the engines a part of the application."""
         self._runs = False
         host = fleet_commands.host(settings, ray.util.get_node_ip_address())
-        machine.check_port(host, settings.port)
+        fleet_settings.check_port(settings, host)
         admin_key = os.environ.get(ADMIN_KEY) or secrets.token_hex(24)
         command = fleet_commands.proxy(settings, host, admin_key)
         self._members = FleetMembers(command.url, admin_key)
@@ -95,10 +98,11 @@ class Proxy:
         return await asyncio.to_thread(self._members.signals, role, url)
 
     async def stop(self) -> None:
-        """Ends the proxy behind its last request."""
+        """Ends the proxy once it has no request, or when the time for that is over."""
         if self._runs:
             self._runs = False
-            await asyncio.to_thread(self._process.end, DRAIN_SECONDS)
+            await asyncio.to_thread(self._process.wait_idle, DRAIN_SECONDS)
+            await asyncio.to_thread(self._process.end, END_SECONDS)
 
     async def __del__(self) -> None:
         """Ends the proxy when Serve ends the replica."""
@@ -147,7 +151,7 @@ class Engine:
         """Drains and ends the engine when Serve ends the replica."""
         if self._is_healthy:
             await self._tell_proxy("leave", self._url)
-            await asyncio.to_thread(_drain, self._url)
+            await asyncio.to_thread(self._process.wait_idle, DRAIN_SECONDS)
         if self._runs:
             await asyncio.to_thread(self._process.end, END_SECONDS)
 
@@ -156,15 +160,8 @@ class Engine:
         call = getattr(self._proxy, method).remote(*args)
         try:
             await asyncio.wait_for(call, PROXY_SECONDS)
-        except (RayError, RayServeException, TimeoutError) as error:
+        except REPLICA_ERRORS as error:
             log.warning("%s of %s failed, the next check repeats it: %s", method, self._url, error)
-
-
-def _drain(url: str) -> None:
-    try:
-        drain.wait_until_idle(url, drain.count_requests(url), 0.0, DRAIN_SECONDS)
-    except ConfigError as error:
-        log.warning("%s is ended without a drain: %s", url, error)
 
 
 def build(settings: FleetSettings) -> Application:
@@ -204,7 +201,7 @@ def _lifecycle() -> dict[str, Any]:
     return {
         "health_check_period_s": HEALTH_SECONDS,
         "health_check_timeout_s": HEALTH_TIMEOUT_SECONDS,
-        "graceful_shutdown_timeout_s": DRAIN_SECONDS + END_SECONDS,
+        "graceful_shutdown_timeout_s": STOP_SECONDS,
         "max_constructor_retry_count": MAX_STARTS,
         "logging_config": LoggingConfig(enable_access_log=False),
     }
@@ -232,26 +229,57 @@ def connect(folder: str) -> None:
     serve.start(proxy_location="Disabled")
 
 
+def attach() -> str:
+    """Returns the address of the application that the cluster runs already; empty without one.
+
+    Waits for one that starts, recovers or ends. One that has failed to start is deleted.
+    """
+    is_noted = False
+    while application := serve.status().applications.get(APPLICATION):
+        if application.status == ApplicationStatus.RUNNING:
+            with suppress(*REPLICA_ERRORS):  # the proxy's replica may be replaced right now
+                return _address()
+        if not is_noted:
+            is_noted = True
+            print(f"fleet.py: waits for the application, {application.status.value}", flush=True)
+        if application.status == ApplicationStatus.DEPLOY_FAILED:
+            serve.delete(APPLICATION, _blocking=False)
+        time.sleep(POLL_SECONDS)
+    return ""
+
+
 def start(settings: FleetSettings) -> str:
-    """Starts the application; returns the address for clients. Raises StartFailed."""
+    """Starts the application; returns the address for clients.
+
+    Raises StartFailed, and ConfigError if it has no room in the cluster, or its port is taken.
+    """
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    fleet_settings.check_room(settings, nodes)
+    host = fleet_commands.host(settings, ray.util.get_node_ip_address())
+    fleet_settings.check_port(settings, host)
     try:
-        handle = serve.run(build(settings), name=APPLICATION, route_prefix=None)
+        serve.run(build(settings), name=APPLICATION, route_prefix=None)
     except RuntimeError as error:
         # Serve's own error names the deployment; the deployment's message has a traceback.
         messages = [each.message for each in _deployments().values()]
         raise StartFailed(start_failure("\n".join([str(error), *messages]))) from None
-    url, _ = handle.place.remote().result()
+    return _address()
+
+
+def _address() -> str:
+    """Returns the address for clients, as the proxy's replica states it."""
+    url, _ = serve.get_app_handle(APPLICATION).place.remote().result(timeout_s=PROXY_SECONDS)
     return str(url)
 
 
 def stop() -> None:
-    """Ends the proxy behind its last request, then the engines, and leaves the cluster."""
+    """Ends the proxy once it has no request, then the engines, and leaves the cluster."""
     found = _deployments()
     if "proxy" in found and found["proxy"].status == DeploymentStatus.HEALTHY:
         ending = serve.get_app_handle(APPLICATION).stop.remote()
         try:
-            ending.result(timeout_s=DRAIN_SECONDS + END_SECONDS)
-        except (RayError, RayServeException, TimeoutError) as error:
+            ending.result(timeout_s=STOP_SECONDS)
+        except REPLICA_ERRORS as error:
             log.warning("the proxy is ended without a drain: %s", error)
     if found:
         serve.delete(APPLICATION, _blocking=False)

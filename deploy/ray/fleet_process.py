@@ -6,11 +6,14 @@ The launcher's guard ends it if the replica itself is killed.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import subprocess
 import sys
 from contextlib import suppress
 
+from vllm_disagg import drain
+from vllm_disagg.errors import ConfigError
 from vllm_disagg.launcher.plan import ChildCommand
 from vllm_disagg.launcher.processes import (
     ChildExited,
@@ -24,6 +27,8 @@ POLL_SECONDS = 0.5
 HEALTH_TIMEOUT_SECONDS = 10.0
 # The last line of a traceback with an error that names a cause for people.
 REASON_PATTERN = re.compile(r"^(?:[\w.]+\.)?(?:ProcessFailed|ConfigError): (.+)$", re.MULTILINE)
+
+log = logging.getLogger("ray.serve")
 
 
 class ProcessFailed(Exception):
@@ -73,6 +78,14 @@ class ReplicaProcess:
             raise ProcessFailed(
                 f"{self.command.name} at {self.command.url} is not healthy: {answer}"
             )
+
+    def wait_idle(self, limit_seconds: float) -> None:
+        """Waits until the process has no requests, for a limited time."""
+        url = self.command.url
+        try:
+            drain.wait_until_idle(url, drain.count_requests(url), 0.0, limit_seconds)
+        except ConfigError as error:
+            log.warning("%s is ended without a drain: %s", url, error)
 
     def end(self, grace_seconds: float) -> None:
         """Ends the process by SIGTERM, and what is left of its group after the grace period.

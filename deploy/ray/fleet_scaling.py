@@ -20,6 +20,7 @@ WAITING = "engine_waiting"
 BACKLOG_SECONDS_EACH = 2.0
 KV_USAGE_EACH = 0.7
 WAITING_EACH = 4.0
+ROUNDING = 1e-9  # six times 0.7, added up, is more than 6 * 0.7
 
 
 class ScalingContext(Protocol):
@@ -32,22 +33,30 @@ class ScalingContext(Protocol):
 def prefill_replicas(context: ScalingContext) -> tuple[int, dict[str, Any]]:
     """Returns the number of P by the backlog of uncached prompts, in seconds of one P.
 
-    Each P reports the backlog of the whole fleet.
+    Each P reports the backlog of the whole fleet. The number stays while none is known.
     """
     backlogs = _values(context, BACKLOG)
     if not backlogs:
         return context.target_num_replicas, {}
-    return math.ceil(max(backlogs) / BACKLOG_SECONDS_EACH), {}
+    return _instances(max(backlogs), BACKLOG_SECONDS_EACH), {}
 
 
 def decode_replicas(context: ScalingContext) -> tuple[int, dict[str, Any]]:
-    """Returns the number of D by KV occupancy and by waiting requests: the larger one."""
+    """Returns the number of D by KV occupancy and by waiting requests: the larger one.
+
+    The number stays while either is unknown, as with `--disable-log-stats`.
+    """
     usages = _values(context, KV_USAGE)
-    if not usages:
+    waiting = _values(context, WAITING)
+    if not usages or not waiting:
         return context.target_num_replicas, {}
-    by_usage = math.ceil(sum(usages) / KV_USAGE_EACH)
-    by_waiting = math.ceil(sum(_values(context, WAITING)) / WAITING_EACH)
+    by_usage = _instances(sum(usages), KV_USAGE_EACH)
+    by_waiting = _instances(sum(waiting), WAITING_EACH)
     return max(by_usage, by_waiting), {}
+
+
+def _instances(total: float, each: float) -> int:
+    return math.ceil(total / each - ROUNDING)
 
 
 def _values(context: ScalingContext, name: str) -> list[float]:

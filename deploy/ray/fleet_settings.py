@@ -5,6 +5,7 @@ Imports no Ray: bad settings are reported where Ray is missing too.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,10 +14,17 @@ import msgspec
 from vllm_disagg.cli import Parser
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet import keys
-from vllm_disagg.launcher import flags, model_check, plan
+from vllm_disagg.launcher import flags, machine, model_check, plan
 
-# The application gives the keys itself, and asks the proxy without TLS.
-NOT_FOR_PROXY = {"--api-key-file", "--admin-key-file", "--ssl-certfile", "--ssl-keyfile"}
+# The application gives the keys itself, asks the proxy without TLS, and scales each role apart.
+NOT_FOR_PROXY = {
+    "--api-key-file",
+    "--admin-key-file",
+    "--ssl-certfile",
+    "--ssl-keyfile",
+    "--roles",
+}
+ROUNDING = 1e-9  # 0.3 / 0.1 is less than 3
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -87,6 +95,31 @@ def api_key(settings: FleetSettings) -> str:
         # The proxy passes a client's key on, and each engine accepts one.
         raise ConfigError(f"api_key_file {settings.api_key_file}: {len(found)} keys, must be one")
     return found[0]
+
+
+def check_room(settings: FleetSettings, nodes: Sequence[Mapping[str, float]]) -> None:
+    """Raises ConfigError if the smallest fleet has no room; Serve would wait for ever.
+
+    `nodes`: what each node of the cluster has, by Ray's names.
+    """
+    room = 0
+    for node in nodes:
+        engines = node.get("CPU", 0.0) / settings.cpus
+        if settings.gpus:
+            engines = min(engines, node.get("GPU", 0.0) / settings.gpus)
+        room += int(engines + ROUNDING)
+    needed = settings.prefill.min_replicas + settings.decode.min_replicas
+    if room < needed:
+        raise ConfigError(
+            f"the Ray cluster has room for {room} engines with {settings.gpus} GPUs and"
+            f" {settings.cpus:g} CPUs each, and min_replicas add up to {needed}: add machines, or"
+            " lower cpus, gpus or min_replicas"
+        )
+
+
+def check_port(settings: FleetSettings, host: str) -> None:
+    """Raises ConfigError if the proxy's port is taken."""
+    machine.check_port(host, settings.port, "set another port in the file")
 
 
 def _check_proxy_args(words: list[str]) -> None:

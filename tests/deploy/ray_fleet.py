@@ -38,6 +38,7 @@ LEAST_ANSWERS = 50
 START_SECONDS = 900.0
 CHANGE_SECONDS = 600.0  # for a replica to be added or replaced
 STOP_SECONDS = 240.0
+KILL_SECONDS = 10.0
 # As on machines of tests: one thread for each engine, and no look-up in a hub.
 ENGINE_ARGS = ["--served-model-name", "tiny", "--max-model-len", "2048", "--enforce-eager"]
 ENVIRONMENT = {
@@ -120,8 +121,13 @@ class RayFleet:
                 self.stop()
         for pid, started in self.seen.items():
             if started and started_at(pid) == started:
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait()
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        try:
+            self.process.wait(KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
 
 def settings_of(folder: Path, port: int) -> dict[str, Any]:

@@ -9,13 +9,15 @@ import asyncio
 import json
 import os
 import pickle
+import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import fleet
@@ -31,6 +33,7 @@ import fleet_settings
 from fleet_members import EXPIRY_SECONDS, FleetMembers
 from fleet_process import ProcessFailed, ReplicaProcess
 from fleet_settings import FleetSettings
+from vllm_disagg import drain
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet import keys
 from vllm_disagg.launcher import guard, plan
@@ -86,6 +89,7 @@ def test_the_shipped_settings_are_settings() -> None:
         ({"args": ["--port=1"]}, "--port cannot be given in args"),
         ({"prefill": {"args": ["-tp", "2"]}}, "-tp cannot be given in args"),
         ({"proxy_args": ["--no-api-key"]}, "unrecognized arguments: --no-api-key"),
+        ({"proxy_args": ["--roles", "auto"]}, "unrecognized arguments: --roles auto"),
         ({"proxy_args": ["--queue-size=-1"]}, "--queue-size must not be less than 0"),
     ],
 )
@@ -126,11 +130,8 @@ def test_a_python_without_ray_is_one_line(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "fleet_app", raising=False)
-    (port,) = free_ports(1)
-    status, error = run_command(
-        yaml.safe_dump({**good, "port": port}), tmp_path, monkeypatch, capsys
-    )
-    assert status == 2 and error.count("\n") == 1 and "pip install 'ray[serve]'" in error
+    status, error = run_command(yaml.safe_dump(good), tmp_path, monkeypatch, capsys)
+    assert status == 2 and error.count("\n") == 1 and "pip install 'ray[serve]==2.60.0'" in error
 
 
 def run_command(
@@ -148,6 +149,97 @@ def run_command(
     except SystemExit as exit_:
         status = int(str(exit_.code))
     return status, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fields", "nodes", "message"),
+    [
+        ({"gpus": 1, "cpus": 4}, [{"CPU": 8.0, "GPU": 2.0}], ""),
+        ({"gpus": 1, "cpus": 4}, [{"CPU": 4.0, "GPU": 1.0}, {"CPU": 4.0, "GPU": 1.0}], ""),
+        ({"gpus": 0, "cpus": 0.1}, [{"CPU": 0.3}], ""),
+        ({"gpus": 1, "cpus": 4}, [{"CPU": 64.0}], "room for 0 engines with 1 GPUs and 4 CPUs"),
+        ({"gpus": 2, "cpus": 1}, [{"CPU": 8.0, "GPU": 1.0}] * 4, "room for 0 engines"),
+        ({"gpus": 0, "decode": {"min_replicas": 2, "max_replicas": 2}}, [{"CPU": 2.0}], "up to 3"),
+    ],
+)
+def test_a_fleet_without_room_is_refused(
+    good: dict[str, Any], fields: dict[str, Any], nodes: list[dict[str, float]], message: str
+) -> None:
+    """Serve would wait for room for ever."""
+    refused = pytest.raises(ConfigError, match=message) if message else nullcontext()
+    with refused:
+        fleet_settings.check_room(settings({**good, **fields}), nodes)
+
+
+def test_a_taken_port_is_named_by_the_setting(good: dict[str, Any], proxy: ScriptedProxy) -> None:
+    taken = settings({**good, "port": proxy.server_port})
+    with pytest.raises(ConfigError, match="set another port in the file"):
+        fleet_settings.check_port(taken, "127.0.0.1")
+
+
+class ScriptedApp(ModuleType):
+    """Stands for `fleet_app`: notes what the command calls."""
+
+    class StartFailed(Exception):
+        """As in `fleet_app`."""
+
+    def __init__(self, running: str, failure: Exception | None = None) -> None:
+        super().__init__("fleet_app")
+        self.calls: list[str] = []
+        self.url = "http://new"
+        self._running = running
+        self._failure = failure
+
+    def connect(self, folder: str) -> None:
+        self.calls.append("connect")
+
+    def attach(self) -> str:
+        self.calls.append("attach")
+        return self._running
+
+    def start(self, _: FleetSettings) -> str:
+        self.calls.append("start")
+        if self._failure:
+            raise self._failure
+        return self.url
+
+    def stop(self) -> None:
+        self.calls.append("stop")
+
+
+@pytest.mark.parametrize(
+    ("running", "failure", "status"),
+    [
+        ("", None, 0),
+        ("http://old", None, 0),
+        ("", ConfigError("no room"), 2),
+        ("", ScriptedApp.StartFailed("no weights"), 1),
+    ],
+)
+def test_a_running_fleet_is_attached_to(
+    running: str,
+    failure: Exception | None,
+    status: int,
+    good: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Another start would replace each of its engines."""
+    app = ScriptedApp(running, failure)
+    monkeypatch.setitem(sys.modules, "fleet_app", app)
+    monkeypatch.setattr(signal, "pause", lambda: signal.raise_signal(signal.SIGINT))
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        path = tmp_path / "fleet.yaml"
+        path.write_text(yaml.safe_dump(good))
+        monkeypatch.setattr(sys, "argv", ["fleet.py", str(path)])
+        assert fleet.main() == status
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+    assert app.calls == ["connect", "attach", *(["start"] * (not running)), "stop"]
+    assert capsys.readouterr().out.strip() == ("" if failure else f"ready: {running or app.url}")
 
 
 # Commands -----------------------------------------------------------------------------------------
@@ -208,6 +300,9 @@ def test_with_a_key_engines_and_proxy_listen_at_the_node(
         ("decode", {"kv_cache_usage": {"a": 0.1}, "engine_waiting": {"a": 9.0, "b": 4.0}}, 4),
         ("decode", {"kv_cache_usage": {"a": 0.0}, "engine_waiting": {"a": 0.0}}, 0),
         ("decode", None, 2),
+        ("decode", {"kv_cache_usage": {"a": 0.1}}, 2),  # those that wait are unknown
+        ("decode", {"engine_waiting": {"a": 9.0}}, 2),
+        ("decode", {"kv_cache_usage": dict.fromkeys("abcdef", 0.7), "engine_waiting": {"a": 1}}, 6),
     ],
 )
 def test_the_number_of_instances(
@@ -241,6 +336,7 @@ class ScriptedProxy(ThreadingHTTPServer):
     def __init__(self, page: str) -> None:
         super().__init__(("127.0.0.1", 0), _ScriptedAnswer)
         self.page = page
+        self.status = 200  # of the answers to changes
         self.changes: list[tuple[str, str, dict[str, str]]] = []
         self.url = f"http://127.0.0.1:{self.server_port}"
 
@@ -252,7 +348,7 @@ class _ScriptedAnswer(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         is_known = self.headers["authorization"] == "Bearer admin"
         self.server.changes.append((self.command, self.path, body))
-        self._answer(200 if is_known else 401, "{}")
+        self._answer(self.server.status if is_known else 401, "{}")
 
     do_DELETE = do_POST
 
@@ -302,6 +398,41 @@ def test_an_instance_of_a_silent_replica_leaves(proxy: ScriptedProxy) -> None:
     assert proxy.changes[2:] == [("DELETE", "/disagg/instances", {"url": "http://p"})]
 
 
+def test_a_failed_removal_is_repeated(proxy: ScriptedProxy) -> None:
+    members = FleetMembers(proxy.url, "admin")
+    members.join("decode", "http://d", 0.0)
+    proxy.status = 503
+    with pytest.raises(ConfigError, match="answered 503 to the removal of http://d"):
+        members.leave("http://d")
+    members.expire(0.0)  # without an error: the proxy would be started again
+    proxy.status = 200
+    members.expire(0.0)
+    members.expire(EXPIRY_SECONDS * 9)
+    assert [method for method, *_ in proxy.changes] == ["POST", "DELETE", "DELETE", "DELETE"]
+
+
+def test_an_engine_joins_again_after_a_failed_removal(proxy: ScriptedProxy) -> None:
+    """The proxy may have removed it, and only the answer was lost."""
+    members = FleetMembers(proxy.url, "admin")
+    members.join("decode", "http://d", 0.0)
+    proxy.status = 503
+    with pytest.raises(ConfigError):
+        members.leave("http://d")
+    proxy.status = 200
+    members.join("decode", "http://d", 5.0)
+    members.expire(5.0)
+    assert [method for method, *_ in proxy.changes] == ["POST", "DELETE", "POST"]
+
+
+def test_an_instance_that_the_proxy_has_lost_is_removed(proxy: ScriptedProxy) -> None:
+    members = FleetMembers(proxy.url, "admin")
+    members.join("decode", "http://d", 0.0)
+    proxy.status = 404
+    members.leave("http://d")
+    members.leave("http://d")
+    assert [method for method, *_ in proxy.changes] == ["POST", "DELETE"]
+
+
 def test_a_refused_join_is_tried_again(proxy: ScriptedProxy) -> None:
     members = FleetMembers(proxy.url, "wrong")
     for _ in range(2):
@@ -321,6 +452,9 @@ def test_the_signals_are_metrics_of_the_proxy(proxy: ScriptedProxy) -> None:
     assert members.signals("prefill", "http://p") == {"prefill_backlog_seconds": 1.5}
     wanted = {"kv_cache_usage": 0.25, "engine_waiting": 3.0}
     assert members.signals("decode", "http://d") == wanted
+    # No series of an engine with --disable-log-stats: nothing, which is not the same as idle.
+    assert members.signals("decode", "http://f") == {}
+    assert members.signals("decode", "http://e") == {"kv_cache_usage": 0.5}
 
 
 def test_a_recorded_scrape_has_the_signals() -> None:
@@ -331,14 +465,25 @@ def test_a_recorded_scrape_has_the_signals() -> None:
 
 # Processes ----------------------------------------------------------------------------------------
 
+# Has two requests until its metrics have been read five times.
 SERVER = """
 import http.server, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+reads = []
 class Healthy(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
+        text = ""
+        if self.path == "/metrics":
+            reads.append(self.path)
+            count = 2 * (len(reads) <= 5)
+            text = f"# TYPE vllm_disagg_waiting gauge\\nvllm_disagg_in_flight {count}\\n"
+            print("requests:", count, flush=True)
         self.send_response(200)
-        self.send_header("content-length", "0")
+        self.send_header("content-length", str(len(text)))
         self.end_headers()
+        self.wfile.write(text.encode())
+    def log_message(self, *_):
+        pass
 http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
 """
 
@@ -353,8 +498,27 @@ def leader(process: ReplicaProcess) -> int:
     return process._children.child("decode").process.pid
 
 
-def test_a_process_is_ended_with_its_descendants() -> None:
-    process = asyncio.run(ReplicaProcess.start(scripted(SERVER)))
+Start = Callable[[], ReplicaProcess]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts the server; ends what a failed test has left, frozen or not."""
+    started: list[ReplicaProcess] = []
+
+    def start_one() -> ReplicaProcess:
+        started.append(asyncio.run(ReplicaProcess.start(scripted(SERVER))))
+        return started[-1]
+
+    yield start_one
+    for process in started:
+        if guard.members([leader(process)]):
+            os.killpg(leader(process), signal.SIGCONT)
+            process.end(0.0)
+
+
+def test_a_process_is_ended_with_its_descendants(start: Start) -> None:
+    process = start()
     process.check()
     group = leader(process)
     assert len(guard.members([group])) == 2
@@ -362,8 +526,32 @@ def test_a_process_is_ended_with_its_descendants() -> None:
     assert guard.members([group]) == []
 
 
-def test_a_killed_process_is_not_healthy() -> None:
-    process = asyncio.run(ReplicaProcess.start(scripted(SERVER)))
+def test_a_process_is_idle_before_it_is_ended(
+    start: Start, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A proxy cuts its requests 30 s after SIGTERM."""
+    monkeypatch.setattr(drain, "LOOK_SECONDS", 0.01)
+    process = start()
+    process.wait_idle(60.0)
+    process.end(10.0)
+    counts = re.findall(r"requests: (\d)", capfd.readouterr().err)
+    assert counts == ["2"] * 5 + ["0"] * drain.IDLE_LOOKS
+
+
+def test_a_busy_process_is_waited_for_within_its_limit(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain, "LOOK_SECONDS", 0.01)
+    process = start()
+    process.wait_idle(0.0)
+    os.kill(leader(process), signal.SIGKILL)
+    process._children.child("decode").process.wait()
+    process.wait_idle(60.0)  # no process listens there
+    process.end(10.0)
+
+
+def test_a_killed_process_is_not_healthy(start: Start) -> None:
+    process = start()
     os.kill(leader(process), signal.SIGKILL)
     process._children.child("decode").process.wait()
     with pytest.raises(ProcessFailed, match="decode was ended by SIGKILL") as failed:
@@ -374,9 +562,9 @@ def test_a_killed_process_is_not_healthy() -> None:
     assert guard.members([group]) == []
 
 
-def test_a_frozen_process_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_process_is_not_healthy(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_process, "HEALTH_TIMEOUT_SECONDS", 0.2)
-    process = asyncio.run(ReplicaProcess.start(scripted(SERVER)))
+    process = start()
     os.kill(leader(process), signal.SIGSTOP)
     with pytest.raises(ProcessFailed, match="is not healthy: timed out"):
         process.check()

@@ -8,10 +8,12 @@ from __future__ import annotations
 import http.client
 import json
 import random
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pydoc_data.topics import topics  # English text that every Python has
 from typing import Any, TypeVar
@@ -179,6 +181,26 @@ def at_once(do: Callable[[T], R], items: Iterable[T]) -> list[R]:
 
 
 # Clients of API libraries -------------------------------------------------------------------------
+@contextmanager
+def repeating(works: Iterable[Callable[[], object]]) -> Iterator[None]:
+    """Does each work again and again, in its own thread; at the end waits for those under way."""
+    over = threading.Event()
+
+    def repeat(work: Callable[[], object]) -> None:
+        while not over.is_set():
+            work()
+
+    threads = [threading.Thread(target=repeat, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
 def until_the_end(client: C) -> C:
     """Returns a client of an API library, which is closed when the test has ended.
 

@@ -351,6 +351,22 @@ class Engine(Process):
         return int(self.metric("vllm:disagg_received_bytes_total"))
 
 
+def beside(other: dict[str, object], role: str, key: str) -> list[str]:
+    """Returns the flags of an engine with another connector beside ours, in a MultiConnector."""
+    ours = {
+        "kv_connector": "DisaggConnector",
+        "kv_role": role,
+        "kv_connector_extra_config": {"key_file": key},
+    }
+    both = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [ours, {**other, "kv_role": "kv_both"}]},
+    }
+    return ["--kv-transfer-config", json.dumps(both)]
+
+
 class Proxy(Process):
     def __init__(
         self,

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from asking import ask, body, english, expect_same
 from conftest import Main
-from engines import BLOCK, Engine, Proxy, wait
+from engines import BLOCK, Engine, Proxy, beside, wait
 
 
 def engine(main: Main, name: str, role: str, cpu: str, disk: Path) -> Engine:
-    ours = {
-        "kv_connector": "DisaggConnector",
-        "kv_role": role,
-        "kv_connector_extra_config": {"key_file": main.machine.key},
-    }
     other = {
         "kv_connector": "ExampleConnector",
-        "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(disk)},
     }
-    both = {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": [ours, other]},
-    }
-    return Engine(name, main.machine.folder, "--kv-transfer-config", json.dumps(both), cpu=cpu)
+    return Engine(name, main.machine.folder, *beside(other, role, main.machine.key), cpu=cpu)
 
 
 @pytest.fixture(scope="module")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import pytest
-from asking import body, tokens
+from asking import body, repeating, tokens
 from conftest import Main
 from engines import ADMIN, CHUNK, ROOT
 
@@ -44,28 +43,15 @@ def stream(url: str, prompt: list[int]) -> tuple[float, float]:
         connection.close()
 
 
-@contextmanager
-def load(url: str, seen: list[tuple[float, float, float]]) -> Iterator[None]:
-    """Runs two clients without a break; returns their measurements and the ends of answers."""
-    over = threading.Event()
+def load(url: str, seen: list[tuple[float, float, float]]) -> AbstractContextManager[None]:
+    """Runs two clients; notes when each answer ended, and its times to first and later tokens."""
 
-    def client(name: int) -> None:
-        at = 0
-        while not over.is_set():
-            first, later = stream(url, tokens(PROMPT, (name, at, time.monotonic())))
-            seen.append((time.monotonic(), first, later))
-            at += 1
-            over.wait(EACH)
+    def send(name: int) -> None:
+        first, later = stream(url, tokens(PROMPT, (name, time.monotonic())))
+        seen.append((time.monotonic(), first, later))
+        time.sleep(EACH)
 
-    clients = [threading.Thread(target=client, args=(name,)) for name in range(2)]
-    for thread in clients:
-        thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        for thread in clients:
-            thread.join()
+    return repeating([partial(send, name) for name in range(2)])
 
 
 def test_a_pair_under_load_is_judged(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from asking import Body, ask, body, expect_same, tokens
 from conftest import Machine
-from engines import Engine, Process, Proxy, free_port, wait
+from engines import Engine, Process, Proxy, beside, free_port, wait
 from test_topologies import several
 
 pytestmark = pytest.mark.wide
@@ -47,26 +47,14 @@ class MooncakeMaster(Process):
 
 def engine(machine: Machine, name: str, role: str, cpu: str, config: Path) -> Engine:
     """Returns an engine with both connectors."""
-    ours = {
-        "kv_connector": "DisaggConnector",
-        "kv_role": role,
-        "kv_connector_extra_config": {"key_file": machine.key},
-    }
     store = {
         "kv_connector": "MooncakeStoreConnector",
-        "kv_role": "kv_both",
         "kv_connector_extra_config": {"load_async": True},
-    }
-    both = {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": [ours, store]},
     }
     flags = [
         *("--dtype", "float32"),
         *("--num-gpu-blocks-override", str(BLOCKS)),
-        *("--kv-transfer-config", json.dumps(both)),
+        *beside(store, role, machine.key),
     ]
     env = {"ENGINE_CHANGES": "host_mooncake", "MOONCAKE_CONFIG_PATH": str(config)}
     return Engine(name, machine.folder, *flags, cpu=cpu, env=env)

@@ -6,14 +6,13 @@ vLLM's needs a GPU.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from asking import Body, ask, body, expect_same, tokens
 from conftest import Machine
-from engines import Engine, Proxy, wait
+from engines import Engine, Proxy, beside, wait
 from test_topologies import several
 
 pytestmark = pytest.mark.wide
@@ -23,34 +22,16 @@ LOADED = "vllm:kv_offload_load_bytes_total"
 
 
 def engine(machine: Machine, name: str, role: str, cpu: str) -> Engine:
-    ours = {
-        "kv_connector": "DisaggConnector",
-        "kv_role": role,
-        "kv_connector_extra_config": {"key_file": machine.key},
-    }
     spec = {
         "spec_name": "CopyingSpec",
         "spec_module_path": "copying",
         "cpu_bytes_to_use": 256 << 20,
     }
-    other = {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": spec,
-    }
-    both = {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": [ours, other]},
-    }
+    other = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": spec}
     flags = [
-        "--dtype",
-        "float32",
-        "--num-gpu-blocks-override",
-        str(BLOCKS),
-        "--kv-transfer-config",
-        json.dumps(both),
+        *("--dtype", "float32"),
+        *("--num-gpu-blocks-override", str(BLOCKS)),
+        *beside(other, role, machine.key),
     ]
     return Engine(name, machine.folder, *flags, cpu=cpu, env={"PYTHONPATH": path()})
 

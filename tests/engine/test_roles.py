@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 
 import pytest
-from asking import Body, Record, ask, at_once, body, expect_same, tokens
+from asking import Body, Record, ask, at_once, body, expect_same, repeating, tokens
 from conftest import Machine
 from engines import ADMIN, Engine, Proxy, get, wait
 
@@ -59,34 +58,18 @@ def fleet(machine: Machine) -> Iterator[Fleet]:
     machine.stop(made.proxy, *made.engines)
 
 
-@contextmanager
-def load(fleet: Fleet, asked: list[Body], answers: list[tuple[Body, Record]]) -> Iterator[None]:
-    """Sends each request again and again; the context ends when all have been answered."""
-    over = threading.Event()
-
-    def client(one: Body) -> None:
-        while not over.is_set():
-            answers.append((one, ask(fleet.proxy.url, one)))
-
-    clients = [threading.Thread(target=client, args=(one,)) for one in asked]
-    for thread in clients:
-        thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        for thread in clients:
-            thread.join()
-
-
 def test_roles_follow_and_every_answer_is_exact(fleet: Fleet) -> None:
     assert fleet.roles() == "pdd"
     found: dict[str, float] = {}
     answers: list[tuple[Body, Record]] = []
+
+    def send(one: Body) -> None:
+        answers.append((one, ask(fleet.proxy.url, one)))
+
     for name, asked, prefills in (("prompts", PROMPTS, 2), ("answers", ANSWERS, 1)):
         began = time.monotonic()
         before = len(answers)
-        with load(fleet, asked, answers):
+        with repeating([partial(send, one) for one in asked]):
             wait(
                 f"{prefills} engines prefill under {name}",
                 lambda wanted=prefills: fleet.roles().count("p") == wanted,

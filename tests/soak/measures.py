@@ -1,6 +1,7 @@
 """Measures processes by /proc: memory, descriptors, threads, and asyncio tasks of their own count.
 
 A process's slope is that of a line through its memory, from WARM_SECONDS after its first sample.
+One that is measured for less than WARM_SECONDS from then on has none.
 """
 
 from __future__ import annotations
@@ -49,17 +50,23 @@ class ProcessHistory:
         return self.readings[-1].at - self.readings[0].at if self.readings else 0.0
 
     def summary(self) -> dict[str, object]:
-        """Returns the first warm reading, the last one, and the slope of the memory."""
+        """Returns the first warm reading, the last one, and the slope of the memory.
+
+        The first reading of all, for a process that lived no longer than the warm-up.
+        """
         warm = warm_readings(self.readings)
-        first = warm[0]
-        last = warm[-1]
+        first = (warm or self.readings)[0]
+        last = self.readings[-1]
+        is_long = bool(warm) and last.at - first.at >= WARM_SECONDS
         return {
             "name": self.name,
             "kind": self.kind,
             "pid": self.pid,
             "seconds": round(self.seconds),
             "rss_mib": [round(first.rss_mib, 1), round(last.rss_mib, 1)],
-            "rss_mib_per_hour": slope_per_hour([(r.at, r.rss_mib) for r in warm]),
+            "rss_mib_per_hour": (
+                slope_per_hour([(r.at, r.rss_mib) for r in warm]) if is_long else None
+            ),
             "descriptors": [first.descriptors, last.descriptors],
             "threads": [first.threads, last.threads],
             "tasks": [first.tasks, last.tasks],
@@ -67,10 +74,9 @@ class ProcessHistory:
 
 
 def warm_readings(readings: Sequence[ProcessReading]) -> Sequence[ProcessReading]:
-    """Returns the readings after the warm-up; all of a process that lived no longer."""
+    """Returns the readings after the warm-up."""
     begin = readings[0].at + WARM_SECONDS
-    warm = [reading for reading in readings if reading.at >= begin]
-    return warm or readings
+    return [reading for reading in readings if reading.at >= begin]
 
 
 def slope_per_hour(points: Sequence[tuple[float, float]]) -> float | None:

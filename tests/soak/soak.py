@@ -51,9 +51,10 @@ EXCEPTIONAL = (
 class Soak:
     """One run and what it has found."""
 
-    def __init__(self, folder: Path, seconds: float, seed: int) -> None:
+    def __init__(self, folder: Path, seconds: float, seed: int, aborts: int) -> None:
         self._seconds = seconds
         self._seed = seed
+        self._aborts = aborts
         self.fleet = SoakFleet(folder)
         self.measures = ProcessMeasures(folder / "tasks")
         self.faults: list[dict[str, object]] = []
@@ -72,7 +73,7 @@ class Soak:
         """Seconds since the load began."""
         return time.monotonic() - self._began_at
 
-    def run(self, right: Sequence[tuple[Job, Result]], aborts: int) -> VerdictLedger:
+    def run(self, right: Sequence[tuple[Job, Result]]) -> VerdictLedger:
         """Runs load and faults, then the clients that leave; returns the verdicts."""
         fleet = self.fleet
         fleet.start()
@@ -86,8 +87,8 @@ class Soak:
             with load.running():
                 self._disturb(load)
             self._expect_no_kv("behind the load")
-            if aborts and not self.failures and not self._is_ended:
-                self._leave(right, aborts, load.ledger)
+            if self._aborts and not self.failures and not self._is_ended:
+                self._leave(right, load.ledger)
         finally:
             self._measured.set()
             reader.join()
@@ -129,9 +130,7 @@ class Soak:
         verdicts = {verdict.value: count for verdict, count in load.ledger.counts.items()}
         print(f"soak: {at:.0f} s, {name}: {hit}; {verdicts}", flush=True)
 
-    def _leave(
-        self, right: Sequence[tuple[Job, Result]], count: int, ledger: VerdictLedger
-    ) -> None:
+    def _leave(self, right: Sequence[tuple[Job, Result]], ledger: VerdictLedger) -> None:
         """Clients leave the pair that was never killed; the other one is ended before."""
         for engine in self.fleet.mortal:
             self.fleet.change("POST", "/disagg/instances/drain", url=engine.url)
@@ -141,7 +140,7 @@ class Soak:
         for engine in self.fleet.mortal:
             engine.stop()
             self.fleet.engines.remove(engine)
-        clients = LeavingClients(self.fleet.proxy.url, right, count, self._seed, ledger)
+        clients = LeavingClients(self.fleet.proxy.url, right, self._aborts, self._seed, ledger)
         clients.run()
         self.found["aborts"] = clients.summary()
         print(f"soak: clients that left: {clients.summary()}", flush=True)
@@ -165,6 +164,7 @@ class Soak:
             counts[str(one["fault"])] = counts.get(str(one["fault"]), 0) + 1
         verdicts = {verdict.value: count for verdict, count in ledger.counts.items()}
         return {
+            "given": {"seconds": self._seconds, "aborts": self._aborts},
             "seconds": round(self.now),
             "seed": self._seed,
             "requests": sum(ledger.counts.values()),
@@ -213,10 +213,10 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="vllm-disagg-soak-"))
     print(f"soak: logs are in {folder}", flush=True)
     right = right_answers(folder, seed)
-    soak = Soak(folder, args.seconds, seed)
+    soak = Soak(folder, args.seconds, seed, args.aborts)
     signal.signal(signal.SIGTERM, lambda *_: soak.end_early())
     try:
-        ledger = soak.run(right, args.aborts)
+        ledger = soak.run(right)
     finally:
         soak.fleet.stop()
     found = soak.summary(ledger)

@@ -20,7 +20,7 @@ PAGE = """\
 
 | | |
 |---|---|
-| command | `make soak SECONDS={seconds} SEED={seed}` |
+| command | `make soak SECONDS={given_seconds:g} SEED={seed} ABORTS={given_aborts}` |
 | date | {date} |
 | machine | {cores} cores, no GPU, load average {load} at the end |
 | engines | 2 prefill + 2 decode, vLLM, tiny model; only one P and one D are ever killed |
@@ -51,8 +51,9 @@ Share of exact answers, of each 50 that were not left: first {first_share}, last
 
 ## Processes
 
-Of those that lived for half of the run, from ten minutes after their start: memory (RSS),
-descriptors, threads and asyncio tasks, first and last.
+Of those that lived for half of the run: memory (RSS), descriptors, threads and asyncio tasks, first
+and last. First is ten minutes after the start of a process, or its start if it lived for less. "-"
+for MiB an hour: it lived for less than twenty minutes, which show no slope.
 
 | server | process | hours | MiB | MiB an hour | descriptors | threads | tasks |
 |---|---|---|---|---|---|---|---|
@@ -79,7 +80,8 @@ def page(found: dict[str, Any], date: str, cores: int, load: float) -> str:
     verdicts = {name: f"{found['verdicts'].get(name, 0):,}" for name in VERDICTS}
     return PAGE.format(
         verdict=verdict(found),
-        seconds=found["seconds"],
+        given_seconds=found["given"]["seconds"],
+        given_aborts=found["given"]["aborts"],
         seed=found["seed"],
         date=date,
         cores=cores,

@@ -77,6 +77,17 @@ def test_the_first_minutes_of_a_process_are_no_leak() -> None:
     assert summary["rss_mib"] == [110.0, 110.0]
 
 
+@pytest.mark.parametrize(("minutes", "first"), [(5, 100.0), (15, 110.0)])
+def test_a_young_process_shows_no_slope(minutes: int, first: float) -> None:
+    """Neither the minutes in which allocators fill, nor a few behind them."""
+    history = ProcessHistory("P1", "worker", 1)
+    for minute in range(minutes):
+        history.readings.append(ProcessReading(60.0 * minute, 100.0 + minute, 7, 3, None))
+    summary = history.summary()
+    assert summary["rss_mib_per_hour"] is None
+    assert summary["rss_mib"] == [first, 99.0 + minutes]
+
+
 def test_this_process_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KINDS, "py", "test")
     (tmp_path / str(os.getpid())).write_text("5")
@@ -106,7 +117,8 @@ def test_a_slow_log_delays_its_writers_and_loses_nothing(tmp_path: Path) -> None
 
 def run_of(**more: object) -> dict[str, object]:
     return {
-        "seconds": 7200,
+        "given": {"seconds": 7200.0, "aborts": 500},
+        "seconds": 7261,
         "seed": 3,
         "requests": 1234,
         "verdicts": {"exact": 1200, "clean": 4, "left": 30},
@@ -136,7 +148,7 @@ def run_of(**more: object) -> dict[str, object]:
 
 def test_the_page_has_the_figures() -> None:
     text = soak_report.page(run_of(), "2026-11-23", 2, 3.0)
-    assert "make soak SECONDS=7200 SEED=3" in text
+    assert "make soak SECONDS=7200 SEED=3 ABORTS=500" in text
     assert "| 1,234 | 1,200 | 4 | 0 | 30 | 0 | 0 |" in text
     assert "first 100 %, last 100 %, least\n96 %" in text
     assert "| slow log | 9 | 200 | 4 | 0 | 0 | 0 | 0 |" in text

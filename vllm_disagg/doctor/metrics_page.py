@@ -23,17 +23,13 @@ class MetricsPage:
                     continue
                 self._values.append((sample.name, sample.labels, sample.value))
 
-    def has(self, name: str) -> bool:
-        """Returns whether a series of this name exists."""
-        return any(name == series for series, _, _ in self._values)
+    def has(self, name: str, **labels: str) -> bool:
+        """Returns whether a series of this name with these labels exists."""
+        return bool(self._having(name, labels))
 
     def total(self, name: str, **labels: str) -> float:
         """Returns the sum of all series of a name with these labels; 0 without one."""
-        total = 0.0
-        for series, its_labels, value in self._values:
-            if series == name and its_labels.items() >= labels.items():
-                total += value
-        return total
+        return sum(self._having(name, labels), 0.0)
 
     def by_label(self, name: str, label: str) -> dict[str, float]:
         """Returns the sums of a name's series by the value of a label, without zeros."""
@@ -42,3 +38,11 @@ class MetricsPage:
             if series == name and value:
                 found[labels.get(label, "")] = found.get(labels.get(label, ""), 0.0) + value
         return found
+
+    def _having(self, name: str, labels: dict[str, str]) -> list[float]:
+        """Returns the values of all series of a name with these labels."""
+        return [
+            value
+            for series, its_labels, value in self._values
+            if series == name and its_labels.items() >= labels.items()
+        ]

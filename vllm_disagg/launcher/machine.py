@@ -47,12 +47,10 @@ def examine() -> MachineFacts:
     )
 
 
-def check_port(host: str, port: int) -> None:
-    """Raises ConfigError if the proxy's port cannot be bound."""
+def check_port(host: str, port: int, remedy: str = "choose another with --port or --host") -> None:
+    """Raises ConfigError, with what to do, if the proxy's port cannot be bound."""
     if problem := _bind(host, port):
-        raise ConfigError(
-            f"cannot listen on {host} port {port} ({problem}): choose another with --port or --host"
-        )
+        raise ConfigError(f"cannot listen on {host} port {port} ({problem}): {remedy}")
 
 
 def check_log_file(flag: str, path: str) -> None:

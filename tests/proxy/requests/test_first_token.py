@@ -141,6 +141,13 @@ class Pair:
         client.send("POST", self.path, self.body(**fields))
         return Listener(client)
 
+    async def begin(self) -> "Listener":
+        """Starts a stream, and reads P's token; D waits for `decode.go`."""
+        self.decode.go.clear()
+        listener = await self.start()
+        await listener.until(b'"The"')
+        return listener
+
     async def sent(self) -> float:
         return await self.world.metric("vllm_disagg_first_tokens_total", 'outcome="sent"')
 
@@ -310,9 +317,7 @@ async def test_p_may_die_behind_its_token() -> None:
     async with world(first_token="prefill") as w:
         pair = Pair(w)
         await pair.agree()
-        pair.decode.go.clear()
-        listener = await pair.start()
-        await listener.until(b'"The"')
+        listener = await pair.begin()
         await w.p.stop()
         pair.decode.go.set()
         assert (await listener.end()).body == pair.decode.said
@@ -325,9 +330,7 @@ async def test_another_d_continues_behind_the_token_of_p() -> None:
             await pair.agree()
             await pair.ask()
         before = await pair.sent()
-        pair.decode.go.clear()
-        listener = await pair.start()
-        await listener.until(b'"The"')
+        listener = await pair.begin()
         failed = pair.decode.last_call
         failed.reset()
         await until(lambda: pair.decode.last_call is not failed)
@@ -342,9 +345,7 @@ async def test_the_only_d_dies_behind_the_token_of_p() -> None:
     async with world(first_token="prefill") as w:
         pair = Pair(w)
         await pair.agree()
-        pair.decode.go.clear()
-        listener = await pair.start()
-        await listener.until(b'"The"')
+        listener = await pair.begin()
         pair.decode.last_call.reset()
         reply = await listener.end()
         first, error, done = reply.events()
@@ -381,9 +382,7 @@ async def test_a_client_that_leaves_behind_the_token_of_p() -> None:
     async with world(first_token="prefill") as w:
         pair = Pair(w)
         await pair.agree()
-        pair.decode.go.clear()
-        listener = await pair.start()
-        await listener.until(b'"The"')
+        listener = await pair.begin()
         listener.client.close()
         await pair.decode.last_call.gone.wait()
 

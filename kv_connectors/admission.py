@@ -44,9 +44,8 @@ class AdmittedRequest:
     grant: Grant | None = None  # None: of another router, or not readable
     facts: LegFacts | None = None  # of its leg; None for a probe, and for a refused request
     leg: LegName | None = None  # None for a probe, and for a refused request
-    obstacle: str = (
-        ""  # why it is computed here: its leg ends at once, the other engine is informed
-    )
+    # Why it is computed here: its leg ends at once, and the other engine is informed.
+    obstacle: str = ""
     is_refused: bool = False  # the parameters were not valid; the request is an ordinary one
     refusal: str = ""  # why a token is no grant of this fleet, for the answer
     has_waiting_receivers: bool = False  # D may wait for the transfer of a refused grant

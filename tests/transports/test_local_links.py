@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import os
+import resource
+import shutil
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +19,7 @@ import zmq
 from vllm_disagg.errors import BadMessage
 from vllm_disagg.protocol.messages import MAX_FRAME_BYTES
 from vllm_disagg.protocol.peers import WorkerInfo
-from vllm_disagg.transports import local_links
+from vllm_disagg.transports import local_links, local_socket
 from vllm_disagg.transports.base import machine_id
 from vllm_disagg.transports.local_links import LocalLinks
 
@@ -38,7 +43,10 @@ class Worker:
         """Returns messages of receivers and of senders, in all turns that find something."""
         receivers: list[bytes] = []
         senders: list[bytes] = []
+        turns = 0
         while ready := {fd for fd, _ in self.poller.poll(0)}:
+            turns += 1
+            assert turns < 100, "it wakes for ever"
             receivers += self.links.from_receivers(ready)
             senders += self.links.from_senders(ready)
         return receivers, senders
@@ -78,6 +86,24 @@ def offer(p: Worker, d: Worker, name: str = "d/0") -> bytes:
 def link(p: Worker, d: Worker, name: str = "d/0") -> None:
     d.links.on_sender_note(P.name, offer(p, d, name))
     assert p.received() == ([], [])
+
+
+def hello() -> bytes:
+    return local_links._encode(local_links.LinkHello())
+
+
+@contextlib.contextmanager
+def no_free_descriptor() -> Iterator[None]:
+    """Lets each new descriptor fail with EMFILE."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # A limit below those in use forbids new ones only.
+    with socket.socket() as highest:
+        lowest_free = highest.fileno()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def path_of(data: bytes) -> str:
@@ -164,9 +190,8 @@ def test_tokens_of_lost_offers_are_bounded(
     monkeypatch.setattr(local_links, "MAX_TOKENS", 3)
     p, d = pair
     data = offer(p, d)
-    hello = local_links._encode(local_links.LinkHello())
     for number in range(5):
-        p.links.on_receiver_note(f"d/{number}", hello)
+        p.links.on_receiver_note(f"d/{number}", hello())
     assert len(p.links._tokens) == 3
     d.links.on_sender_note(P.name, data)
     assert p.received() == ([], [])
@@ -254,6 +279,7 @@ def test_a_broken_link_is_noticed_by_a_send(pair: tuple[Worker, Worker]) -> None
     link(p, d)
     d.links.disconnect(P.name)
     assert not p.links.send_to_receiver("d/0", b"by ZMQ")
+    assert p.received() == ([], [])
     assert not p.links._receivers
 
 
@@ -280,16 +306,181 @@ def test_a_newer_link_of_a_receiver_replaces_the_older(
     assert not first.links._senders
 
 
+@pytest.mark.parametrize("is_sending", [True, False])
 def test_links_to_receivers_are_bounded(
-    worker: Callable[[], Worker], monkeypatch: pytest.MonkeyPatch
+    worker: Callable[[], Worker], monkeypatch: pytest.MonkeyPatch, *, is_sending: bool
 ) -> None:
     monkeypatch.setattr(local_links, "MAX_RECEIVERS", 2)
     p = worker()
     receivers = [worker() for _ in range(3)]
-    for number, receiver in enumerate(receivers):
-        link(p, receiver, f"d/{number}")
-    assert list(p.links._receivers) == ["d/1", "d/2"]
-    assert not p.links.send_to_receiver("d/0", b"by ZMQ")
+    link(p, receivers[0], "d/0")
+    link(p, receivers[1], "d/1")
+    # The one that has connected first is in use.
+    if is_sending:
+        assert p.links.send_to_receiver("d/0", b"an answer")
+    else:
+        assert receivers[0].links.send_to_sender(P.name, b"a request")
+        assert p.received() == ([b"a request"], [])
+    link(p, receivers[2], "d/2")
+    assert list(p.links._receivers) == ["d/0", "d/2"]
+    assert not p.links.send_to_receiver("d/1", b"by ZMQ")
+
+
+def test_an_evicted_receiver_loses_no_message(
+    worker: Callable[[], Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of either direction, also where both ends have not read all when P closes the link."""
+    monkeypatch.setattr(local_links, "MAX_RECEIVERS", 1)
+    p, first, second = worker(), worker(), worker()
+    link(p, first, "d/0")
+    count = local_links.MESSAGES_PER_TURN + 5
+    for number in range(count):
+        assert p.links.send_to_receiver("d/0", b"%d" % number)
+    second.links.on_sender_note(P.name, offer(p, second, "d/1"))
+    # The connection and its token first, as in a turn that finds no message yet.
+    connecting = {fd for fd, _ in p.poller.poll(0)}
+    assert list(p.links.from_receivers(connecting)) == []
+    for number in range(count):
+        assert first.links.send_to_sender(P.name, b"%d" % number)
+    assert list(p.links.from_receivers(set(p.links._pending))) == [b"%d" % n for n in range(count)]
+    assert list(p.links._receivers) == ["d/1"]
+    assert first.received() == ([], [b"%d" % n for n in range(count)])
+    assert not first.links._senders
+
+
+@pytest.mark.parametrize("is_sending", [True, False])
+def test_what_was_sent_before_a_reset_is_read(
+    pair: tuple[Worker, Worker], *, is_sending: bool
+) -> None:
+    """The kernel reports ECONNRESET first, if the peer has closed with messages unread."""
+    p, d = pair
+    link(p, d)
+    count = local_links.MESSAGES_PER_TURN + 5
+    for number in range(count):
+        assert p.links.send_to_receiver("d/0", b"%d" % number)
+    assert d.links.send_to_sender(P.name, b"never read")
+    p.links.close()
+    if is_sending:
+        assert not d.links.send_to_sender(P.name, b"by ZMQ")
+    assert d.received() == ([], [b"%d" % number for number in range(count)])
+    assert not d.links._senders
+
+
+def test_messages_on_a_link_that_is_replaced_are_read(
+    pair: tuple[Worker, Worker], worker: Callable[[], Worker]
+) -> None:
+    p, first = pair
+    link(p, first)
+    second = worker()
+    second.links.on_sender_note(P.name, offer(p, second))
+    assert list(p.links.from_receivers({fd for fd, _ in p.poller.poll(0)})) == []
+    assert second.links.send_to_sender(P.name, b"on the newer link")
+    assert first.links.send_to_sender(P.name, b"on the older link")
+    first.links.disconnect(P.name)
+    assert p.received() == ([b"on the older link", b"on the newer link"], [])
+
+
+def test_a_token_that_has_not_come_yet_is_waited_for(pair: tuple[Worker, Worker]) -> None:
+    """`ready` may have the descriptor of a socket that was closed in the same turn."""
+    p, d = pair
+    data = offer(p, d)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as receiver:
+        receiver.connect(path_of(data))
+        p.received()
+        [pending] = p.links._pending
+        assert list(p.links.from_receivers({pending})) == []
+        receiver.send(local_links._offer.decode(data).token)
+        assert p.received() == ([], [])
+        assert list(p.links._receivers) == ["d/0"]
+
+
+def test_a_receiver_without_a_free_descriptor_stays_with_zmq(
+    pair: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = pair
+    data = offer(p, d)
+    with no_free_descriptor():
+        d.links.on_sender_note(P.name, data)
+    assert not d.links.send_to_sender(P.name, b"by ZMQ")
+    d.links.on_sender_note(P.name, data)
+    assert d.links.send_to_sender(P.name, b"by the link")
+
+
+@pytest.mark.parametrize("error", [OSError("any"), UnicodeEncodeError("latin-1", "", 0, 0, "any")])
+def test_a_failed_connection_leaves_messages_to_zmq(
+    pair: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """No peer can end the driver by an offer."""
+
+    class Failing(socket.socket):
+        def connect(self, address: object) -> None:
+            raise error
+
+    p, d = pair
+    data = offer(p, d)
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socket", Failing)
+        d.links.on_sender_note(P.name, data)
+    assert not d.links.send_to_sender(P.name, b"by ZMQ")
+
+
+def test_a_sender_without_a_free_descriptor_makes_no_offer(
+    pair: tuple[Worker, Worker],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    p, d = pair
+    with no_free_descriptor():
+        p.links.on_receiver_note("d/0", hello())
+    assert not p.to_receivers
+    assert not list(tmp_path.iterdir())
+    [line] = caplog.messages
+    assert line.startswith("links: listen failed: ")
+    assert os.strerror(errno.EMFILE) in line
+    assert line.endswith("; messages to d/0 go by ZMQ")
+    link(p, d)
+    assert p.links.send_to_receiver("d/0", b"by the link")
+
+
+def test_a_connection_that_cannot_be_accepted_does_not_wake_the_driver_for_ever(
+    pair: tuple[Worker, Worker], caplog: pytest.LogCaptureFixture
+) -> None:
+    p, d = pair
+    d.links.on_sender_note(P.name, offer(p, d))
+    with caplog.at_level(logging.WARNING), no_free_descriptor():
+        assert p.received() == ([], [])
+    [line] = caplog.messages
+    assert line.startswith("links: accept failed: ")
+    assert os.strerror(errno.EMFILE) in line
+    assert line.endswith("; closed the listener until a hello")
+    assert d.received() == ([], [])
+    assert not d.links._senders
+    d.links._retry_at[P.name] = 0.0
+    link(p, d)
+    assert p.links.send_to_receiver("d/0", b"by the link")
+
+
+def test_a_folder_that_was_removed_is_made_anew(pair: tuple[Worker, Worker]) -> None:
+    p, d = pair
+    removed = path_of(offer(p, d))
+    shutil.rmtree(Path(removed).parent)
+    d.links._retry_at[P.name] = 0.0
+    link(p, d)
+    assert p.links.send_to_receiver("d/0", b"by the link")
+    assert local_socket.path_in(p.links._folder) != removed
+
+
+def test_the_first_hello_searches_for_no_other_sockets(
+    pair: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That would take the driver's time, and wake the workers that listen there."""
+    p, d = pair
+    searched: list[None] = []
+    monkeypatch.setattr(local_socket, "remove_stale", lambda: searched.append(None))
+    link(p, d)
+    assert not searched
 
 
 def test_silent_connections_are_bounded(

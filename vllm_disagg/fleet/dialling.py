@@ -14,7 +14,7 @@ from ..config import Address, plain, unreachable
 from ..protocol.peers import WorkerInfo
 
 _TCP = re.compile(r"tcp://(?:\[([0-9A-Fa-f:.]{2,45})\]|([0-9.]{7,15})):([0-9]{1,5})", re.ASCII)
-# In a folder of tempfile.mkdtemp.
+# In a folder of `local_socket.create_folder`; older engines had other characters in its name.
 _SOCKET = re.compile(r"(/[^/\0]+)*/vllm-disagg-[a-z0-9_]{8}/data")
 MAX_SOCKET_PATH_BYTES = 107  # of a UNIX socket, on Linux
 

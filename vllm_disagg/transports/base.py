@@ -69,9 +69,9 @@ class DriverPort:
 
     `name` is this worker's. Descriptors registered with `poller` wake the driver.
 
-    A note goes to the same transport of another worker; a note may be lost. `send_to_receiver`
-    takes the name of a worker that reads from this one. `send_to_sender` takes the name of a
-    worker from which this one reads.
+    A note goes to the same transport of another worker. It may be lost, but overtakes no other
+    note. `send_to_receiver` takes the name of a worker that reads from this one. `send_to_sender`
+    takes the name of a worker from which this one reads.
 
     `fallback_address` is where ZMQ accepts this worker's pieces. A transport that breaks puts it
     into its TransportChanged.
@@ -83,8 +83,8 @@ class DriverPort:
     memory: Memory
     counters: Counters
     poller: zmq.Poller
-    # Both go over the control channel, which has CURVE wherever there is a fleet key: a token in a
-    # note stays secret.
+    # Both always go over ZMQ, never over a local link. ZMQ has CURVE wherever there is a fleet key:
+    # a token in a note stays secret.
     send_to_receiver: Callable[[str, bytes], None]
     send_to_sender: Callable[[str, bytes], None]
     fallback_address: str = ""

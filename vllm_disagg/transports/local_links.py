@@ -6,7 +6,7 @@
                                                     (both over ZMQ: CURVE)
     connects, checks whose socket it is,
     sends the token ==============================> knows the receiver from the token
-    messages <====================================> messages
+    messages of the protocol <====================> messages of the protocol
 
 Why: a message over ZMQ wakes a thread of ZMQ on each end beside the two drivers, and CURVE encrypts
 it.  Here the drivers read and write themselves (docs/benchmarks/transports.md has the figures).
@@ -17,13 +17,18 @@ Bytes of a UNIX socket do not leave the kernel, so only its two ends have to be 
 * The folder of the socket is accessible to the sender's user alone.
 * The receiver connects to processes of its own user only.  In other containers the same path may
   be another's socket, and the token would be shown to it.
+* A process of that user with the same folder for temporary files is trusted.  It could move the
+  socket away, listen in its place and relay: so a link has the protocol's messages only, and notes
+  of transports, with their secrets, go over ZMQ (`zmq/control.py`).
 
 One message is one packet (SOCK_SEQPACKET): it is sent whole or not at all.  Before a link is up,
-and after it broke, messages go over ZMQ.  So one may overtake another then, or be lost.
+while it is full and after it broke, messages go over ZMQ.  So one may overtake another, or be lost:
+the protocol allows for both.  What needs order goes over ZMQ alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -53,8 +58,9 @@ RETRY_SECONDS = 5.0  # between two hellos to one sender
 MAX_TOKENS = 1024
 # Accepted, and without a token yet. Only processes of this user get so far.
 MAX_PENDING = 16
-MAX_RECEIVERS = 256  # with a link; the one that connected first goes back to ZMQ
+MAX_RECEIVERS = 256  # with a link; the one that was unused for longest goes back to ZMQ
 MESSAGES_PER_TURN = 64  # of one link, so that no peer keeps the driver from the others
+MAX_LAST_MESSAGES = 1024  # of a link that is closed here; more than the kernel keeps by default
 PEER_CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
 
 
@@ -99,7 +105,7 @@ class LocalLinks:
         self._folder = ""
         self._tokens: dict[bytes, str] = {}  # -> receiver
         self._pending: dict[int, socket.socket] = {}  # by descriptor, the oldest first
-        self._receivers: dict[str, socket.socket] = {}
+        self._receivers: dict[str, socket.socket] = {}  # the latest used at the end
 
     # Both roles -----------------------------------------------------------------------------------
     def send_to_receiver(self, receiver: str, frame: bytes) -> bool:
@@ -114,20 +120,19 @@ class LocalLinks:
         link = links.get(peer)
         if link is None:
             return False
+        _mark_used(links, peer)
         try:
             link.send(frame)
-        # Full: the peer is frozen, or slow. ZMQ's queue is longer.
-        except BlockingIOError:
-            return False
+        # Full: the peer is frozen, or slow, and ZMQ's queue is longer. Or broken: it is closed once
+        # all is read that the peer has sent before (`_receive`).
         except OSError:
-            self._close(links, peer)
             return False
         return True
 
     def from_receivers(self, ready: Collection[object]) -> Iterator[bytes]:
         """Yields messages that have arrived from workers that read from this one."""
-        self._accept(ready)
-        return self._receive(self._receivers, ready)
+        yield from self._accept(ready)
+        yield from self._receive(self._receivers, ready)
 
     def from_senders(self, ready: Collection[object]) -> Iterator[bytes]:
         """Yields messages that have arrived from workers from which this one reads."""
@@ -142,8 +147,7 @@ class LocalLinks:
                 if links.get(peer) is not link:
                     break
                 try:
-                    # One byte more than is allowed: the decoder refuses what is too long.
-                    frame = link.recv(MAX_FRAME_BYTES + 1)
+                    frame = _next_message(link)
                 except BlockingIOError:
                     break
                 except OSError:
@@ -152,6 +156,17 @@ class LocalLinks:
                 if not frame:
                     self._close(links, peer)
                     break
+                _mark_used(links, peer)
+                yield frame
+
+    def _last_messages(self, link: socket.socket) -> Iterator[bytes]:
+        """Yields what has arrived on a link, and closes it."""
+        self._poller.unregister(link.fileno())
+        with link, contextlib.suppress(OSError):
+            for _ in range(MAX_LAST_MESSAGES):
+                frame = _next_message(link)
+                if not frame:
+                    return
                 yield frame
 
     def _close(self, links: dict[str, socket.socket], peer: str) -> None:
@@ -194,17 +209,20 @@ class LocalLinks:
         # A path from another process must not make this worker connect to any other socket.
         if not dialling.is_socket(offer.path):
             raise BadMessage(f"a link at {offer.path!r}")
-        link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        link: socket.socket | None = None
         try:
+            link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             link.setblocking(False)
             link.connect(offer.path)
             if _user_of(link) != os.geteuid():
                 raise PermissionError("another user's socket")
             link.send(offer.token)
-        # In another container there may be no such path. ZMQ goes on.
-        except OSError as error:
+        # In another container there may be no such path; or no descriptor is left; or the locale
+        # cannot encode the path. ZMQ goes on.
+        except (OSError, ValueError) as error:
             log.debug("no link to %s at %s: %s", sender, offer.path, error)
-            link.close()
+            if link is not None:
+                link.close()
             return
         # At once: what follows the token is read behind it.
         self._senders[sender] = link
@@ -214,6 +232,9 @@ class LocalLinks:
     def on_receiver_note(self, receiver: str, data: bytes) -> None:
         """Makes a receiver an offer.  Raises BadMessage."""
         _decode(_hello, data)
+        # A cleaner of temporary files may have removed it. No receiver would come in any more.
+        if self._listener and not os.path.exists(local_socket.path_in(self._folder)):
+            self._stop_listening()
         try:
             if self._listener is None:
                 self._listen()
@@ -229,16 +250,15 @@ class LocalLinks:
         self._note_to_receiver(receiver, _encode(offer))
 
     def _listen(self) -> None:
-        folder = local_socket.create_folder()
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
+        # Both or none: each hello tries again, and would leave one more folder behind.
+        with contextlib.ExitStack() as undo:
+            folder = local_socket.create_folder()
+            undo.callback(local_socket.remove_folder, folder)
+            listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             listener.bind(local_socket.path_in(folder))
             listener.setblocking(False)
             listener.listen(MAX_PENDING)
-        except OSError:
-            listener.close()
-            local_socket.remove_folder(folder)
-            raise
+            undo.pop_all()  # nothing is undone
         self._folder = folder
         self._listener = listener
         self._poller.register(listener.fileno(), zmq.POLLIN)
@@ -252,10 +272,13 @@ class LocalLinks:
         self._listener = None
         local_socket.remove_folder(self._folder)
 
-    def _accept(self, ready: Collection[object]) -> None:
-        """Accepts connections, and checks the tokens of those that are pending."""
+    def _accept(self, ready: Collection[object]) -> Iterator[bytes]:
+        """Accepts connections, and checks the tokens of those that are pending.
+
+        Yields the last messages of links that are closed for others.
+        """
         for fd in [fd for fd in self._pending if fd in ready]:
-            self._check_token(self._take_pending(fd))
+            yield from self._check_token(fd)
         if self._listener is None or self._listener.fileno() not in ready:
             return
         for _ in range(MAX_PENDING):
@@ -278,21 +301,45 @@ class LocalLinks:
         self._poller.unregister(fd)
         return self._pending.pop(fd)
 
-    def _check_token(self, connection: socket.socket) -> None:
+    def _check_token(self, fd: int) -> Iterator[bytes]:
         """Makes a connection the link of the receiver whose token it sent, or closes it."""
         try:
-            # `pop`: a token is valid once.
-            receiver = self._tokens.pop(connection.recv(TOKEN_BYTES + 1))
-        except (OSError, KeyError):
+            token = self._pending[fd].recv(TOKEN_BYTES + 1)
+        # Not yet: `ready` means a socket that had this descriptor earlier in this turn.
+        except BlockingIOError:
+            return
+        except OSError:
+            token = b""
+        connection = self._take_pending(fd)
+        receiver = self._tokens.pop(token, None)  # valid once
+        if receiver is None:
             connection.close()
             return
         # A receiver connects anew only when its end of the old link is closed.
-        if receiver in self._receivers:
-            self._close(self._receivers, receiver)
+        old = self._receivers.pop(receiver, None)
         self._receivers[receiver] = connection
         self._poller.register(connection.fileno(), zmq.POLLIN)
+        if old is not None:
+            yield from self._last_messages(old)
         if len(self._receivers) > MAX_RECEIVERS:
-            self._close(self._receivers, next(iter(self._receivers)))
+            unused = next(iter(self._receivers))
+            yield from self._last_messages(self._receivers.pop(unused))
+
+
+def _mark_used(links: dict[str, socket.socket], peer: str) -> None:
+    """Puts a link at the end of its dict."""
+    links[peer] = links.pop(peer)
+
+
+def _next_message(link: socket.socket) -> bytes:
+    """Returns the next message of a link; empty at its end.  Raises OSError."""
+    # One byte more than is allowed: the decoder refuses what is too long.
+    try:
+        return link.recv(MAX_FRAME_BYTES + 1)
+    # The peer has closed the link without reading all. The kernel says so once, before it gives
+    # out what the peer had sent.
+    except ConnectionResetError:
+        return link.recv(MAX_FRAME_BYTES + 1)
 
 
 def _user_of(link: socket.socket) -> int:

@@ -1,7 +1,7 @@
 """Folders of the UNIX sockets at which workers of one machine read.
 
-A worker that was killed leaves its folder behind. The next worker on the machine removes it, and so
-does `vllm-disagg up` at its end.
+A worker that was killed leaves its folder behind. The next worker that starts on the machine
+removes it, and so does `vllm-disagg up` at its end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ YOUNG_SECONDS = 1.0
 
 def create_folder() -> str:
     """Creates a folder that is accessible to this user alone, and returns its path."""
-    remove_stale()
     while True:
         suffix = _base32(secrets.token_bytes(5))
         path = f"{tempfile.gettempdir()}/{_prefix()}{suffix}"
@@ -64,7 +63,10 @@ def remove_folder(folder: str | Path) -> None:
 
 
 def remove_stale() -> None:
-    """Removes this user's folders whose socket no process listens at."""
+    """Removes this user's folders whose socket no process listens at.
+
+    For the start: it searches the folder for temporary files, and connects to each worker's socket.
+    """
     for path in Path(tempfile.gettempdir()).glob(path_in(f"{_prefix()}????")):
         if _is_stale(path):
             remove_folder(path.parent)

@@ -605,6 +605,8 @@ static Stream *streams[MAX_STREAMS]; /* destroyed ones too: their operations sti
 static int stream_count;
 static Stream default_stream;
 static int is_running;
+static int is_stopping; /* the process ends */
+static pthread_t runner;
 static pthread_mutex_t stream_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t stream_changed = PTHREAD_COND_INITIALIZER;
 
@@ -652,7 +654,7 @@ static void *run_streams(void *unused)
         longest_delay = setting("FAKE_CUDA_DELAY_US", 0);
     }
     pthread_mutex_lock(&stream_lock);
-    for (;;) {
+    while (!is_stopping) {
         Stream *stream = choose(&seed);
         if (stream == NULL) {
             pthread_cond_wait(&stream_changed, &stream_lock);
@@ -677,7 +679,21 @@ static void *run_streams(void *unused)
         free(operation);
         pthread_cond_broadcast(&stream_changed);
     }
+    pthread_mutex_unlock(&stream_lock);
     return NULL;
+}
+
+/* What is still queued is dropped: the memory of a copy may be freed, and the code of a callback
+ * unloaded, while the process ends. */
+static void stop_running(void)
+{
+    pthread_mutex_lock(&stream_lock);
+    is_stopping = 1;
+    pthread_cond_broadcast(&stream_changed);
+    pthread_mutex_unlock(&stream_lock);
+    if (!pthread_equal(pthread_self(), runner)) { /* a callback may call exit */
+        pthread_join(runner, NULL);
+    }
 }
 
 /* With `stream_lock` held. */
@@ -688,9 +704,10 @@ static void start_running(void)
     }
     is_running = 1;
     streams[stream_count++] = &default_stream;
-    pthread_t thread;
-    pthread_create(&thread, NULL, run_streams, NULL);
-    pthread_detach(thread);
+    pthread_create(&runner, NULL, run_streams, NULL);
+    /* No destructor: those of UCX's libraries, which free its memory, run before that of this one.
+     * All functions of atexit run before them. */
+    atexit(stop_running);
 }
 
 /* 0, 1 and 2 are the default streams of CUDA. */
@@ -727,7 +744,7 @@ static void post(Stream *stream, Operation operation)
 static void wait_for(Stream *stream)
 {
     long posted = stream->posted;
-    while (stream->ended < posted) {
+    while (stream->ended < posted && !is_stopping) {
         pthread_cond_wait(&stream_changed, &stream_lock);
     }
 }

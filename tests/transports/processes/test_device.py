@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections import Counter
 from pathlib import Path
 
@@ -65,6 +66,36 @@ def test_the_kernels_in_tritons_interpreter() -> None:
     env = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     output = run([f"tests/gpu/test_{part}.py" for part in KERNEL_TESTS], env, 600)
     assert count_passed(output) and not skipped_by_reason(output)
+
+
+@needs_compiler
+def test_the_fake_driver_runs_no_copy_while_its_process_ends(tmp_path: Path) -> None:
+    fake_gpu.build(tmp_path)
+    script = textwrap.dedent(
+        """
+        import ctypes, fake_gpu
+        libc = ctypes.CDLL(None)
+        libc.malloc.restype = ctypes.c_void_p
+        size = 64 << 20
+        host = libc.malloc(ctypes.c_size_t(size))
+        # The last one first: the process frees the memory, then takes some time to end.
+        for function, argument in ((libc.usleep, 500_000), (libc.free, host)):
+            libc.__cxa_atexit(function, ctypes.c_void_p(argument), None)
+        memory = fake_gpu.own_gpu().allocate(size)
+        fake_gpu.delay_copies(0.02)
+        for _ in range(20):
+            source, target = memory.ctypes.data, host
+            fake_gpu.call(
+                "cuMemcpyAsync", *map(ctypes.c_uint64, (target, source)), ctypes.c_size_t(1), None
+            )
+        """
+    )
+    env = {**os.environ, **fake_gpu.environment(tmp_path)}
+    env["PYTHONPATH"] = f"{ROOT}:{ROOT / HERE}"
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr)
 
 
 @needs_nixl

@@ -5,6 +5,7 @@ tests/transports/processes/test_tcp.py has the real sender.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Iterator
@@ -159,6 +160,26 @@ def test_a_read_at_an_earlier_address_is_refused(receiving: Receiving) -> None:
     receiving.post(0, "tcp:0")
     assert receiving.transport.next_deadline() == 0.0
     assert receiving.poll() == [completed(0, CANCELLED)]
+
+
+def test_a_token_goes_out_once_the_socket_is_connected(receiving: Receiving) -> None:
+    """`ready` may have the descriptor of a socket that was closed in the same turn."""
+    source, connection = receiving.source, receiving.source.connection
+    assert connection is not None
+    source.state = TcpState.CONNECTING
+    source.token = bytes(range(notes.TOKEN_BYTES))
+    # As while TCP is connecting, a send would have to wait.
+    sent = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            sent += connection.send(bytes(1 << 16))
+    assert receiving.poll() == []
+    assert source.state is TcpState.CONNECTING
+    while sent:
+        sent -= len(receiving.sender.recv(min(sent, 1 << 20)))
+    assert receiving.poll() == []
+    assert source.state is TcpState.WAITING
+    assert receiving.sender.recv(100) == source.token
 
 
 def test_a_damaged_piece_ends_its_read(receiving: Receiving) -> None:

@@ -3,8 +3,8 @@
 `sender_end.py` and `receiver_end.py` are its state machines, `notes.py` has what they exchange.
 
 NCCL and Gloo match sends and receives by their order alone. So both ends must execute the same
-operations in the same order. The sender's end announces that order over the control channel, which
-is ordered and authenticated:
+operations in the same order. The sender's end announces that order in notes, which keep their order
+and are authenticated (`zmq/control.py`):
 
     receiver                        sender
     PairRequest(epoch) -----------> both make a communicator; LinkParameters carry its address

@@ -137,7 +137,7 @@ class AgentInfo(msgspec.Struct, frozen=True):
     """
 
     agent: Name
-    # Of NIXL. It holds the keys to all registered memory, so it goes over the control channel only.
+    # Of NIXL. It holds the keys to all registered memory, so it goes in notes only: by CURVE.
     metadata: bytes
     regions: Annotated[list[Run], msgspec.Meta(max_length=100_000)]
     test: Run

@@ -244,6 +244,9 @@ class TcpSender:
             # `pop`: a token is valid once.
             receiver, attempt = self._tokens.pop(connection.recv(notes.TOKEN_BYTES))
             connection.send(notes.ACCEPTED)
+        # Not yet: `ready` means a socket that had this descriptor earlier in this turn.
+        except BlockingIOError:
+            return
         except (OSError, KeyError):
             self._drop_pending(fd)
             return

@@ -238,6 +238,9 @@ class TcpTransport:
                 raise OSError(error, os.strerror(error))
             # So few bytes always fit into the empty buffer of a new connection.
             source.connection.send(source.token)
+        # Not connected yet: `ready` means a socket that had this descriptor earlier in this turn.
+        except BlockingIOError:
+            return
         except OSError as failure:
             self._lose(source, failure.strerror or str(failure))
             return

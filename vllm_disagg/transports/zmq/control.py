@@ -1,7 +1,11 @@
 """Control channel: messages between workers over ZMQ. Sockets only; the driver reads the messages.
 
 Each worker binds a ROUTER, and connects a DEALER to every worker from which it reads. Between
-workers of one machine messages go over local links as soon as these are up (`local_links.py`).
+workers of one machine messages of the protocol go over local links as soon as these are up
+(`local_links.py`).
+
+Notes of transports always go over ZMQ. So those of one peer arrive in the order in which they were
+sent, although some may be lost, and only members of the fleet can read or send them.
 
 CURVE protects every socket, with keys derived from the fleet key. A ZAP handler accepts one client
 key alone. So a peer that has the fleet key is a member of the fleet. No other peer gets a
@@ -79,19 +83,25 @@ class Control:
         self.poller.register(self.zap, zmq.POLLIN)
 
     def send_to_receiver(self, receiver: str, message: messages.AtReceiver) -> None:
-        """Sends a message to a worker that reads from this one; it may be lost."""
+        """Sends a message to a worker that reads from this one.
+
+        It may be lost. Notes keep their order; any other message may overtake or be overtaken.
+        """
         frame = messages.encode(message)
-        if not self.local.send_to_receiver(receiver, frame):
+        # Part of what a full link does not take goes over ZMQ, and would overtake the rest.
+        is_note = isinstance(message, messages.TransportNote)
+        if is_note or not self.local.send_to_receiver(receiver, frame):
             _send(self.router, [receiver.encode(), frame])
 
     def send_to_sender(self, sender: str, message: messages.AtSender) -> None:
-        """Sends a message to a connected worker from which this one reads; it may be lost."""
+        """Sends a message to a connected worker from which this one reads, as above."""
         # An evicted sender has no link: its transfers end by a timeout, as those of a dead one.
         link = self.links.get(sender)
         if link is None:
             return
         frame = messages.encode(message)
-        if not self.local.send_to_sender(sender, frame):
+        is_note = isinstance(message, messages.TransportNote)
+        if is_note or not self.local.send_to_sender(sender, frame):
             _send(link, [frame])
 
     def _note_to_receiver(self, receiver: str, data: bytes) -> None:

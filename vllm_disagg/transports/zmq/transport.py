@@ -90,6 +90,7 @@ class ZmqTransport:
         self.endpoint, self._silent_connections = control.bind(self._router)
         # ZMQ takes up new connections, and sends the probes, only while the socket is polled.
         port.poller.register(self._router, zmq.POLLIN)
+        local_socket.remove_stale()
         # For receivers on this machine, which need no TCP stack between two processes.
         self._socket_folder = local_socket.create_folder()
         self.local = f"ipc://{local_socket.path_in(self._socket_folder)}"

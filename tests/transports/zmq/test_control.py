@@ -1,0 +1,92 @@
+"""The control channels of two workers of one machine: real sockets, and turns made by the test."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from vllm_disagg.config import Config
+from vllm_disagg.fleet.keys import KEY_BYTES, FleetKey
+from vllm_disagg.protocol import messages
+from vllm_disagg.protocol.peers import WorkerInfo
+from vllm_disagg.transports.base import machine_id
+from vllm_disagg.transports.local_links import NAME as LINK
+from vllm_disagg.transports.zmq.control import Control, receive
+
+NOTES = 300
+NOTE_BYTES = 1000  # so that a link is full before the last one
+
+
+class Worker:
+    """A worker that reads as the driver does; `notes` has the data of those for transports."""
+
+    def __init__(self, name: str) -> None:
+        key = FleetKey(b"k" * KEY_BYTES)
+        self.control = Control(Config(host="127.0.0.1"), key, name)
+        self.notes: list[bytes] = []
+
+    def turn(self) -> None:
+        control = self.control
+        ready = {socket for socket, _ in control.poller.poll(10)}
+        if control.zap in ready:
+            control.answer_zap()
+        if control.router in ready:
+            for _, frame in receive(control.router):
+                message = messages.decode_at_sender(frame.bytes)
+                self._take(message, control.local.on_receiver_note)
+        for dealer in control.links.values():
+            for [frame] in receive(dealer):
+                answer = messages.decode_at_receiver(frame.bytes)
+                self._take(answer, control.local.on_sender_note)
+        for data in control.local.from_receivers(ready):
+            self._take(messages.decode_at_sender(data))
+        for data in control.local.from_senders(ready):
+            self._take(messages.decode_at_receiver(data))
+
+    def _take(self, note: object, on_link_note: Callable[[str, bytes], None] | None = None) -> None:
+        assert isinstance(note, messages.TransportNote)
+        if note.transport != LINK:
+            self.notes.append(note.data)
+        elif on_link_note is not None:
+            peer = note.reader if note.source == self.control.name else note.source
+            on_link_note(peer, note.data)
+
+
+@pytest.fixture
+def linked() -> Iterator[tuple[Worker, Worker]]:
+    """P and D with a link."""
+    p, d = Worker("p/0"), Worker("d/0")
+    address = p.control.address
+    d.control.connect(WorkerInfo("p/0", address, address, host=machine_id()))
+    end = time.monotonic() + 20
+    while not p.control.local._receivers:
+        assert time.monotonic() < end
+        p.turn()
+        d.turn()
+    yield p, d
+    for worker in (p, d):
+        worker.control.close()
+
+
+@pytest.mark.parametrize("is_to_sender", [True, False])
+def test_notes_keep_their_order_where_a_link_is_full(
+    linked: tuple[Worker, Worker], *, is_to_sender: bool
+) -> None:
+    """Gloo and NCCL break a communicator whose notes come in another order."""
+    p, d = linked
+    sent = [number.to_bytes(4, "big") + bytes(NOTE_BYTES) for number in range(NOTES)]
+    # As to a driver that is busy meanwhile.
+    for data in sent:
+        note = messages.TransportNote("p/0", "d/0", "gloo", data)
+        if is_to_sender:
+            d.control.send_to_sender("p/0", note)
+        else:
+            p.control.send_to_receiver("d/0", note)
+    reading = p if is_to_sender else d
+    end = time.monotonic() + 20
+    while len(reading.notes) < NOTES:
+        assert time.monotonic() < end
+        reading.turn()
+    assert reading.notes == sent

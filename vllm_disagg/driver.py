@@ -293,12 +293,11 @@ class Driver:
         for link in [link for link in control.links.values() if link in ready]:
             for message in receive(link):
                 self._receive_frames(message, messages.decode_at_receiver, self._on_sender_message)
-        # After those of ZMQ: they may have been sent before their link was up. Notes are refused:
-        # on ZMQ only members of the fleet can send them.
+        # After those of ZMQ: they may have been sent before their link was up.
         for frame in control.local.from_receivers(ready):
-            self._receive_one(frame, messages.decode_to_sender, self._handle_sender)
+            self._receive_one(frame, messages.decode_at_sender, self._on_receiver_message)
         for frame in control.local.from_senders(ready):
-            self._receive_one(frame, messages.decode_to_receiver, self._handle_receiver)
+            self._receive_one(frame, messages.decode_at_receiver, self._on_sender_message)
 
     def _receive_frames(
         self, message: list[zmq.Frame], decode: Callable[[bytes], T], handle: Callable[[T], None]

@@ -88,6 +88,7 @@ def _port(memory: HostMemory, transport: Any) -> DriverPort:
         poller=zmq.Poller(),
         send_to_receiver=lambda receiver, data: None,
         send_to_sender=lambda sender, data: None,
+        send_unordered=lambda receiver, data: None,
         fallback_address="zmq:1",
     )
 

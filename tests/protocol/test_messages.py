@@ -11,13 +11,7 @@ from vllm_disagg.errors import BadMessage
 from vllm_disagg.kv import extents
 from vllm_disagg.protocol import messages
 
-DECODERS = [
-    messages.decode_at_sender,
-    messages.decode_at_receiver,
-    messages.decode_to_sender,
-    messages.decode_to_receiver,
-    messages.decode_header,
-]
+DECODERS = [messages.decode_at_sender, messages.decode_at_receiver, messages.decode_header]
 EXTENT = extents.Extent(0, 2, 128, 200)
 TO_SENDER: list[messages.AtSender] = [
     messages.TransferRequest("t", "p", "d", "a", 2),
@@ -42,19 +36,6 @@ def test_messages_to_the_sender_round_trip(message: messages.AtSender) -> None:
 @pytest.mark.parametrize("message", TO_RECEIVER)
 def test_messages_to_the_receiver_round_trip(message: messages.AtReceiver) -> None:
     assert messages.decode_at_receiver(messages.encode(message)) == message
-
-
-def test_all_messages_except_notes_may_come_without_curve() -> None:
-    """On local links (`local_links`)."""
-    *plain, note = TO_SENDER
-    assert [messages.decode_to_sender(messages.encode(message)) for message in plain] == plain
-    with pytest.raises(BadMessage):
-        messages.decode_to_sender(messages.encode(note))
-    *plain_ones, note_back = TO_RECEIVER
-    for message in plain_ones:
-        assert messages.decode_to_receiver(messages.encode(message)) == message
-    with pytest.raises(BadMessage):
-        messages.decode_to_receiver(messages.encode(note_back))
 
 
 @pytest.mark.parametrize("message", TO_SENDER[:3])

@@ -23,6 +23,7 @@ from vllm_disagg.transports import local_links, local_socket
 from vllm_disagg.transports.base import machine_id
 from vllm_disagg.transports.local_links import LocalLinks
 
+KEY = bytes(local_links.KEY_BYTES)
 P = WorkerInfo("p/0", "tcp://127.0.0.1:9", "tcp://127.0.0.1:9", host=machine_id())
 
 
@@ -143,11 +144,96 @@ def test_many_messages_take_several_turns(pair: tuple[Worker, Worker]) -> None:
     assert len(p.received()[0]) == 5
 
 
-def test_a_longer_message_than_is_allowed_is_seen_as_such(pair: tuple[Worker, Worker]) -> None:
+def test_a_longer_message_than_is_allowed_ends_the_link(pair: tuple[Worker, Worker]) -> None:
     p, d = pair
     link(p, d)
     d.links.send_to_sender(P.name, bytes(MAX_FRAME_BYTES + 1000))
-    assert [len(frame) for frame in p.received()[0]] == [MAX_FRAME_BYTES + 1]
+    assert p.received() == ([], [])
+    assert not p.links._receivers
+
+
+class Relay:
+    """A process between P and D: both ends of their link are here.  It has no key."""
+
+    def __init__(self, p: Worker, d: Worker) -> None:
+        made = local_links._offer.decode(offer(p, d))
+        folder = Path(tempfile.mkdtemp(prefix="vllm-disagg-"))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(str(folder / "data"))
+            listener.listen(1)
+            forged = local_links.LinkOffer(str(folder / "data"), made.token, made.key)
+            d.links.on_sender_note(P.name, local_links._encode(forged))
+            self.to_d, _ = listener.accept()
+        shutil.rmtree(folder)
+        self.to_p = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.to_p.connect(made.path)
+        self.pass_on()  # the token
+        assert p.received() == ([], [])
+
+    def pass_on(self, change: Callable[[bytes], bytes] = bytes) -> bytes:
+        """Relays a packet of D, changed; returns what P gets."""
+        packet = change(self.to_d.recv(1 << 20))
+        self.to_p.send(packet)
+        return packet
+
+    def close(self) -> None:
+        self.to_d.close()
+        self.to_p.close()
+
+
+@pytest.fixture
+def relay(pair: tuple[Worker, Worker]) -> Iterator[Relay]:
+    made = Relay(*pair)
+    yield made
+    made.close()
+
+
+def test_a_relay_that_changes_nothing_is_a_link(pair: tuple[Worker, Worker], relay: Relay) -> None:
+    """Else the tests below prove nothing."""
+    p, d = pair
+    for frame in (b"one", b"two"):
+        assert d.links.send_to_sender(P.name, frame)
+        relay.pass_on()
+        assert p.received() == ([frame], [])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda packet: packet[:-1] + b"!",
+        lambda packet: bytes(len(packet)),
+        lambda packet: packet[:5],
+    ],
+)
+def test_a_message_that_was_changed_on_its_way_ends_the_link(
+    pair: tuple[Worker, Worker], relay: Relay, change: Callable[[bytes], bytes]
+) -> None:
+    p, d = pair
+    assert d.links.send_to_sender(P.name, b"Confirm")
+    relay.pass_on(change)
+    assert p.received() == ([], [])
+    assert not p.links._receivers
+
+
+def test_a_message_that_was_repeated_ends_the_link(
+    pair: tuple[Worker, Worker], relay: Relay
+) -> None:
+    p, d = pair
+    assert d.links.send_to_sender(P.name, b"Confirm")
+    packet = relay.pass_on()
+    relay.to_p.send(packet)
+    assert p.received() == ([b"Confirm"], [])
+    assert not p.links._receivers
+
+
+def test_a_message_that_was_sent_back_ends_the_link(
+    pair: tuple[Worker, Worker], relay: Relay
+) -> None:
+    _, d = pair
+    assert d.links.send_to_sender(P.name, b"Confirm")
+    relay.to_d.send(relay.to_d.recv(1 << 20))
+    assert d.received() == ([], [])
+    assert not d.links._senders
 
 
 @pytest.mark.parametrize("token", [b"", bytes(local_links.TOKEN_BYTES), b"x" * 100])
@@ -216,7 +302,7 @@ def test_another_users_socket_is_not_used(
 def test_a_path_that_no_worker_makes_is_refused(pair: tuple[Worker, Worker], path: str) -> None:
     p, d = pair
     token = local_links._offer.decode(offer(p, d)).token
-    forged = local_links._encode(local_links.LinkOffer(path, token))
+    forged = local_links._encode(local_links.LinkOffer(path, token, KEY))
     with pytest.raises(BadMessage, match="a link at"):
         d.links.on_sender_note(P.name, forged)
     assert not d.links._senders
@@ -227,7 +313,9 @@ def test_a_path_that_is_not_here_leaves_messages_to_zmq(pair: tuple[Worker, Work
     offer(p, d)
     token = bytes(local_links.TOKEN_BYTES)
     elsewhere = "/tmp/vllm-disagg-nothere0/data"
-    d.links.on_sender_note(P.name, local_links._encode(local_links.LinkOffer(elsewhere, token)))
+    d.links.on_sender_note(
+        P.name, local_links._encode(local_links.LinkOffer(elsewhere, token, KEY))
+    )
     assert not d.links.send_to_sender(P.name, b"by ZMQ")
 
 

@@ -94,6 +94,7 @@ def test_a_killed_worker_leaves_no_folder_to_the_next_one(
         sockets.poller,
         send_to_receiver=lambda receiver, data: None,
         send_to_sender=lambda sender, data: None,
+        send_unordered=lambda receiver, data: None,
     )
     transport = ZmqTransport(port, sockets)
     transport.close()

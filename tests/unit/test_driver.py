@@ -160,24 +160,6 @@ def test_messages_within_a_machine_go_over_a_local_link(
     assert not p.counters.bad_messages and not d.counters.bad_messages
 
 
-def test_notes_on_a_local_link_are_refused(start: Callable[..., Driver]) -> None:
-    """A process of the same user may be between two ends of a link, but has no fleet key."""
-    p, d = start(memory(4096, 1)), start(memory(4096, None))
-    prefill(p, "ab" * 16, [0, 1], 2 * BLOCK_SIZE)
-    d.submit([wanted(p, d, "ab" * 16, [4, 5], 0, 2 * BLOCK_SIZE)])
-    outcome(d)
-    end = time.monotonic() + 10
-    while not (p._control.local._receivers and d._control.local._senders):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    note = messages.encode(messages.TransportNote(p.name, d.name, "zmq", b""))
-    assert p._control.local.send_to_receiver(d.name, note)
-    assert d._control.local.send_to_sender(p.name, note)
-    while not (p.counters.bad_messages and d.counters.bad_messages):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 class RecordingMemory(HostMemory):
     """Records which threads have prepared themselves."""
 
@@ -326,20 +308,15 @@ def test_what_vllm_has_withdrawn_is_never_confirmed(
     Here vLLM revokes the blocks while the ReadComplete is being decoded.
     """
     p, d = start(memory(64, 1)), start(memory(64, None))
-    transfer = "0a" * 16
+    transfer, decode = "0a" * 16, messages.decode_at_sender
 
-    def revoking(decode: Callable[[bytes], messages.AtSender]) -> object:
-        def decode_meanwhile(data: bytes) -> messages.AtSender:
-            message = decode(data)
-            if isinstance(message, messages.ReadComplete):
-                p.submit([events.BlocksRevoked(transfer)])
-            return message
+    def decode_meanwhile(data: bytes) -> messages.AtSender:
+        message = decode(data)
+        if isinstance(message, messages.ReadComplete):
+            p.submit([events.BlocksRevoked(transfer)])
+        return message
 
-        return decode_meanwhile
-
-    # Over ZMQ, or over a local link.
-    for decoder in ("decode_at_sender", "decode_to_sender"):
-        monkeypatch.setattr(messages, decoder, revoking(getattr(messages, decoder)))
+    monkeypatch.setattr(messages, "decode_at_sender", decode_meanwhile)
     p.submit([events.BlocksScheduled(transfer, 3, [[1]]), events.LayersComputed(transfer, LAYERS)])
     d.submit([wanted(p, d, transfer, [2], 0, 3)])
     report = outcome(d)

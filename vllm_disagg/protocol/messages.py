@@ -159,8 +159,8 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 class TransportNote(msgspec.Struct, frozen=True, tag="transport_note"):
     """Carries data between the two ends of one transport.
 
-    A note may be lost: each transport repeats its notes, or does without one.  It overtakes no
-    other note of its sender, unlike the messages above.
+    A note may be lost: each transport repeats its notes, or does without one.  Unlike the messages
+    above it overtakes no other note of its sender, unless the transport allows for that.
     """
 
     source: Name
@@ -190,8 +190,6 @@ AtReceiver = ToReceiver | TransportNote  # all that a worker accepts from sender
 _encode = msgspec.msgpack.Encoder().encode
 _at_sender: msgspec.msgpack.Decoder[AtSender] = msgspec.msgpack.Decoder(AtSender)
 _at_receiver: msgspec.msgpack.Decoder[AtReceiver] = msgspec.msgpack.Decoder(AtReceiver)
-_to_sender: msgspec.msgpack.Decoder[ToSender] = msgspec.msgpack.Decoder(ToSender)
-_to_receiver: msgspec.msgpack.Decoder[ToReceiver] = msgspec.msgpack.Decoder(ToReceiver)
 _header = msgspec.msgpack.Decoder(PieceHeader)
 _PREFIX = bytes([VERSION])
 T = TypeVar("T")
@@ -210,16 +208,6 @@ def decode_at_sender(frame: bytes) -> AtSender:
 def decode_at_receiver(frame: bytes) -> AtReceiver:
     """Returns the message of a frame from a sender.  Raises BadMessage for anything else."""
     return _decode(_at_receiver, frame)
-
-
-def decode_to_sender(frame: bytes) -> ToSender:
-    """Returns the message of a receiver, no note, of a frame.  Raises BadMessage otherwise."""
-    return _decode(_to_sender, frame)
-
-
-def decode_to_receiver(frame: bytes) -> ToReceiver:
-    """Returns the message of a sender, no note, of a frame.  Raises BadMessage otherwise."""
-    return _decode(_to_receiver, frame)
 
 
 def decode_header(frame: bytes) -> PieceHeader:

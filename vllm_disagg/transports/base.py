@@ -73,6 +73,9 @@ class DriverPort:
     note. `send_to_receiver` takes the name of a worker that reads from this one. `send_to_sender`
     takes the name of a worker from which this one reads.
 
+    `send_unordered` sends a note to a receiver, and is faster within a machine. The note may
+    overtake others, and processes of this worker's user could read it.
+
     `fallback_address` is where ZMQ accepts this worker's pieces. A transport that breaks puts it
     into its TransportChanged.
     """
@@ -83,10 +86,11 @@ class DriverPort:
     memory: Memory
     counters: Counters
     poller: zmq.Poller
-    # Both always go over ZMQ, never over a local link. ZMQ has CURVE wherever there is a fleet key:
-    # a token in a note stays secret.
+    # These two always go over ZMQ, never over a local link. ZMQ has CURVE wherever there is a fleet
+    # key: a token in a note stays secret.
     send_to_receiver: Callable[[str, bytes], None]
     send_to_sender: Callable[[str, bytes], None]
+    send_unordered: Callable[[str, bytes], None]
     fallback_address: str = ""
 
 

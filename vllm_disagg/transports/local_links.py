@@ -2,24 +2,23 @@
 
     receiver                                        sender
     connect()  LinkHello -------------------------> listens, once
-               <------------------------ LinkOffer  the path, and a token for this receiver
-                                                    (both over ZMQ: CURVE)
+               <------------------------ LinkOffer  the path, and a token and a key for this
+                                                    receiver (both notes over ZMQ: CURVE)
     connects, checks whose socket it is,
     sends the token ==============================> knows the receiver from the token
-    messages of the protocol <====================> messages of the protocol
+    messages <====================================> messages, each with a seal by the key
 
 Why: a message over ZMQ wakes a thread of ZMQ on each end beside the two drivers, and CURVE encrypts
 it.  Here the drivers read and write themselves (docs/benchmarks/transports.md has the figures).
 
-Bytes of a UNIX socket do not leave the kernel, so only its two ends have to be known:
+Who can get in:
 
-* The token has come over CURVE to this receiver alone, and is valid once.
-* The folder of the socket is accessible to the sender's user alone.
-* The receiver connects to processes of its own user only.  In other containers the same path may
-  be another's socket, and the token would be shown to it.
-* A process of that user with the same folder for temporary files is trusted.  It could move the
-  socket away, listen in its place and relay: so a link has the protocol's messages only, and notes
-  of transports, with their secrets, go over ZMQ (`zmq/control.py`).
+* The token and the key have come over CURVE to this receiver alone.  The token is valid once.
+* The folder of the socket is accessible to the sender's user alone, and the receiver connects to
+  processes of its own user only.
+* Another process of that user, perhaps in another container with the same folder, could still put
+  itself between and relay.  It has no key: a message that it changes, repeats or makes up breaks
+  the link.  It could read messages, so notes with secrets go over ZMQ (`zmq/control.py`).
 
 One message is one packet (SOCK_SEQPACKET): it is sent whole or not at all.  Before a link is up,
 while it is full and after it broke, messages go over ZMQ.  So one may overtake another, or be lost:
@@ -29,6 +28,8 @@ the protocol allows for both.  What needs order goes over ZMQ alone.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import logging
 import os
 import secrets
@@ -52,6 +53,10 @@ log = logging.getLogger("vllm_disagg.links")
 
 NAME = "link"  # in a TransportNote, in the place of a transport's
 TOKEN_BYTES = 16  # 128 random bits, which cannot be guessed
+KEY_BYTES = 32
+SEAL_BYTES = 16
+SEALED_COUNT = struct.Struct("<Q")
+TO_SENDER, TO_RECEIVER = b"to sender", b"to receiver"
 # Nothing waits for a link, and each attempt costs two notes.
 RETRY_SECONDS = 5.0  # between two hellos to one sender
 # Issued and not used yet: of receivers that do not see the path, for instance.
@@ -69,16 +74,65 @@ class LinkHello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class LinkOffer(msgspec.Struct, frozen=True, tag="offer"):
-    """Where the sender listens, and what the receiver sends first on its connection."""
+    """Where the sender listens, what the receiver sends first, and the key of the link's seals."""
 
     path: Name
     token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+    key: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 
 
 _hello = msgspec.msgpack.Decoder(LinkHello)
 _offer = msgspec.msgpack.Decoder(LinkOffer)
 _encode = msgspec.msgpack.Encoder().encode
 T = TypeVar("T")
+
+
+class Link:
+    """One connection of two workers.  `sends` and `receives`: TO_SENDER and TO_RECEIVER, or not.
+
+    Each message has a seal: a keyed hash of its direction, its number and its bytes.
+    """
+
+    def __init__(self, connection: socket.socket, key: bytes, sends: bytes, receives: bytes):
+        self._connection = connection
+        self._key = key
+        self._sends = sends
+        self._receives = receives
+        self._sent = 0
+        self._received = 0
+        self.fileno = connection.fileno
+        self.close = connection.close
+
+    def send(self, frame: bytes) -> None:
+        """Sends one message.  Raises OSError."""
+        self._connection.send(self._seal(self._sends, self._sent, frame) + frame)
+        self._sent += 1
+
+    def receive(self) -> bytes:
+        """Returns the next message; empty at the end of the link.  Raises OSError."""
+        # One byte more than is allowed: its seal is wrong then.
+        size = SEAL_BYTES + MAX_FRAME_BYTES + 1
+        try:
+            packet = self._connection.recv(size)
+        # The peer has closed the link without reading all. The kernel says so once, before it gives
+        # out what the peer had sent.
+        except ConnectionResetError:
+            packet = self._connection.recv(size)
+        if not packet:
+            return b""
+        seal, frame = packet[:SEAL_BYTES], packet[SEAL_BYTES:]
+        if not hmac.compare_digest(seal, self._seal(self._receives, self._received, frame)):
+            log.warning("links: closed a link with a message that its peer has not sent")
+            return b""
+        self._received += 1
+        return frame
+
+    def _seal(self, direction: bytes, number: int, frame: bytes) -> bytes:
+        salt = SEALED_COUNT.pack(number)
+        sealed = hashlib.blake2b(
+            frame, digest_size=SEAL_BYTES, key=self._key, salt=salt, person=direction
+        )
+        return sealed.digest()
 
 
 class LocalLinks:
@@ -99,13 +153,13 @@ class LocalLinks:
         self._machine = machine_id()
         # By sender: when to ask for a link again. Offers of others are not used.
         self._retry_at: dict[str, float] = {}
-        self._senders: dict[str, socket.socket] = {}
+        self._senders: dict[str, Link] = {}
         # A worker from which none of this machine reads has no socket.
         self._listener: socket.socket | None = None
         self._folder = ""
-        self._tokens: dict[bytes, str] = {}  # -> receiver
+        self._tokens: dict[bytes, tuple[str, bytes]] = {}  # -> receiver, key
         self._pending: dict[int, socket.socket] = {}  # by descriptor, the oldest first
-        self._receivers: dict[str, socket.socket] = {}  # the latest used at the end
+        self._receivers: dict[str, Link] = {}  # the latest used at the end
 
     # Both roles -----------------------------------------------------------------------------------
     def send_to_receiver(self, receiver: str, frame: bytes) -> bool:
@@ -116,7 +170,7 @@ class LocalLinks:
         """Sends a message to a worker from which this one reads; False if it has to go by ZMQ."""
         return self._send(self._senders, sender, frame)
 
-    def _send(self, links: dict[str, socket.socket], peer: str, frame: bytes) -> bool:
+    def _send(self, links: dict[str, Link], peer: str, frame: bytes) -> bool:
         link = links.get(peer)
         if link is None:
             return False
@@ -138,16 +192,14 @@ class LocalLinks:
         """Yields messages that have arrived from workers from which this one reads."""
         return self._receive(self._senders, ready)
 
-    def _receive(
-        self, links: dict[str, socket.socket], ready: Collection[object]
-    ) -> Iterator[bytes]:
+    def _receive(self, links: dict[str, Link], ready: Collection[object]) -> Iterator[bytes]:
         # A copy: a message that is handled may close a link, or replace it by a newer one.
         for peer, link in [(peer, link) for peer, link in links.items() if link.fileno() in ready]:
             for _ in range(MESSAGES_PER_TURN):
                 if links.get(peer) is not link:
                     break
                 try:
-                    frame = _next_message(link)
+                    frame = link.receive()
                 except BlockingIOError:
                     break
                 except OSError:
@@ -159,17 +211,17 @@ class LocalLinks:
                 _mark_used(links, peer)
                 yield frame
 
-    def _last_messages(self, link: socket.socket) -> Iterator[bytes]:
+    def _last_messages(self, link: Link) -> Iterator[bytes]:
         """Yields what has arrived on a link, and closes it."""
         self._poller.unregister(link.fileno())
-        with link, contextlib.suppress(OSError):
+        with contextlib.closing(link), contextlib.suppress(OSError):
             for _ in range(MAX_LAST_MESSAGES):
-                frame = _next_message(link)
+                frame = link.receive()
                 if not frame:
                     return
                 yield frame
 
-    def _close(self, links: dict[str, socket.socket], peer: str) -> None:
+    def _close(self, links: dict[str, Link], peer: str) -> None:
         link = links.pop(peer)
         self._poller.unregister(link.fileno())
         link.close()
@@ -209,24 +261,24 @@ class LocalLinks:
         # A path from another process must not make this worker connect to any other socket.
         if not dialling.is_socket(offer.path):
             raise BadMessage(f"a link at {offer.path!r}")
-        link: socket.socket | None = None
+        connection: socket.socket | None = None
         try:
-            link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            link.setblocking(False)
-            link.connect(offer.path)
-            if _user_of(link) != os.geteuid():
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            connection.setblocking(False)
+            connection.connect(offer.path)
+            if _user_of(connection) != os.geteuid():
                 raise PermissionError("another user's socket")
-            link.send(offer.token)
+            connection.send(offer.token)
         # In another container there may be no such path; or no descriptor is left; or the locale
         # cannot encode the path. ZMQ goes on.
         except (OSError, ValueError) as error:
             log.debug("no link to %s at %s: %s", sender, offer.path, error)
-            if link is not None:
-                link.close()
+            if connection is not None:
+                connection.close()
             return
         # At once: what follows the token is read behind it.
-        self._senders[sender] = link
-        self._poller.register(link.fileno(), zmq.POLLIN)
+        self._senders[sender] = Link(connection, offer.key, TO_SENDER, TO_RECEIVER)
+        self._poller.register(connection.fileno(), zmq.POLLIN)
 
     # Sender ---------------------------------------------------------------------------------------
     def on_receiver_note(self, receiver: str, data: bytes) -> None:
@@ -242,11 +294,11 @@ class LocalLinks:
         except OSError as error:
             log.warning("links: listen failed: %s; messages to %s go by ZMQ", error, receiver)
             return
-        token = secrets.token_bytes(TOKEN_BYTES)
-        self._tokens[token] = receiver
+        token, key = secrets.token_bytes(TOKEN_BYTES), secrets.token_bytes(KEY_BYTES)
+        self._tokens[token] = receiver, key
         while len(self._tokens) > MAX_TOKENS:
             del self._tokens[next(iter(self._tokens))]
-        offer = LinkOffer(local_socket.path_in(self._folder), token)
+        offer = LinkOffer(local_socket.path_in(self._folder), token, key)
         self._note_to_receiver(receiver, _encode(offer))
 
     def _listen(self) -> None:
@@ -311,13 +363,14 @@ class LocalLinks:
         except OSError:
             token = b""
         connection = self._take_pending(fd)
-        receiver = self._tokens.pop(token, None)  # valid once
-        if receiver is None:
+        offered = self._tokens.pop(token, None)  # valid once
+        if offered is None:
             connection.close()
             return
+        receiver, key = offered
         # A receiver connects anew only when its end of the old link is closed.
         old = self._receivers.pop(receiver, None)
-        self._receivers[receiver] = connection
+        self._receivers[receiver] = Link(connection, key, TO_RECEIVER, TO_SENDER)
         self._poller.register(connection.fileno(), zmq.POLLIN)
         if old is not None:
             yield from self._last_messages(old)
@@ -326,20 +379,9 @@ class LocalLinks:
             yield from self._last_messages(self._receivers.pop(unused))
 
 
-def _mark_used(links: dict[str, socket.socket], peer: str) -> None:
+def _mark_used(links: dict[str, Link], peer: str) -> None:
     """Puts a link at the end of its dict."""
     links[peer] = links.pop(peer)
-
-
-def _next_message(link: socket.socket) -> bytes:
-    """Returns the next message of a link; empty at its end.  Raises OSError."""
-    # One byte more than is allowed: the decoder refuses what is too long.
-    try:
-        return link.recv(MAX_FRAME_BYTES + 1)
-    # The peer has closed the link without reading all. The kernel says so once, before it gives
-    # out what the peer had sent.
-    except ConnectionResetError:
-        return link.recv(MAX_FRAME_BYTES + 1)
 
 
 def _user_of(link: socket.socket) -> int:

@@ -81,6 +81,10 @@ class TransportSet(Mapping[str, Transport]):
             note = messages.TransportNote(sender, control.name, transport, data)
             control.send_to_sender(sender, note)
 
+        def send_unordered(receiver: str, data: bytes) -> None:
+            note = messages.TransportNote(control.name, receiver, transport, data)
+            control.send_unordered(receiver, note)
+
         return DriverPort(
             control.name,
             config,
@@ -89,6 +93,7 @@ class TransportSet(Mapping[str, Transport]):
             control.poller,
             send_to_receiver,
             send_to_sender,
+            send_unordered,
             fallback_address,
         )
 

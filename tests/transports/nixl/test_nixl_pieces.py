@@ -65,6 +65,7 @@ def receiving(monkeypatch: pytest.MonkeyPatch) -> NixlTransport:
         poller=zmq.Poller(),
         send_to_receiver=lambda receiver, data: None,
         send_to_sender=lambda sender, data: None,
+        send_unordered=lambda receiver, data: None,
         fallback_address="zmq:1",
     )
     made = NixlTransport(port)

@@ -43,6 +43,7 @@ class Receiving:
             poller=poller,
             send_to_receiver=lambda receiver, data: None,
             send_to_sender=lambda sender, data: None,
+            send_unordered=lambda receiver, data: None,
             fallback_address="zmq:1",
         )
         self.transport = TcpTransport(self.port)

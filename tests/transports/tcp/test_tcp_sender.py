@@ -26,6 +26,7 @@ def test_a_token_that_has_not_come_yet_is_waited_for() -> None:
         poller=zmq.Poller(),
         send_to_receiver=lambda receiver, data: answers.append(data),
         send_to_sender=lambda sender, data: pytest.fail("a sender sends no note to senders"),
+        send_unordered=lambda receiver, data: pytest.fail("TCP's notes keep their order"),
     )
     sender = TcpSender(port)
     sender.on_receiver_note("d/0", notes.encode(notes.TcpHello(1)))

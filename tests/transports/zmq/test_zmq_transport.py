@@ -55,6 +55,7 @@ def transport() -> Iterator[ZmqTransport]:
             sockets.poller,
             send_to_receiver=ignore,
             send_to_sender=ignore,
+            send_unordered=ignore,
         ),
         sockets,
     )
@@ -178,7 +179,12 @@ class Reading:
         self.sockets = control.Control(Config(transport="zmq"), keys.FleetKey(None), "d/0")
         memory = HostMemory([[np.zeros((8, 64), np.uint8)]], 16)
         port = DriverPort(
-            "d/0", Config(transport="zmq"), memory, Counters(), self.sockets.poller, ignore, ignore
+            "d/0",
+            Config(transport="zmq"),
+            memory,
+            Counters(),
+            self.sockets.poller,
+            *[ignore] * 3,
         )
         self.transport = ZmqTransport(port, self.sockets)
         self.ups = 0
@@ -304,7 +310,7 @@ def test_links_are_evicted_beyond_the_limit() -> None:
     sockets = control.Control(Config(transport="zmq"), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
     memory = HostMemory([[np.zeros((1, 8), np.uint8)]], 16)
     port = DriverPort(
-        "d/0", Config(transport="zmq"), memory, Counters(), sockets.poller, ignore, ignore
+        "d/0", Config(transport="zmq"), memory, Counters(), sockets.poller, *[ignore] * 3
     )
     reading = ZmqTransport(port, sockets)
     for at in range(2 * control.MAX_LINKS + 50):

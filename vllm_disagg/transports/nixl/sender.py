@@ -72,7 +72,7 @@ class NixlSender:
         runs = merged(self._memory.runs(piece.extent, piece.blocks), agent.regions)
         encoded = notes.piece_notes(piece.transfer, piece.number, agent.name, runs)
         for note in encoded:
-            self._port.send_to_receiver(piece.reader, note)
+            self._port.send_unordered(piece.reader, note)
         self._port.counters.bytes_sent += total_bytes(runs)
 
     def on_receiver_note(self, receiver: str, data: bytes) -> None:

@@ -4,8 +4,9 @@ Each worker binds a ROUTER, and connects a DEALER to every worker from which it 
 workers of one machine messages of the protocol go over local links as soon as these are up
 (`local_links.py`).
 
-Notes of transports always go over ZMQ. So those of one peer arrive in the order in which they were
-sent, although some may be lost, and only members of the fleet can read or send them.
+Notes of transports go over ZMQ, except those that may overtake others (`send_unordered`). So they
+arrive in the order in which they were sent, although some may be lost, and only members of the
+fleet can read them.
 
 CURVE protects every socket, with keys derived from the fleet key. A ZAP handler accepts one client
 key alone. So a peer that has the fleet key is a member of the fleet. No other peer gets a
@@ -87,10 +88,16 @@ class Control:
 
         It may be lost. Notes keep their order; any other message may overtake or be overtaken.
         """
-        frame = messages.encode(message)
         # Part of what a full link does not take goes over ZMQ, and would overtake the rest.
-        is_note = isinstance(message, messages.TransportNote)
-        if is_note or not self.local.send_to_receiver(receiver, frame):
+        if isinstance(message, messages.TransportNote):
+            _send(self.router, [receiver.encode(), messages.encode(message)])
+        else:
+            self.send_unordered(receiver, message)
+
+    def send_unordered(self, receiver: str, message: messages.AtReceiver) -> None:
+        """Sends a message, or a note that may overtake others, to a worker that reads from here."""
+        frame = messages.encode(message)
+        if not self.local.send_to_receiver(receiver, frame):
             _send(self.router, [receiver.encode(), frame])
 
     def send_to_sender(self, sender: str, message: messages.AtSender) -> None:

@@ -105,6 +105,17 @@ async def test_a_stream_is_not_complete_until_one_more_token_came(path: str) -> 
         ("/v1/completions", {"prompt": "x", "n": 2}, True),
         ("/v1/completions", {"prompt": ["x", "y"]}, True),
         ("/v1/chat/completions", {"n": 2}, True),
+        # Several choices, and other reasons to serve the request whole.
+        ("/v1/completions", {"prompt": ["x", "y"], "truncate_prompt_tokens": -1}, True),
+        ("/v1/completions", {"prompt": "x", "n": 2, "prompt_logprobs": 0}, True),
+        ("/v1/completions", {"prompt": "x", "n": 2, "echo": True}, True),
+        ("/v1/completions", {"prompt": "x", "n": 2, "prompt_embeds": "x"}, True),
+        ("/v1/completions", {"prompt": ["x", "y"], "echo": True}, True),
+        ("/v1/completions", {"prompt_embeds": ["x", "y"]}, True),
+        ("/v1/chat/completions", {"n": 2, "prompt_logprobs": 0}, True),
+        # Other reasons alone.
+        ("/v1/completions", {"prompt": [1, 2], "echo": True}, False),
+        ("/v1/completions", {"prompt": "x", "prompt_embeds": None, "n": None}, False),
         ("/v1/completions", {"prompt": "x"}, False),
         ("/v1/chat/completions", {}, False),
     ],

@@ -567,6 +567,13 @@ def test_bodies_that_begin_with_the_token_of_d(schema: Any, fields: dict[str, An
     assert not parse(json.dumps(body).encode(), schema).begins_with_prefill_token
 
 
+def test_logprobs_that_are_false() -> None:
+    """A flag of chats; completions have a count, and read `false` as 0: logprobs without others."""
+    for schema, begins in ((CHAT, True), (COMPLETIONS, False)):
+        body = {**COMMON, schema.prompt: "x", "logprobs": False}
+        assert parse(json.dumps(body).encode(), schema).begins_with_prefill_token is begins
+
+
 def test_other_endpoints_begin_with_the_token_of_d() -> None:
     body = {"model": "m", "stream": True, "temperature": 0, "input": "x", "store": False}
     assert not parse(json.dumps(body).encode(), RESPONSES).begins_with_prefill_token

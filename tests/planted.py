@@ -380,6 +380,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("another reason to serve it whole hides several choices", "proxy/requests/bodies.py", "        return self._schema.has_several_choices(self._fields, self._sampling)\n", "        return self.aggregated_reason in (\"n\", \"best_of\", self._schema.prompt)\n", "tests/proxy/requests/test_completeness.py"),
     ("embeddings are one prompt", "proxy/http/endpoint_schema.py", "            return True  # a list of prompts, or one beside `prompt`\n", "            pass\n", "tests/proxy/requests/test_completeness.py"),
     ("prompt_logprobs: false asks for none", "proxy/http/endpoint_schema.py", "if value not in _UNSET or (value == b\"false\" and name == \"prompt_logprobs\"):", "if value not in _UNSET:", "tests/proxy/requests/test_bodies.py"),
+    ("a text about the end is the end", "proxy/requests/completeness.py", "_DONE = re.compile(rb\"^data:", "_DONE = re.compile(rb\"data:", "tests/proxy/requests/test_completeness.py"),
     ("a role is a beginning", "proxy/requests/first_content.py", "    \"/v1/chat/completions\": _is_role,\n", "", "tests/proxy/requests/test_first_content.py"),
     ("response.created is a beginning", "proxy/requests/first_content.py", "        \"response.created\",\n", "", "tests/proxy/requests/test_first_content.py"),
     ("an error is a beginning", "proxy/requests/first_content.py", "if sse.failed(data):", "if False:", "tests/proxy/requests/test_first_content.py"),

@@ -144,6 +144,38 @@ async def test_a_choice_without_a_token_is_missed(
         assert b'"error"' not in reply.body
 
 
+@pytest.mark.parametrize("cut", [1, 60, 1000])
+async def test_a_text_about_the_end_is_no_end(cut: int) -> None:
+    """A text that mentions `data: [DONE]` is sent at once, and so is what follows it."""
+    async with world(decode=2) as w:
+        engines = Stopping(w, living=9)
+        go = asyncio.Event()
+        text = "use data: [DONE]\n\ndata: [DONE] to end"
+        chunk = {"choices": [{"index": 0, "text": text, "finish_reason": None}]}
+        event = b"data: " + json.dumps(chunk).encode() + b"\n\n"
+
+        async def tell(call: Call) -> None:
+            await call.stream()
+            for begin in range(0, len(event), cut):
+                await call.chunk(event[begin : begin + cut])
+            await go.wait()
+            await call.chunk(event + b"data: [DONE]\n\n")
+            await call.end()
+
+        engines.tell = tell  # type: ignore[method-assign]
+        client = await w.connect()
+        client.send("POST", "/v1/completions", body(stream=True, prompt="x", n=2))
+        read = b""
+        async with asyncio.timeout(10):
+            while b"to end" not in read:
+                read += await client.reader.read(65536)
+            assert not engines.asked
+            go.set()
+            while b"0\r\n\r\n" not in read:
+                read += await client.reader.read(65536)
+        assert engines.asked
+
+
 async def test_one_question_serves_all_answers_before_it() -> None:
     async with world(prefill=0) as w:
         engines = Stopping(w, living=99)

@@ -335,7 +335,7 @@ class AnswerTarget(LoopTarget):
     async def _stream(self, random: Random) -> None:
         path = random.choice(PATHS)
         sent: list[bytes] = []
-        end_mark = END_MARKS.get(path, b"") if random.random() < 0.5 else b""
+        end_mark = END_MARKS.get(path) if random.random() < 0.5 else None
         recorder = StreamRecorder(sent.append, random.random() < 0.8, end_mark, path)
         events = random.choices(self._events, k=random.randrange(1, 12))
         for _ in range(random.randrange(1, 4)):

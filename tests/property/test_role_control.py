@@ -162,6 +162,19 @@ def test_instances_of_one_role_count_and_stay() -> None:
     assert changes(controller.handle(alone, 0.0)) == [ChangeRole("a", "decode")]
 
 
+def test_a_role_whose_instances_still_start_is_awaited() -> None:
+    controller = RoleController(RULES)
+    starting: dict[str, Any] = {"starting": frozenset(("prefill",))}
+    assert run(controller, "dd", 30, **starting) == ("dd", [])
+    assert run(controller, "dd", 2, 30, **starting)[1] == [30.0]
+    # Not while another role's instances start, nor without any.
+    assert run(RoleController(RULES), "pp", 1, **starting)[1] == [0.0]
+    assert run(RoleController(RULES), "dd", 1)[1] == [0.0]
+    # Each time that one is missing.
+    assert run(controller, "pd", 1, 40)[1] == []
+    assert run(controller, "dd", 30, 50, **starting)[1] == []
+
+
 LOADS = st.fixed_dictionaries(
     {
         "prefill_work": st.none() | st.floats(0, 20),

@@ -18,8 +18,9 @@ least pressure of the role that has more of it. Against changes to and fro:
     confirmation the same change is wanted for CONFIRMATION_SECONDS
     cooldown     `RoleRules.cooldown` seconds lie between two changes
 
-Two cases wait for nothing: a fleet without a decode instance serves nobody, and one without a
-prefill instance splits no request. Any member that can help changes its role at once.
+Two cases wait for none of these: a fleet without a decode instance serves nobody, and one without a
+prefill instance splits no request. A member changes its role at the first observation of that. Only
+where an instance of the missing role is still starting, it has START_GRACE_SECONDS.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ MAX_DONOR_PRESSURE_IF_URGENT = 0.9
 MIN_PRESSURE = 0.7  # below it no objective is in danger, and nothing changes
 WANTED_PRESSURE = 0.8  # at which the numbers of instances for an autoscaler are reckoned
 CONFIRMATION_SECONDS = 3.0
+START_GRACE_SECONDS = 30.0  # for the first answer of a role's instances, while it has none
 SMOOTHING_SECONDS = 10.0  # in which an old load comes to count 1/e
 MAX_WANTED = 1024  # instances of a role
 
@@ -64,6 +66,7 @@ class LoadObserved(msgspec.Struct, frozen=True, kw_only=True):
     members: tuple[RoleMember, ...]
     fixed_prefill: int = 0  # usable instances that can only prefill
     fixed_decode: int = 0  # usable instances that can only decode
+    starting: frozenset[Role] = frozenset()  # roles of instances that have never answered
     # Work of the prompts of one second; None: it was not measured yet.
     prefill_work: float | None = None
     waiting_work: float = 0.0  # of prompts that are not computed yet
@@ -124,10 +127,16 @@ class RoleController:
         self._changed_at = -math.inf
         self._wish: Role | None = None  # the role that should get one more member
         self._wished_since = 0.0
+        self._lacking_since: float | None = None  # an instance of one role; None: none is lacking
 
     def handle(self, event: LoadObserved, now: float) -> list[RoleAction]:
         """Takes an observation at `now`, in seconds; returns the changes."""
-        if repair := _repair(event):
+        repair = _repair(event)
+        if repair is None:
+            self._lacking_since = None
+        elif self._waits_for_start(event, repair.role, now):
+            return []
+        else:
             self._note_change(now)
             return [repair]
         if event.steps is None or event.prefill_work is None:
@@ -146,6 +155,12 @@ class RoleController:
             actions.append(_move(event, wish))
             self._note_change(now)
         return actions
+
+    def _waits_for_start(self, event: LoadObserved, role: Role, now: float) -> bool:
+        """Whether a missing role may soon have an instance that is still starting."""
+        if self._lacking_since is None:
+            self._lacking_since = now
+        return role in event.starting and now - self._lacking_since < START_GRACE_SECONDS
 
     def _note_change(self, now: float) -> None:
         self._changed_at = now
@@ -218,7 +233,7 @@ def _has_member(event: LoadObserved, role: Role) -> bool:
 
 
 def _repair(event: LoadObserved) -> ChangeRole | None:
-    """Returns the change that a fleet without instances of one role needs at once."""
+    """Returns the change that a fleet without instances of one role needs."""
     prefills, decodes = _counts(event)
     if not decodes and _has_member(event, "prefill"):
         return _move(event, "decode")

@@ -26,7 +26,7 @@ from .http.server import Server
 from .http.tls import UpstreamTrust
 from .membership import kubernetes
 from .membership.discovery import Discovery
-from .membership.members import Members, MembershipChange
+from .membership.members import Members
 from .membership.reconcile import Member
 from .membership.registry import Registry
 from .membership.roles import RoleKeeper
@@ -195,14 +195,14 @@ def _role_tasks(
     if settings.roles == "fixed" or (settings.place and settings.place.index > 0):
         return
 
-    def change(role: MembershipChange) -> None:
-        members.apply(role)
+    def set_roles(roles: dict[str, Role]) -> None:
+        members.set_roles(roles)
         if bus:
-            bus.broadcast(role)
+            bus.broadcast_roles(roles)
 
     rules = RoleRules(settings.objectives.ttft, settings.objectives.tpot)
     waiting = prefill_queue.backlog_seconds
-    keeper = RoleKeeper(fleet, rules, waiting, change, metrics.wanted_instances)
+    keeper = RoleKeeper(fleet, rules, waiting, set_roles, metrics.wanted_instances)
     show = discovery.on_metrics_read
 
     def on_metrics_read(instance: Instance, page: bytes, now: float) -> None:

@@ -125,6 +125,12 @@ def test_the_command_compares_all_splits(
     assert "at 1 req/s" in text
 
 
+def test_a_trace_without_a_rate_is_refused() -> None:
+    part = Trace((TraceRequest(0.0, 512, 1), TraceRequest(0.0, 512, 1)))
+    with pytest.raises(ConfigError, match="--replay: all requests of the trace arrive at once"):
+        replay.sample_of(replay.joined([part]), 2.0)
+
+
 def test_joined_traces_share_no_blocks() -> None:
     part = Trace((TraceRequest(0.0, 512, 1, (0,)), TraceRequest(1.0, 512, 1, (0,))))
     found = replay.joined([part, part])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +19,7 @@ from vllm_disagg.product_sums import STEP_QUANTITIES, ProductSums
 from vllm_disagg.protocol.peers import EngineInfo, WorkerInfo
 from vllm_disagg.proxy import flags, main
 from vllm_disagg.proxy.membership import roles
-from vllm_disagg.proxy.membership.members import Members, MembershipChange
+from vllm_disagg.proxy.membership.members import Members
 from vllm_disagg.proxy.membership.reconcile import Member
 from vllm_disagg.proxy.membership.roles import RoleKeeper
 from vllm_disagg.proxy.membership.step_profiles import StepProfiles
@@ -84,7 +86,7 @@ def test_load_and_steps_come_from_the_engines_sums() -> None:
         profiles.on_metrics_read("d", None, d.page(), float(second))
         busy(p, 1.0, prompts=True)
         busy(d, 2.0, prompts=False)
-    load = profiles.load(["p", "d"])
+    load = profiles.load(["p", "d"], 18.0)
     assert load.prefill_work == pytest.approx(0.5, rel=0.1)
     assert load.sequences == pytest.approx(61, rel=0.05)
     assert load.contexts == pytest.approx(6100, rel=0.05)
@@ -92,7 +94,7 @@ def test_load_and_steps_come_from_the_engines_sums() -> None:
     assert load.steps
     assert load.steps.decode_step(30, 3000) == pytest.approx(BASE + SEQUENCE * 30, rel=0.02)
     # An engine that has left takes its load with it; the steps are known.
-    gone = profiles.load(["p"])
+    gone = profiles.load(["p"], 18.0)
     assert gone.sequences == 0
     assert gone.steps
 
@@ -105,7 +107,7 @@ def test_a_restarted_engine_begins_anew() -> None:
     fresh = Steps()
     busy(fresh, 0.1, prompts=True)
     profiles.on_metrics_read("p", None, fresh.page(), 2.0)
-    assert profiles.load(["p"]).prefill_work == 0
+    assert profiles.load(["p"], 2.0).prefill_work == 0
 
 
 def test_a_rank_has_its_own_sums() -> None:
@@ -119,16 +121,52 @@ def test_a_rank_has_its_own_sums() -> None:
     page = first.page(0) + second.page(1)
     for rank in (0, 1):
         profiles.on_metrics_read(f"u@{rank}", rank, page, 20.0)
-    assert profiles.load(["u@0"]).prefill_work == 0
+    assert profiles.load(["u@0"], 20.0).prefill_work == 0
     profiles = StepProfiles()
-    assert profiles.load(["u@1"]).steps is None
+    assert profiles.load(["u@1"], 20.0).steps is None
+
+
+def test_a_load_that_is_no_more_read_is_forgotten() -> None:
+    profiles = StepProfiles()
+    steps = Steps()
+    for second in range(0, 20, 2):
+        profiles.on_metrics_read("d", None, steps.page(), float(second))
+        busy(steps, 2.0, prompts=False)
+    assert profiles.load(["d"], 28.0).sequences > 50
+    old = profiles.load(["d"], 60.0)
+    assert old.sequences == 0
+    assert old.steps
+
+
+@pytest.mark.parametrize("value", ["+Inf", "NaN", "-Inf", "1e400"])
+def test_sums_that_are_not_finite_are_not_read(value: str) -> None:
+    profiles = StepProfiles()
+    p, d = Steps(), Steps()
+    for second in range(0, 20, 2):
+        profiles.on_metrics_read("p", None, p.page(), float(second))
+        page = re.sub(rb'("contexts.seconds"} )\S+', rb"\g<1>" + value.encode(), d.page())
+        assert second == 0 or value.encode() in page
+        profiles.on_metrics_read("d", None, page, float(second))
+        busy(p, 1.0, prompts=True)
+        busy(d, 2.0, prompts=False)
+    load = profiles.load(["p", "d"], 18.0)
+    assert load.prefill_work == pytest.approx(0.5, rel=0.1)
+    assert load.contexts == 0
+    assert load.steps
 
 
 def member(url: str, role: Role, engine_role: Any = "both", layout: str = "m") -> Instance:
     instance = Instance(url, role)
-    worker = WorkerInfo(url, "a", "b")
-    instance.on_probe_answered("m", EngineInfo(url, engine_role, [worker], {"model": layout}))
+    answered(instance, engine_role, layout)
     return instance
+
+
+def answered(
+    instance: Instance, engine_role: Any = "both", layout: str = "m", model: str = "m"
+) -> None:
+    worker = WorkerInfo(instance.url, "a", "b")
+    engine = EngineInfo(instance.url, engine_role, [worker], {"model": layout})
+    instance.on_probe_answered(model, engine)
 
 
 class Kept:
@@ -141,13 +179,18 @@ class Kept:
         self.steps = {instance.url: Steps() for instance in instances}
         self.now = 0.0
         rules = RoleRules(OBJECTIVES.ttft, OBJECTIVES.tpot)
-        self.keeper = RoleKeeper(self.fleet, rules, lambda: 0.0, self._change, self.wanted)
+        self.waiting_work: Callable[[], float] = lambda: 0.0
+        self.keeper = RoleKeeper(
+            self.fleet, rules, lambda: self.waiting_work(), self._set_roles, self.wanted
+        )
 
-    def _change(self, change: MembershipChange) -> None:
-        self.changes.append((self.now, change.url, change.role))
+    def _set_roles(self, roles: dict[str, Role]) -> None:
+        self.told = roles
         for instance in self.fleet.instances:
-            if instance.url == change.url:
-                instance.role = change.role
+            role = roles.get(instance.url, instance.named_role)
+            if role != instance.role:
+                self.changes.append((self.now, instance.url, role))
+                instance.role = role
 
     def run(self, seconds: float, load: Callable[[Instance, Steps], None]) -> None:
         end = self.now + seconds
@@ -202,6 +245,79 @@ def test_several_models_keep_their_roles(caplog: pytest.LogCaptureFixture) -> No
     kept.run(60, prompt_heavy)
     assert kept.changes == []
     assert caplog.text.count("2 kinds of KV cache") == 1
+
+
+def test_another_model_beside_keeps_the_roles(caplog: pytest.LogCaptureFixture) -> None:
+    """A decode instance of another model is none that could take the place of the members' own."""
+    other = Instance("http://other", "decode")
+    answered(other, "decode", "o", "o")
+    kept = Kept(member("http://p", "prefill"), member("http://d", "decode"), other)
+    kept.run(60, prompt_heavy)
+    assert kept.changes == []
+    assert caplog.text.count("http://other serves another model") == 1
+
+
+def test_prefill_instances_that_fit_no_member_do_not_count() -> None:
+    fixed = member("http://f", "prefill", "prefill", layout="other")
+    kept = Kept(fixed, *(member(f"http://i{n}", "decode") for n in range(2)))
+    kept.run(2, lambda *_: None)
+    assert kept.roles()[1:].count("p") == 1
+
+
+def test_an_instance_that_still_starts_is_awaited() -> None:
+    starting = Instance("http://p", "prefill")
+    kept = Kept(starting, *(member(f"http://i{n}", "decode") for n in range(2)))
+    kept.run(20, lambda *_: None)
+    assert kept.changes == []
+    answered(starting)
+    kept.run(60, lambda *_: None)
+    assert kept.changes == []
+    starting.mark_down("dead")  # it has answered once
+    kept.run(2, lambda *_: None)
+    assert kept.roles()[1:].count("p") == 1
+
+
+def test_an_instance_that_never_starts_is_not_awaited_for_ever() -> None:
+    kept = Kept(Instance("http://d", "decode"), member("http://p", "prefill"))
+    kept.run(40, lambda *_: None)
+    assert [(url, role) for _, url, role in kept.changes] == [("http://p", "decode")]
+    assert 30 <= kept.changes[0][0] <= 34
+
+
+def test_an_engine_that_is_started_for_one_role_has_the_named_one() -> None:
+    instance = member("http://p", "prefill")
+    instance.take_role("decode")
+    answered(instance)
+    assert instance.role == "decode"
+    answered(instance, "prefill")
+    assert (instance.role, instance.unavailable_reason) == ("prefill", "")
+    instance.take_role("decode")
+    assert instance.role == "prefill"
+    answered(instance, "decode")
+    assert (
+        "is given as --prefill, but its connector's role is decode" in instance.unavailable_reason
+    )
+
+
+async def test_a_fault_of_the_controller_keeps_the_roles(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(roles, "OBSERVATION_SECONDS", 0.001)
+    kept = Kept(member("http://p", "prefill"), member("http://d", "decode"))
+    kept.fleet.instances[1].role = "prefill"
+
+    def fail() -> float:
+        raise ValueError("scripted")
+
+    kept.waiting_work = fail
+    running = asyncio.create_task(kept.keeper.run())
+    await until(lambda: len(caplog.records) > 1)
+    assert not running.done()
+    running.cancel()
+    assert "all instances keep their roles" in caplog.text and "scripted" in caplog.text
+    assert caplog.records[0].levelno == logging.ERROR
+    # Other workers get them all the same.
+    assert kept.told == {"http://d": "prefill"}
 
 
 def test_the_last_decode_instance_is_replaced_at_once() -> None:
@@ -271,26 +387,76 @@ async def test_a_role_changes_while_answers_run(monkeypatch: pytest.MonkeyPatch)
         assert turned.legs("prefill")
 
 
-def test_a_role_is_known_before_its_instance_joins() -> None:
-    """A worker that starts late may hear of a change before it finds the instance."""
+def in_members(check: Callable[[Fleet, Members], None]) -> None:
+    """Runs a check of a fleet's members that follow no real instance."""
     fleet = Fleet()
-    pools: dict[str, Any] = {}
     no_pool: Any = NoPool()
-    members = Members(fleet, pools, lambda *_: no_pool, lambda _: asyncio.sleep(60), lambda: None)
+    members = Members(fleet, {}, lambda *_: no_pool, lambda _: asyncio.sleep(60), lambda: None)
 
-    async def joins() -> None:
+    async def run() -> None:
         async with asyncio.TaskGroup() as tasks:
             sweep = members.start(tasks)
-            members.apply(MembershipChange("role", "http://d", "prefill"))
-            members.set("dns", [Member("http://d", "decode"), Member("http://e", "decode")])
-            assert [i.role for i in fleet.instances] == ["prefill", "decode"]
-            assert members.role("http://d") == "decode"
-            members.set("dns", [Member("http://e", "decode")])
-            assert [i.url for i in fleet.leaving] == ["http://d"]
+            check(fleet, members)
             sweep.cancel()
             members.close()
 
-    asyncio.run(joins())
+    asyncio.run(run())
+
+
+D, E = Member("http://d", "decode"), Member("http://e", "decode")
+
+
+def test_a_role_is_known_before_its_instance_joins() -> None:
+    """A worker that starts late may hear of a change before it finds the instance."""
+
+    def check(fleet: Fleet, members: Members) -> None:
+        members.set_roles({"http://d": "prefill"})
+        members.set("dns", [D, E])
+        assert [i.role for i in fleet.instances] == ["prefill", "decode"]
+        assert members.role("http://d") == "decode"
+        members.set("dns", [E])
+        assert [i.url for i in fleet.leaving] == ["http://d"]
+
+    in_members(check)
+
+
+def test_an_instance_that_is_named_again_has_its_present_role() -> None:
+    def check(fleet: Fleet, members: Members) -> None:
+        members.set("dns", [D, E])
+        members.set("dns", [E])
+        members.set_roles({"http://d": "prefill"})
+        members.set("dns", [D, E])
+        assert {i.url: i.role for i in fleet.instances} == {
+            "http://d": "prefill",
+            "http://e": "decode",
+        }
+
+    in_members(check)
+
+
+def test_a_role_of_which_the_first_worker_has_forgotten_is_the_named_one() -> None:
+    """Its instance has left there, and is named again, while it never left here."""
+
+    def check(fleet: Fleet, members: Members) -> None:
+        members.set("dns", [D, E])
+        members.set_roles({"http://d": "prefill", "http://gone": "prefill"})
+        members.set_roles({"http://e": "prefill"})
+        assert [i.role for i in fleet.instances] == ["decode", "prefill"]
+        assert members._roles == {"http://e": "prefill"}
+
+    in_members(check)
+
+
+def test_the_first_worker_tells_all_roles_that_are_not_the_named_ones() -> None:
+    kept = Kept(
+        member("http://p", "prefill"), *(member(f"http://i{n}", "decode") for n in range(2))
+    )
+    kept.fleet.instances[1].role = "prefill"
+    leaves = member("http://l", "decode")
+    leaves.role = "prefill"
+    kept.fleet.leaving.append(leaves)
+    kept.keeper.observe(2.0)
+    assert kept.told == {"http://i0": "prefill", "http://l": "prefill"}
 
 
 class NoPool:
@@ -301,16 +467,16 @@ class NoPool:
 
 
 class Recorder:
-    """Stands for the parts that a change of a role is told to."""
+    """Stands for the parts that get the roles."""
 
     def __init__(self) -> None:
-        self.told: list[MembershipChange] = []
+        self.told: list[dict[str, Role]] = []
         self.on_metrics_read: Any = lambda *_: None
 
-    def apply(self, change: MembershipChange) -> None:
-        self.told.append(change)
+    def set_roles(self, roles: dict[str, Role]) -> None:
+        self.told.append(roles)
 
-    broadcast = apply
+    broadcast_roles = set_roles
 
     def backlog_seconds(self) -> float:
         return 0.0
@@ -338,8 +504,7 @@ async def test_the_first_worker_decides_for_all(monkeypatch: pytest.MonkeyPatch)
     running = asyncio.create_task(keeping)
     await until(lambda: bus.told)
     running.cancel()
-    change = MembershipChange("role", "http://a", "prefill")
-    assert members.told[0] == bus.told[0] == change
+    assert members.told[0] == bus.told[0] == {"http://a": "prefill"}
 
 
 async def test_fixed_roles_stay(monkeypatch: pytest.MonkeyPatch) -> None:

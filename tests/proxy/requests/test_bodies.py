@@ -115,6 +115,7 @@ def test_numbers_and_strings_stay_as_written() -> None:
         {"echo": True},
         {"use_beam_search": True},
         {"prompt_logprobs": 0},
+        {"prompt_logprobs": False},
         {"max_tokens": 0},
         {"prompt": ["a"]},
         {"prompt": [[1, 2]]},

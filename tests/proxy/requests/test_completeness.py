@@ -105,6 +105,17 @@ async def test_a_stream_is_not_complete_until_one_more_token_came(path: str) -> 
         ("/v1/completions", {"prompt": "x", "n": 2}, True),
         ("/v1/completions", {"prompt": ["x", "y"]}, True),
         ("/v1/chat/completions", {"n": 2}, True),
+        # Several choices, and other reasons to serve the request whole.
+        ("/v1/completions", {"prompt": ["x", "y"], "truncate_prompt_tokens": -1}, True),
+        ("/v1/completions", {"prompt": "x", "n": 2, "prompt_logprobs": 0}, True),
+        ("/v1/completions", {"prompt": "x", "n": 2, "echo": True}, True),
+        ("/v1/completions", {"prompt": "x", "n": 2, "prompt_embeds": "x"}, True),
+        ("/v1/completions", {"prompt": ["x", "y"], "echo": True}, True),
+        ("/v1/completions", {"prompt_embeds": ["x", "y"]}, True),
+        ("/v1/chat/completions", {"n": 2, "prompt_logprobs": 0}, True),
+        # Other reasons alone.
+        ("/v1/completions", {"prompt": [1, 2], "echo": True}, False),
+        ("/v1/completions", {"prompt": "x", "prompt_embeds": None, "n": None}, False),
         ("/v1/completions", {"prompt": "x"}, False),
         ("/v1/chat/completions", {}, False),
     ],
@@ -131,6 +142,41 @@ async def test_a_choice_without_a_token_is_missed(
         reply = await w.ask("POST", path, body(stream=True, **fields))
         assert reply.complete and reply.body.endswith(b"data: [DONE]\n\n")
         assert b'"error"' not in reply.body
+
+
+@pytest.mark.parametrize("cut", [1, 60, 1000])
+async def test_a_text_about_the_end_is_no_end(cut: int) -> None:
+    """A text that mentions `data: [DONE]` is sent at once, and so is what follows it."""
+    async with world(decode=2) as w:
+        engines = Stopping(w, living=9)
+        go = asyncio.Event()
+        text = "use data: [DONE]\n\ndata: [DONE] to end"
+        chunk = {"choices": [{"index": 0, "text": text, "finish_reason": None}]}
+        event = b"data: " + json.dumps(chunk).encode() + b"\n\n"
+
+        async def tell(call: Call) -> None:
+            await call.stream()
+            for begin in range(0, len(event), cut):
+                await call.chunk(event[begin : begin + cut])
+            await go.wait()
+            await call.chunk(event + b"data: [DONE]\n\n")
+            await call.end()
+
+        engines.tell = tell  # type: ignore[method-assign]
+        client = await w.connect()
+        client.send("POST", "/v1/completions", body(stream=True, prompt="x", n=2))
+        read = b""
+        try:
+            async with asyncio.timeout(10):
+                while b"to end" not in read:
+                    read += await client.reader.read(65536)
+        finally:
+            go.set()  # a request that waits would delay the end of the proxy
+        assert not engines.asked
+        async with asyncio.timeout(10):
+            while b"\r\n0\r\n\r\n" not in read:
+                read += await client.reader.read(65536)
+        assert engines.asked
 
 
 async def test_one_question_serves_all_answers_before_it() -> None:

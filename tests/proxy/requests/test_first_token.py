@@ -566,6 +566,13 @@ def test_bodies_that_begin_with_the_token_of_d(schema: Any, fields: dict[str, An
     assert not parse(json.dumps(body).encode(), schema).begins_with_prefill_token
 
 
+def test_logprobs_that_are_false() -> None:
+    """A flag of chats; completions have a count, and read `false` as 0: logprobs without others."""
+    for schema, begins in ((CHAT, True), (COMPLETIONS, False)):
+        body = {**COMMON, schema.prompt: "x", "logprobs": False}
+        assert parse(json.dumps(body).encode(), schema).begins_with_prefill_token is begins
+
+
 def test_other_endpoints_begin_with_the_token_of_d() -> None:
     body = {"model": "m", "stream": True, "temperature": 0, "input": "x", "store": False}
     assert not parse(json.dumps(body).encode(), RESPONSES).begins_with_prefill_token
@@ -649,6 +656,10 @@ def test_the_form_of_an_opening(form: str, text: str) -> None:
         chunk({"index": 0, "text": "a", "logprobs": {}}),
         chunk({"index": 0, "text": "a"}, usage={"prompt_tokens": 3}),
         chunk({"index": 0, "text": "a"}, prompt_token_ids=[1]),
+        # A field that a continuation does not know, although it has no content here.
+        chunk({"index": 0, "text": "a", "unknown": None}),
+        chunk({"index": 0, "delta": {"content": "a", "unknown": None}}),
+        chunk({**ROLE, "unknown": None}) + b"\n\n" + chunk({"index": 0, "delta": {"content": "a"}}),
         chunk({"index": 0, "delta": {"reasoning": "a"}}),
         chunk({"index": 0, "delta": {"content": "a", "reasoning": "b"}}),
         chunk({"index": 0, "delta": {"role": "assistant", "content": "a"}}),
@@ -671,20 +682,34 @@ def test_openings_that_show_no_form(beginning: bytes) -> None:
     assert read_opening(beginning + b"\n\n") is None
 
 
-def test_forgotten_pairs_agree_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_token, "MAX_KNOWN_PAIRS", 2)
+def known_pairs(monkeypatch: pytest.MonkeyPatch, most: int) -> tuple[Any, Any]:
+    """Returns the pairs' memory, and a function that asks it for a relay."""
+    monkeypatch.setattr(first_token, "MAX_KNOWN_PAIRS", most)
     tokens = first_token.FirstTokens("prefill", lambda _: None)
-    body = parse(json.dumps({**COMMON, "prompt": "x"}).encode())
 
-    def relay(name: str) -> Any:
+    def relay(name: str, model: str = "m") -> Any:
+        body = parse(json.dumps({**COMMON, "model": model, "prompt": "x"}).encode())
         engine = SimpleNamespace(incarnation=name, layout={}, plain_chat=True)
-        instance = SimpleNamespace(engine=engine, url=name)
+        instance = SimpleNamespace(engine=engine, url=name, models=frozenset(("m", "adapter")))
         pair: Any = SimpleNamespace(prefill=instance, decode=instance)
         return tokens.relay(pair, COMPLETION, body, lambda _, __: True)
 
+    return tokens, relay
+
+
+def test_forgotten_pairs_agree_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, relay = known_pairs(monkeypatch, 2)
     first = relay("a")
+    second = relay("b")
     assert relay("a")._pair is first._pair
-    relay("b")
-    relay("c")
-    assert len(tokens._known) == 1
-    assert relay("a")._pair is not first._pair
+    relay("c")  # "b" served longest ago
+    assert len(tokens._known) == 2
+    assert relay("a")._pair is first._pair
+    assert relay("b")._pair is not second._pair
+
+
+def test_invented_models_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, relay = known_pairs(monkeypatch, 9)
+    assert relay("a", "") and relay("a", "m") and relay("a", "adapter")
+    assert relay("a", "x" * 1000) is None
+    assert len(tokens._known) == 3

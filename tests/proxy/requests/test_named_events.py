@@ -435,7 +435,7 @@ async def test_an_unverified_answer_is_continued_elsewhere(done: bool) -> None:
         reply = await w.post("/v1/responses", body)
         assert reply.complete and len(asked) == 2
         if done:
-            assert END_MARKS["/v1/responses"] not in reply.body and b'"error"' in reply.body
+            assert not END_MARKS["/v1/responses"].search(reply.body) and b'"error"' in reply.body
             return
         said = hear_response(reply.body)
         assert said["said"] == [("message", "".join(text for _, text in PLAIN))]

@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,10 @@ from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.fleet.registration import RegistrationNote, sign
 from vllm_disagg.proxy.membership.members import MembershipChange
 from vllm_disagg.proxy.membership.registry import Registry
-from vllm_disagg.proxy.routing.fleet import Instance
+from vllm_disagg.proxy.routing.fleet import Fleet, Instance, Role
 from vllm_disagg.proxy.telemetry.metrics import merge
 from vllm_disagg.proxy.workers import supervisor
-from vllm_disagg.proxy.workers.bus import BusMessage, WorkerPlace
+from vllm_disagg.proxy.workers.bus import BusMessage, WorkerBus, WorkerPlace, frame, receive
 from vllm_disagg.proxy.workers.shared_load import SharedLoad, size
 from vllm_disagg.proxy.workers.supervisor import BusHub, _keep_running, _run_process
 
@@ -89,20 +90,48 @@ def test_a_new_worker_learns_how_things_are() -> None:
     said: list[BusMessage] = []
     hub.workers[1].send = said.append  # type: ignore[assignment, method-assign]
     add, drain = MembershipChange("add", "u", "prefill"), MembershipChange("drain", "v")
-    role = MembershipChange("role", "u", "decode")
-    for change in (MembershipChange("drain", "u"), role, add, MembershipChange("cut", "w"), drain):
+    for change in (MembershipChange("drain", "u"), add, MembershipChange("cut", "w"), drain):
         hub.on_message(hub.workers[0], BusMessage("change", change=change), 0.0)
+    last = BusMessage("roles", roles={"w": "prefill"})
+    for roles in (BusMessage("roles", roles={"u": "decode", "v": "prefill"}), last):
+        hub.on_message(hub.workers[0], roles, 0.0)
+        assert said[-1] == roles
     hub.on_message(hub.workers[0], BusMessage("note", text="old"), 0.0)
     hub.on_message(hub.workers[0], BusMessage("note", text="new"), 20.0)
     said.clear()
     hub.on_message(hub.workers[1], BusMessage("ready"), 21.0)
     assert [m.change for m in said if m.change] == [
         MembershipChange("drain", "u"),
-        role,
         add,
         drain,
     ]
     assert [m.text for m in said if m.kind == "note"] == ["new"]
+    assert [m for m in said if m.kind == "roles"] == [last]
+
+
+async def test_a_worker_applies_the_roles_of_the_first_one() -> None:
+    told: list[dict[str, Role]] = []
+    hub_end, worker_end = socket.socketpair()
+    table = os.memfd_create("load")
+    os.truncate(table, size(2))
+    place = WorkerPlace(1, 2, worker_end.detach(), table, 0, "")
+    bus = WorkerBus(place, Fleet(), {}, lambda: None)
+    members: Any = SimpleNamespace(set_roles=told.append)
+    reader, writer = await asyncio.open_unix_connection(sock=hub_end)
+    bus.broadcast_roles({"http://e": "decode"})  # before it is connected
+    listening = asyncio.create_task(bus.listen(members, None, lambda: None))
+    assert await receive(reader) == BusMessage("ready")
+    assert await receive(reader) == BusMessage("roles", roles={"http://e": "decode"})
+    for roles in ({"http://d": "prefill"}, {}):
+        writer.write(frame(BusMessage("roles", roles=roles)))  # type: ignore[arg-type]
+    writer.close()
+    await listening
+    for end in (writer, bus._writer):
+        assert end
+        end.close()
+        await end.wait_closed()
+    assert told == [{"http://d": "prefill"}, {}]
+    os.close(table)
 
 
 class SignalledProcess:

@@ -108,9 +108,16 @@ def joined(parts: Sequence[Trace]) -> Trace:
 
 
 def sample_of(trace: Trace, rate: float | None) -> tuple[WorkloadSample, float]:
-    """Returns all requests of a trace, and the rate at which they arrive in the mean."""
+    """Returns all requests of a trace, and the rate at which they arrive in the mean.
+
+    Raises ConfigError if all arrive at once.
+    """
     count = len(trace.requests)
     seconds = trace.requests[-1].arrival - trace.requests[0].arrival
+    if seconds <= 0:
+        raise ConfigError(
+            "--replay: all requests of the trace arrive at once: give one with different times"
+        )
     sample = Workload("replay", trace=trace).sample(count, 0, Arrivals("trace"))
     return sample, rate or (count - 1) / seconds
 

@@ -65,9 +65,9 @@ _KEEP_FIRST_TOKEN = frozenset(
     }
 )
 # Fields that are off by default; others are on, as `add_generation_prompt`.
-_OFF = frozenset(("echo", "logprobs", "return_token_ids", "use_beam_search"))
+_OFF = frozenset(("echo", "return_token_ids", "use_beam_search"))
 _UNSET = (b"null", b"false")
-SAMPLE_COUNTS = frozenset(("n", "best_of"))  # fields
+_SAMPLE_COUNTS = frozenset(("n", "best_of"))  # fields
 # Fields of any endpoint that, when set, ask for several sequences or for more of the prompt than
 # its KV.
 _WHOLE = frozenset(("use_beam_search", "echo", "prompt_logprobs", "prompt_embeds"))
@@ -107,6 +107,7 @@ class EndpointSchema:
     stores: bool = False  # the instance stores answers; it must not store a prefill leg's
     # Fields that leave D's first token as P's; empty: not known of this endpoint.
     keep_first_token: frozenset[str] = frozenset()
+    off: frozenset[str] = _OFF  # fields whose `false` is as if they were not given
 
     def begins_with_prefill_token(self, fields: Fields) -> bool:
         """Whether the stream of a greedy request must begin with P's first token as plain text."""
@@ -114,7 +115,7 @@ class EndpointSchema:
             return False
         for name, value in fields.items():
             given = bytes(memoryview(value)[:8])
-            is_default = given in (b"null", b"[]") or (given == b"false" and name in _OFF)
+            is_default = given in (b"null", b"[]") or (given == b"false" and name in self.off)
             if name not in self.keep_first_token and not is_default:
                 return False
         return not _has_usage_in_each_event(fields.get("stream_options"))
@@ -123,20 +124,31 @@ class EndpointSchema:
         """Returns the field that requires aggregated service; empty if the work can be split."""
         for values in (fields, sampling):
             for name in self.whole.intersection(values):
-                if bytes(values[name]) not in _UNSET:
+                value = bytes(values[name])
+                # vLLM reads `false` as the count 0, which asks for logprobs of the prompt.
+                if value not in _UNSET or (value == b"false" and name == "prompt_logprobs"):
                     return name
-        for name in SAMPLE_COUNTS.intersection(sampling):
-            if bytes(sampling[name]) not in (b"null", b"1"):
-                return name
+        if name := _sample_count(sampling):
+            return name
         if bytes(sampling.get(self.caps[0], b"")) == b"0":
             return self.caps[0]
         if bytes(fields.get("truncate_prompt_tokens", b"")).startswith(b"-"):
             return "truncate_prompt_tokens"  # some versions of vLLM make it depend on max_tokens
-        # Only the start: a prompt may be large, and its first characters show its form.
-        prompt = bytes(memoryview(fields.get(self.prompt, b""))[:64])
+        prompt = _beginning(fields, self.prompt)
         if self.list_of_texts:
             return "" if _is_one_prompt(prompt) else self.prompt
         return self._unsplittable(fields, prompt)
+
+    def has_several_choices(self, fields: Fields, sampling: Fields) -> bool:
+        """Whether the answer may have several choices, for several samples or prompts."""
+        if _sample_count(sampling):
+            return True
+        if not self.list_of_texts:
+            return False
+        if _beginning(fields, "prompt_embeds") not in (b"", b"null"):
+            return True  # a list of prompts, or one beside `prompt`
+        prompt = _beginning(fields, self.prompt)
+        return prompt.startswith(b"[") and not _is_one_prompt(prompt)
 
     def _unsplittable(self, fields: Fields, prompt: bytes) -> str:
         if self.prompt != "input":
@@ -168,6 +180,19 @@ def _only_functions(tools: bytes) -> bool:
         return all(tool.type == "function" for tool in _decode_tools(tools))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
+
+
+def _sample_count(sampling: Fields) -> str:
+    """Returns the field that asks for several samples; empty if none does."""
+    for name in _SAMPLE_COUNTS.intersection(sampling):
+        if bytes(sampling[name]) not in (b"null", b"1"):
+            return name
+    return ""
+
+
+def _beginning(fields: Fields, name: str) -> bytes:
+    """Returns the start of a field: it may be large, and its first characters show its form."""
+    return bytes(memoryview(fields.get(name, b""))[:64])
 
 
 def _is_one_prompt(prompt: bytes) -> bool:
@@ -209,6 +234,7 @@ CHAT = EndpointSchema(
         "mm_processor_kwargs",
         "media_io_kwargs",
     },
+    off=_OFF | {"logprobs"},  # a flag here, and a count for completions, where `false` is 0
 )
 RESPONSES = EndpointSchema(
     prompt="input",

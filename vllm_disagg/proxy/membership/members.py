@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Literal
 
 import msgspec
@@ -24,13 +24,12 @@ SOURCE_ORDER = ("flags", "admin", "file", "registration", "dns", "kubernetes")
 class MembershipChange(msgspec.Struct, frozen=True):
     """Describes one change by the admin API.
 
-    `add` also ends a drain. `remove` drains an instance that another source still names. `role`
-    sends its new requests in another role; its running legs end as they are.
+    `add` also ends a drain. `remove` drains an instance that another source still names.
     """
 
-    kind: Literal["add", "remove", "drain", "cut", "role"]
+    kind: Literal["add", "remove", "drain", "cut"]
     url: str
-    role: Role = "decode"  # of an added instance, or the new one
+    role: Role = "decode"  # of an added instance
 
 
 class Members:
@@ -57,7 +56,7 @@ class Members:
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._wanted: dict[str, list[Member]] = {name: [] for name in SOURCE_ORDER}
         self._drained: set[str] = set()
-        self._roles: dict[str, Role] = {}  # by URL, where they follow the load
+        self._roles: dict[str, Role] = {}  # by URL: roles that follow the load
         self._logged_conflicts: set[str] = set()
 
     def start(self, tasks: asyncio.TaskGroup) -> asyncio.Task[None]:
@@ -91,7 +90,7 @@ class Members:
         return None
 
     def apply(self, change: MembershipChange) -> None:
-        """Applies a change by the admin API, or of a role."""
+        """Applies a change by the admin API."""
         admin = [member for member in self._wanted["admin"] if member.url != change.url]
         match change.kind:
             case "add":
@@ -108,12 +107,18 @@ class Members:
             case "cut":
                 for instance in [i for i in self._fleet.leaving if i.url == change.url]:
                     self._remove(instance)
-            case "role":
-                self._roles[change.url] = change.role
-                for instance in self._fleet.instances:
-                    if instance.url == change.url:
-                        instance.role = change.role
         self._settle()
+
+    def set_roles(self, roles: Mapping[str, Role]) -> None:
+        """Takes the roles that follow the load, by URL; all other instances have their named one.
+
+        New requests have the new role; running legs end as they are.
+        """
+        self._roles = dict(roles)
+        # A leaving instance may be named again.
+        for instance in (*self._fleet.instances, *self._fleet.leaving):
+            instance.take_role(roles.get(instance.url, instance.named_role))
+        self._on_change()
 
     def is_drained(self, url: str) -> bool:
         """Returns whether the admin API has drained this URL."""
@@ -180,8 +185,8 @@ class Members:
 
     def _add(self, member: Member, tasks: asyncio.TaskGroup) -> None:
         instance = Instance(member.url, member.role)
-        # Another worker may have changed it before this one heard of it.
-        instance.role = self._roles.get(member.url, member.role)
+        # The first worker may have changed it before this one heard of it.
+        instance.take_role(self._roles.get(member.url, member.role))
         self._pools[member.url] = self._connect(member.url, self.is_named(member.url))
         self._fleet.instances.append(instance)
         self._watches[member.url] = tasks.create_task(self._watch(instance))

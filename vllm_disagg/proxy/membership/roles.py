@@ -2,7 +2,10 @@
 
 Every OBSERVATION_SECONDS the controller (`fleet/role_control.py`) gets the instances that are up,
 the load that their engines have measured, and the work that waits in this proxy. Only instances
-whose engine takes both roles change theirs. Of several proxy workers the first decides for all.
+whose engine takes both roles change theirs.
+
+Of several proxy workers the first decides for all. After each observation it sends the others all
+roles that differ from the named ones, not only the changes. So they agree, whatever they missed.
 """
 
 from __future__ import annotations
@@ -15,12 +18,12 @@ from ...fleet.role_control import (
     ChangeRole,
     LoadObserved,
     ReportWanted,
+    RoleAction,
     RoleController,
     RoleMember,
     RoleRules,
 )
-from ..routing.fleet import Fleet, Instance
-from .members import MembershipChange
+from ..routing.fleet import Fleet, Instance, Role
 from .step_profiles import StepProfiles
 
 log = logging.getLogger(__name__)
@@ -36,21 +39,21 @@ class RoleKeeper:
         fleet: Fleet,
         rules: RoleRules,
         waiting_work: Callable[[], float],
-        change: Callable[[MembershipChange], None],
+        set_roles: Callable[[dict[str, Role]], None],
         wanted: dict[str, int],
     ) -> None:
         """`waiting_work`: seconds in which one instance computes the prompts that wait or run.
 
-        `change` applies a change of a role everywhere. `wanted` gets the instances of each role
-        that the load needs.
+        `set_roles` applies the roles everywhere, by URL; all other instances have their named one.
+        `wanted` gets the instances of each role that the load needs.
         """
         self._fleet = fleet
         self._controller = RoleController(rules)
         self._profiles = StepProfiles()
         self._waiting_work = waiting_work
-        self._change = change
+        self._set_roles = set_roles
         self._wanted = wanted
-        self._has_warned = False
+        self._logged_obstacle = ""
 
     def on_metrics_read(self, instance: Instance, page: bytes, now: float) -> None:
         """Takes an engine's metrics page."""
@@ -60,40 +63,44 @@ class RoleKeeper:
         """Observes until cancelled."""
         while True:
             await asyncio.sleep(OBSERVATION_SECONDS)
-            self.observe(asyncio.get_running_loop().time())
+            try:
+                self.observe(asyncio.get_running_loop().time())
+            except Exception:  # it must not end the proxy
+                log.exception("roles: the load was not judged; all instances keep their roles")
 
     def observe(self, now: float) -> None:
         """Shows the controller the fleet and its load, and carries out its actions."""
+        instances = (*self._fleet.instances, *self._fleet.leaving)
+        roles = {i.url: i.role for i in instances if i.role != i.named_role}
+        try:
+            for action in self._actions(now):
+                match action:
+                    case ReportWanted():
+                        self._wanted.update(prefill=action.prefill, decode=action.decode)
+                    case ChangeRole():
+                        log.info(
+                            "roles: %s takes new requests as a %s instance; its running ones end"
+                            " as they began",
+                            action.name,
+                            action.role,
+                        )
+                        roles[action.name] = action.role
+        finally:
+            self._set_roles(roles)
+
+    def _actions(self, now: float) -> list[RoleAction]:
         up = [i for i in self._fleet.instances if i.up]
-        if self._has_several_models(up):
-            return
-        for action in self._controller.handle(self._observed(up), now):
-            match action:
-                case ReportWanted():
-                    self._wanted.update(prefill=action.prefill, decode=action.decode)
-                case ChangeRole():
-                    log.info(
-                        "roles: %s takes new requests as a %s instance; its running ones end as"
-                        " they began",
-                        action.name,
-                        action.role,
-                    )
-                    self._change(MembershipChange("role", action.name, action.role))
-
-    def _has_several_models(self, up: list[Instance]) -> bool:
-        """Whether instances that can change roles do not fit each other; logs it once."""
-        keys = {i.compatibility_key for i in up if i.takes_both_roles}
-        if len(keys) > 1 and not self._has_warned:
+        obstacle = _obstacle(up)
+        if obstacle and obstacle != self._logged_obstacle:
             log.warning(
-                "roles: the instances of both roles have %d kinds of KV cache: their roles stay as"
-                " they are; give each model a proxy of its own",
-                len(keys),
+                "roles: %s: roles stay as they are; give each model a proxy of its own", obstacle
             )
-        self._has_warned = len(keys) > 1
-        return self._has_warned
+        self._logged_obstacle = obstacle
+        return [] if obstacle else self._controller.handle(self._observed(up, now), now)
 
-    def _observed(self, up: list[Instance]) -> LoadObserved:
+    def _observed(self, up: list[Instance], now: float) -> LoadObserved:
         """Returns the members and the load of the instances that are up."""
+        keys = {i.compatibility_key for i in up if i.takes_both_roles}
         members = []
         fixed_prefill = 0
         fixed_decode = 0
@@ -102,13 +109,14 @@ class RoleKeeper:
                 members.append(RoleMember(instance.url, instance.role, instance.active_requests))
             elif instance.role == "decode":
                 fixed_decode += 1
-            elif instance.can_transfer:
+            elif instance.can_transfer and (not keys or instance.compatibility_key in keys):
                 fixed_prefill += 1
-        load = self._profiles.load(i.url for i in up)
+        load = self._profiles.load((i.url for i in up), now)
         return LoadObserved(
             members=tuple(members),
             fixed_prefill=fixed_prefill,
             fixed_decode=fixed_decode,
+            starting=frozenset(i.role for i in self._fleet.instances if not i.models),
             prefill_work=load.prefill_work,
             waiting_work=self._waiting_work(),
             sequences=load.sequences,
@@ -116,3 +124,16 @@ class RoleKeeper:
             kv_tokens=load.kv_tokens,
             steps=load.steps,
         )
+
+
+def _obstacle(up: list[Instance]) -> str:
+    """Returns why roles cannot follow the load of these instances; "" if they can."""
+    members = [i for i in up if i.takes_both_roles]
+    keys = {i.compatibility_key for i in members}
+    if len(keys) > 1:
+        return f"the instances of both roles have {len(keys)} kinds of KV cache"
+    models = frozenset[str]().union(*(i.models for i in members))
+    for instance in up:
+        if members and instance.models.isdisjoint(models):
+            return f"{instance.url} serves another model than the instances of both roles"
+    return ""

@@ -6,6 +6,7 @@ load; a fit over FIT_SECONDS gives the times of steps that other splits would ma
 
 from __future__ import annotations
 
+import math
 import re
 from collections import deque
 from collections.abc import Iterable
@@ -17,6 +18,8 @@ from ...sums_fit import SumsFit, fit
 
 LOAD_SECONDS = 5.0  # at least; reads are 2 s apart
 FIT_SECONDS = 120.0
+# Without a newer read an engine's load is not known. Those that only prefill are read each 10 s.
+MAX_AGE_SECONDS = 30.0
 MIN_STEPS = 30  # for a fit
 
 _STEP_SUMS = re.compile(
@@ -95,10 +98,14 @@ class StepProfiles:
         engine.add(sums, now)
         engine.kv_tokens = _kv_tokens(page)
 
-    def load(self, urls: Iterable[str]) -> EngineLoad:
-        """Returns the load of these engines; forgets all others."""
+    def load(self, urls: Iterable[str], now: float) -> EngineLoad:
+        """Returns the load of these engines; forgets all others, and those with old reads."""
         kept = set(urls)
-        self._engines = {url: engine for url, engine in self._engines.items() if url in kept}
+        self._engines = {
+            url: engine
+            for url, engine in self._engines.items()
+            if url in kept and now - engine.reads[-1][0] <= MAX_AGE_SECONDS
+        }
         whole: Sums = {}
         prompts = 0.0
         sequences = 0.0
@@ -118,14 +125,17 @@ class StepProfiles:
 
 
 def _step_sums(page: bytes, rank: int | None) -> Sums:
-    """Returns the sums in a page, by the name of their product."""
+    """Returns the sums in a page, by the name of their product; none if one is not finite.
+
+    The sums belong together, and those of one engine must not spoil the fit of all.
+    """
     label = b"" if rank is None else b'engine="%d"' % rank
     found: Sums = {}
     for labels, value in _STEP_SUMS.findall(page):
         if label in labels and (product := _PRODUCT.search(labels)):
             name = product[1].decode()
             found[name] = found.get(name, 0.0) + float(value)
-    return found
+    return found if all(map(math.isfinite, found.values())) else {}
 
 
 def _kv_tokens(page: bytes) -> int:

@@ -27,7 +27,7 @@ from typing import Self, TypeVar
 import msgspec
 
 from ...errors import DisaggError
-from ..http.endpoint_schema import COMPLETIONS, SAMPLE_COUNTS, EndpointSchema
+from ..http.endpoint_schema import COMPLETIONS, EndpointSchema
 from ..routing.policies import RoutingQuery
 from ..routing.prefixes import PromptPrefix
 
@@ -96,7 +96,7 @@ class Body:
     @property
     def has_several_choices(self) -> bool:
         """Whether its answer may have several choices, for several samples or prompts."""
-        return self.aggregated_reason in (*SAMPLE_COUNTS, self._schema.prompt)
+        return self._schema.has_several_choices(self._fields, self._sampling)
 
     @property
     def has_previous_response(self) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 
 import msgspec
 
@@ -26,16 +27,19 @@ CHECK_TIMEOUT_SECONDS = 300.0  # the request waits behind the engine's other wor
 # Interval of checks that the engine is up, and of retries while the engine is full.
 RETRY_SECONDS = 5.0
 
-# By path: bytes of the event that ends such a stream. No JSON text can contain these bytes.
+# No text of an answer matches: within JSON no line begins, and quotes are escaped.
+_DONE = re.compile(rb"^data: \[DONE\]", re.MULTILINE)
+
+# By path: matches the event that ends such a stream.
 END_MARKS = {
-    "/v1/responses": b"event: response.completed\n",
-    "/cohere/v2/chat": b'"type":"message-end"',
-    "/v1/audio/transcriptions": b"data: [DONE]",
-    "/v1/audio/translations": b"data: [DONE]",
+    "/v1/responses": re.compile(rb"^event: response\.completed\n", re.MULTILINE),
+    "/cohere/v2/chat": re.compile(rb'"type":"message-end"'),
+    "/v1/audio/transcriptions": _DONE,
+    "/v1/audio/translations": _DONE,
 }
 
-# By path: bytes of the event that ends a stream of several choices.
-CHOICES_END_MARKS = dict.fromkeys(("/v1/completions", "/v1/chat/completions"), b"data: [DONE]")
+# By path: matches the event that ends a stream of several choices.
+CHOICES_END_MARKS = dict.fromkeys(("/v1/completions", "/v1/chat/completions"), _DONE)
 
 
 class _CompleteAnswer(msgspec.Struct):

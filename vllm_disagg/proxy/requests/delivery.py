@@ -49,7 +49,7 @@ class Delivery:
             return False
         client.start(answer.status, end_to_end(answer.headers))
         path = attempt.context.request.path
-        recorder = StreamRecorder(client.write, True, END_MARKS.get(path, b""), path)
+        recorder = StreamRecorder(client.write, True, END_MARKS.get(path), path)
         attempt.progress.recorder = recorder
         recorder.start_answer(answer.reject)(events)
         return True
@@ -109,7 +109,7 @@ class Delivery:
             and not compressed
             and any(decode is not attempt.server for decode in decodes)
         )
-        end_mark = END_MARKS.get(path, b"")
+        end_mark = END_MARKS.get(path)
         if context.body.has_several_choices:
             end_mark = CHOICES_END_MARKS.get(path, end_mark)
         return StreamRecorder(context.client.write, record, end_mark, path)

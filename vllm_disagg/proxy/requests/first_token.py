@@ -8,8 +8,8 @@ an error event, since nothing that was sent can be taken back.
 
 Conditions:
 
-    request   a stream at temperature 0, without fields that may change the first token or its event
-              (`EndpointSchema.keep_first_token`)
+    request   a stream at temperature 0 of a model that D serves, without fields that may change the
+              first token or its event (`EndpointSchema.keep_first_token`)
     engines   `--first-token`; chats also need engines that parse no reasoning
     P         has ended its leg in the process of D's grant, at the limit of one token, with text
     D         has accepted the request: its status 200 is here, its first content is not
@@ -34,12 +34,14 @@ from ..flags import FirstTokenMode
 from ..http.headers import Headers, find
 from ..routing.pairing import InstancePair
 from .bodies import Body
-from .continuation import NotReplayable, answer_identity, is_blank_or_comment
+from .continuation import ChoiceTranscript, NotReplayable, answer_identity, is_blank_or_comment
 
 log = logging.getLogger(__name__)
 
 AGREEMENTS_AFTER_DIFFERENCE = 100
-MAX_KNOWN_PAIRS = 1024  # restarts make new ones; all are forgotten when there are more
+MAX_KNOWN_PAIRS = (
+    1024  # restarts make new ones; of more the one that served longest ago is forgotten
+)
 
 _DATA = b"data: "
 _CHAT = "/v1/chat/completions"
@@ -188,8 +190,12 @@ def _text_of(event: dict[str, Any]) -> str | None:
 
 
 def _is_proven(form: OpeningForm, event: dict[str, Any]) -> bool:
-    """Proof by trial: the form around another text is the event with that text."""
+    """Proof by trial: the form around another text is the event with that text.
+
+    D's answer will continue the events, so they must be understood as that of a first instance.
+    """
     trial = FirstToken("x", 1, "another text")
+    ChoiceTranscript().add(form.fill(trial).split(b"\n\n"))  # raises NotReplayable
     last = form._replace(lead=[]).fill(trial).strip()[len(_DATA) :]
     choice = dict(event["choices"][0])
     if "text" in choice:
@@ -319,11 +325,13 @@ class FirstTokens:
             return None
         if body.one_token or not body.begins_with_prefill_token:
             return None
+        # D refuses other names. A client may invent them, and each would be a pair to remember.
+        if body.model and body.model not in pair.decode.models:
+            return None
         key = (prefill.incarnation, decode.incarnation, path, body.model)
-        known = self._known.get(key)
-        if known is None:
-            if len(self._known) >= MAX_KNOWN_PAIRS:
-                self._known.clear()
-            known = self._known[key] = KnownPair()
+        known = self._known.pop(key, None) or KnownPair()
+        self._known[key] = known  # the last one now
+        if len(self._known) > MAX_KNOWN_PAIRS:
+            del self._known[next(iter(self._known))]
         names = f"{pair.prefill.url} and {pair.decode.url}"
         return FirstTokenRelay(known, names, write, self._count)

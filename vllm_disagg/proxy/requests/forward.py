@@ -142,7 +142,7 @@ class Forwarder:
     ) -> int:
         await answer.first_byte()
         client.start(answer.status, end_to_end(answer.headers))
-        end_mark = END_MARKS.get(client.path, b"")
+        end_mark = END_MARKS.get(client.path)
         recorder = StreamRecorder(client.write, record=False, end_mark=end_mark)
         client.on_pause = answer.pause_reading
         await answer.pipe(recorder.start_answer(answer.reject), paused=client.paused)

@@ -13,6 +13,7 @@ after a failure, and finding the form parse JSON.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol
@@ -164,11 +165,15 @@ class StreamRecorder:
     `stop` is called from within `feed`, with a reason, when the instance's answer is of no use.
 
     `record`: record the content for another instance, if the events of `path` are understood.
-    `end_mark`: bytes of the last event, which is held back with all that follows; b"": none.
+    `end_mark`: matches the last event, which is held back with all that follows.
     """
 
     def __init__(
-        self, write: Callable[[bytes], None], record: bool, end_mark: bytes = b"", path: str = ""
+        self,
+        write: Callable[[bytes], None],
+        record: bool,
+        end_mark: re.Pattern[bytes] | None = None,
+        path: str = "",
     ) -> None:
         self._write = write
         self._transcript: Transcript = _TRANSCRIPTS.get(path, ChoiceTranscript)()
@@ -263,8 +268,8 @@ class StreamRecorder:
                 return
         if self._identity_rename:
             data = data.replace(*self._identity_rename)
-        if self._end_mark and (self.held or self._end_mark in data):
-            data = self._before_end(data)
+        if self._end_mark:
+            data = self._before_end(self._end_mark, data)
             if not data:
                 return
         self._last_written = data
@@ -300,11 +305,14 @@ class StreamRecorder:
             position += len(event) + 2
         return data
 
-    def _before_end(self, data: bytes) -> bytes:
+    def _before_end(self, end_mark: re.Pattern[bytes], data: bytes) -> bytes:
         """Returns the events before the one with the end mark, and holds the others back."""
         position = 0
         if not self.held:
-            blank_line = data.rfind(b"\n\n", 0, data.find(self._end_mark))
+            found = end_mark.search(data)
+            if not found:
+                return data
+            blank_line = data.rfind(b"\n\n", 0, found.start())
             if blank_line >= 0:
                 position = blank_line + 2
         self.held += data[position:]

@@ -113,6 +113,8 @@ class Instance:
         self.open_until = 0.0
         self.model = model
         self.engine = engine
+        if not self.takes_both_roles:
+            self.role = self.named_role  # the engine before may have taken both
         self.models = frozenset((model, *models))
         self.worker_names = frozenset(w.name for w in engine.workers) if engine else frozenset()
         self.connector = "plain"
@@ -132,6 +134,11 @@ class Instance:
     def takes_both_roles(self) -> bool:
         """Whether its engine was started for both roles (`kv_both`)."""
         return self.engine is not None and self.engine.role == "both"
+
+    def take_role(self, role: Role) -> None:
+        """Takes a role for its new requests, unless its engine was started for one role."""
+        if self.engine is None or self.takes_both_roles:
+            self.role = role
 
     @property
     def metrics_label(self) -> int | None:

@@ -2,12 +2,14 @@
 
 Each worker follows the fleet file, DNS and Kubernetes, and probes instances, without the others.
 Two things reach only one worker and are passed on: changes over the admin API, and registrations.
-Loads are in shared memory (`shared_load.py`).
+The first worker decides the roles that follow the load. Loads are in shared memory
+(`shared_load.py`).
 
 Messages between a worker and the hub:
 
     ready             worker -> hub           the worker serves; the hub sends what it missed
     change, note      worker -> hub -> others a change of the fleet; a registration
+    roles             worker -> hub -> others all roles that differ from the named ones
     ask               worker -> hub           the worker needs the texts of all on a topic
     render            hub -> workers          send your text
     rendered          worker -> hub           this worker's text
@@ -32,7 +34,7 @@ import msgspec
 from ...errors import BadGrant, ConfigError
 from ..membership.members import Members, MembershipChange
 from ..membership.registry import Registered, Registry
-from ..routing.fleet import Fleet
+from ..routing.fleet import Fleet, Role
 from .shared_load import SharedLoad
 
 log = logging.getLogger(__name__)
@@ -48,8 +50,9 @@ TOPICS: tuple[Topic, ...] = get_args(Topic)
 class BusMessage(msgspec.Struct, omit_defaults=True):
     """Carries one message between a worker and the hub; `kind` decides which fields are set."""
 
-    kind: Literal["ready", "change", "note", "ask", "render", "rendered", "texts"]
+    kind: Literal["ready", "change", "note", "roles", "ask", "render", "rendered", "texts"]
     change: MembershipChange | None = None
+    roles: dict[str, Role] = {}  # by URL
     topic: Topic = "metrics"  # of texts
     text: str = ""  # a registration's, or one of a topic
     numbers: dict[str, int] = {}  # of registrations, by incarnation
@@ -144,6 +147,8 @@ class WorkerBus:
             if message.text:
                 self._apply_registration(message.text, members, registry)
             registry.mark_used(message.numbers)
+        elif message.kind == "roles":
+            members.set_roles(message.roles)
         elif message.kind == "render":
             self._send(BusMessage("rendered", topic=message.topic, text=self._text(message.topic)))
         elif message.kind == "texts":
@@ -159,6 +164,10 @@ class WorkerBus:
             self._send(BusMessage("change", change=event))
         else:
             self._send(BusMessage("note", text=event.note.decode(), numbers=event.numbers))
+
+    def broadcast_roles(self, roles: dict[str, Role]) -> None:
+        """Sends the other workers all roles that differ from the named ones."""
+        self._send(BusMessage("roles", roles=roles))
 
     async def texts(self, topic: Topic) -> list[str]:
         """Returns the texts of all workers that answer in time.

@@ -5,7 +5,8 @@ Life of a proxy worker:
     started -> ready (it sends `ready`) -> died -> started again after RESTART_SECONDS
        '-> died before it was ready, or with REFUSED_EXIT_STATUS: the whole proxy ends
 
-A new process gets the changes that the admin API has made so far. Its death ends the requests of
+A new process gets the changes that the admin API has made so far, and the roles that follow the
+load. Its death ends the requests of
 its own clients only. A worker that cannot serve (a bad setting, a fleet without a matching pair)
 ends the proxy.
 """
@@ -153,6 +154,7 @@ class BusHub:
     def __init__(self, count: int) -> None:
         self.workers = [WorkerProcess(index) for index in range(count)]
         self._changes: dict[tuple[str, str], MembershipChange] = {}
+        self._roles: BusMessage | None = None  # the last ones
         self._notes: dict[str, float] = {}  # time of arrival, by a registration's text
         # Highest number of a registration by incarnation: protects new workers from replays.
         self._numbers: dict[str, int] = {}
@@ -164,9 +166,11 @@ class BusHub:
         return TextCollection(topic, self.workers)
 
     def on_ready(self, worker: WorkerProcess, now: float) -> None:
-        """Sends a new process the changes and registrations so far."""
+        """Sends a new process the changes and registrations so far, and the roles."""
         for change in self._changes.values():
             worker.send(BusMessage("change", change=change))
+        if self._roles:
+            worker.send(self._roles)
         self._forget_old_notes(now)
         for text in self._notes:
             worker.send(BusMessage("note", text=text))
@@ -180,6 +184,9 @@ class BusHub:
             worker.on_ready()
         elif message.change:
             self._remember_change(message.change)
+            self._pass_on(worker, message)
+        elif message.kind == "roles":
+            self._roles = message
             self._pass_on(worker, message)
         elif message.kind == "note":
             self._remember_note(message, now)

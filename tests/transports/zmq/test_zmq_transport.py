@@ -184,7 +184,9 @@ class Reading:
             memory,
             Counters(),
             self.sockets.poller,
-            *[ignore] * 3,
+            ignore,
+            ignore,
+            ignore,
         )
         self.transport = ZmqTransport(port, self.sockets)
         self.ups = 0
@@ -310,7 +312,14 @@ def test_links_are_evicted_beyond_the_limit() -> None:
     sockets = control.Control(Config(transport="zmq"), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
     memory = HostMemory([[np.zeros((1, 8), np.uint8)]], 16)
     port = DriverPort(
-        "d/0", Config(transport="zmq"), memory, Counters(), sockets.poller, *[ignore] * 3
+        "d/0",
+        Config(transport="zmq"),
+        memory,
+        Counters(),
+        sockets.poller,
+        ignore,
+        ignore,
+        ignore,
     )
     reading = ZmqTransport(port, sockets)
     for at in range(2 * control.MAX_LINKS + 50):

@@ -1186,6 +1186,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("roles: an instance that starts is not awaited", "fleet/role_control.py", "return role in event.starting and now", "return False and now", "tests/property/test_role_control.py"),
     ("roles: an instance that never starts is awaited for ever", "fleet/role_control.py", " and now - self._lacking_since < START_GRACE_SECONDS\n", "\n", "tests/property/test_role_control.py"),
     ("roles: one that starts is awaited once", "fleet/role_control.py", "        if repair is None:\n            self._lacking_since = None\n", "        if repair is None:\n            pass\n", "tests/property/test_role_control.py"),
+    ("a restarted worker forgets roles of instances that come later", "proxy/membership/roles.py", "await asyncio.sleep(START_SECONDS)", "await asyncio.sleep(0)", "tests/proxy/membership/test_roles.py::test_instances_of_slow_sources_keep_the_roles_that_a_new_worker_was_told"),
     ("roles: a fault of the controller ends the proxy", "proxy/membership/roles.py", "            except Exception:  # it", "            except KeyError:  # it", "tests/proxy/membership/test_roles.py"),
     ("roles: sums that are not finite are fitted", "proxy/membership/step_profiles.py", "return found if all(map(math.isfinite, found.values())) else {}", "return found", "tests/proxy/membership/test_roles.py"),
     ("roles: another model's instances count", "proxy/membership/roles.py", "        if members and instance.models.isdisjoint(models):\n", "        if False:\n", "tests/proxy/membership/test_roles.py"),

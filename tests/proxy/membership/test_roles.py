@@ -176,6 +176,7 @@ class Kept:
         self.fleet = Fleet(list(instances))
         self.changes: list[tuple[float, str, Role]] = []
         self.wanted: dict[str, int] = {}
+        self.told: dict[str, Role] | None = None
         self.steps = {instance.url: Steps() for instance in instances}
         self.now = 0.0
         rules = RoleRules(OBJECTIVES.ttft, OBJECTIVES.tpot)
@@ -299,10 +300,30 @@ def test_an_engine_that_is_started_for_one_role_has_the_named_one() -> None:
     )
 
 
+def observe_each(monkeypatch: pytest.MonkeyPatch, seconds: float, start: float = 0.0) -> None:
+    monkeypatch.setattr(roles, "START_SECONDS", start)
+    monkeypatch.setattr(roles, "OBSERVATION_SECONDS", seconds)
+
+
+async def test_instances_of_slow_sources_keep_the_roles_that_a_new_worker_was_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    observe_each(monkeypatch, 0.001, start=0.2)
+    kept = Kept(member("http://p", "prefill"), member("http://e", "decode"))
+    running = asyncio.create_task(kept.keeper.run())
+    await asyncio.sleep(0.05)
+    assert kept.told is None, "it would make the others forget the role of http://d"
+    kept.fleet.instances = [*kept.fleet.instances, member("http://d", "decode")]
+    kept.fleet.instances[2].role = "prefill"
+    await until(lambda: kept.told is not None)
+    running.cancel()
+    assert kept.told == {"http://d": "prefill"}
+
+
 async def test_a_fault_of_the_controller_keeps_the_roles(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(roles, "OBSERVATION_SECONDS", 0.001)
+    observe_each(monkeypatch, 0.001)
     kept = Kept(member("http://p", "prefill"), member("http://d", "decode"))
     kept.fleet.instances[1].role = "prefill"
 
@@ -341,7 +362,7 @@ async def by_url(w: World) -> dict[str, Any]:
 
 async def test_a_role_changes_while_answers_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode instance becomes one for prefill: its running answer ends where it is."""
-    monkeypatch.setattr(roles, "OBSERVATION_SECONDS", 0.02)
+    observe_each(monkeypatch, 0.02)
     settings: dict[str, Any] = {"roles": "auto", "objectives": OBJECTIVES}
     async with world(prefill=1, decode=2, prepare=both, **settings) as w:
         release = asyncio.Event()
@@ -483,7 +504,7 @@ class Recorder:
 
 
 async def test_the_first_worker_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roles, "OBSERVATION_SECONDS", 0.001)
+    observe_each(monkeypatch, 0.001)
     fleet = Fleet([member("http://a", "decode"), member("http://b", "decode")])
     members, bus, other = Recorder(), Recorder(), Recorder()
 
@@ -508,7 +529,7 @@ async def test_the_first_worker_decides_for_all(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_fixed_roles_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roles, "OBSERVATION_SECONDS", 0.02)
+    observe_each(monkeypatch, 0.02)
     async with world(prefill=1, decode=2, prepare=both) as w:
         await w.p.stop()
         await until(lambda: _is_down(w))
@@ -530,7 +551,7 @@ async def test_a_changed_role_is_no_change_of_membership() -> None:
 
 
 async def test_a_member_stays_after_its_role_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roles, "OBSERVATION_SECONDS", 0.02)
+    observe_each(monkeypatch, 0.02)
     settings: dict[str, Any] = {"roles": "auto", "objectives": OBJECTIVES, "admin_key": "root"}
     async with world(prefill=1, decode=2, prepare=both, **settings) as w:
         await w.p.stop()

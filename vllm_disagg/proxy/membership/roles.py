@@ -29,6 +29,9 @@ from .step_profiles import StepProfiles
 log = logging.getLogger(__name__)
 
 OBSERVATION_SECONDS = 2.0
+# Before the first observation. A worker that was restarted knows the roles of instances that its
+# sources, DNS for instance, name only later, and its first observation forgets all others.
+START_SECONDS = 10.0
 
 
 class RoleKeeper:
@@ -61,6 +64,7 @@ class RoleKeeper:
 
     async def run(self) -> None:
         """Observes until cancelled."""
+        await asyncio.sleep(START_SECONDS)
         while True:
             await asyncio.sleep(OBSERVATION_SECONDS)
             try:

@@ -15,8 +15,8 @@ import logging
 import os
 import secrets
 import time
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import ray
 from ray import serve
@@ -25,12 +25,12 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
-from ray.serve.schema import ApplicationStatus, DeploymentStatus, LoggingConfig
+from ray.serve.schema import ApplicationStatus, LoggingConfig
 
 import fleet_commands
 import fleet_scaling
 import fleet_settings
-from fleet_members import FleetMembers
+from fleet_members import EXPIRY_SECONDS, FleetMembers
 from fleet_process import ProcessFailed, ReplicaProcess, start_failure
 from fleet_settings import FleetSettings
 from vllm_disagg.errors import ConfigError
@@ -44,10 +44,13 @@ NICENESS = "RAY_worker_niceness"
 HEALTH_SECONDS = 5.0  # between two checks; Serve replaces a replica after three failures
 HEALTH_TIMEOUT_SECONDS = 30.0
 POLL_SECONDS = 0.5
+WATCH_SECONDS = 2.0  # between two looks at the application that this command serves
+ANSWER_SECONDS = 60.0  # for calls that are repeated
 PROXY_SECONDS = 10.0  # for an answer of the proxy's replica
 DRAIN_SECONDS = 600.0  # for the requests that an engine or the proxy has
 END_SECONDS = 45.0  # for a process to end by SIGTERM; the proxy then cuts requests after 30 s
 STOP_SECONDS = DRAIN_SECONDS + END_SECONDS + 30.0  # for a replica, with what lies between
+DELETE_SECONDS = STOP_SECONDS + 60.0  # for the application, with its engines' requests
 MAX_STARTS = 2
 UPSCALE_SECONDS = 5.0
 # As KEDA's scalers: a D ends only when its streams have ended, so it is kept for longer.
@@ -56,6 +59,8 @@ POLICIES = {"prefill": fleet_scaling.prefill_replicas, "decode": fleet_scaling.d
 REPLICA_ERRORS = (RayError, RayServeException, TimeoutError)
 
 log = logging.getLogger("ray.serve")
+
+_Result = TypeVar("_Result")
 
 
 class Proxy:
@@ -161,7 +166,9 @@ class Engine:
         try:
             await asyncio.wait_for(call, PROXY_SECONDS)
         except REPLICA_ERRORS as error:
-            log.warning("%s of %s failed, the next check repeats it: %s", method, self._url, error)
+            # A replica that ends makes no further check.
+            text = "%s of %s failed; without a later check the proxy removes it after %.0f s: %s"
+            log.warning(text, method, self._url, EXPIRY_SECONDS, error)
 
 
 def build(settings: FleetSettings) -> Application:
@@ -207,12 +214,12 @@ def _lifecycle() -> dict[str, Any]:
     }
 
 
-class StartFailed(Exception):
-    """The application could not be started; the text is the reason."""
+class FleetFailed(Exception):
+    """The fleet could not be started, asked or ended; the text is the reason."""
 
 
 def connect(folder: str) -> None:
-    """Joins the Ray cluster of this machine, else starts one. Raises StartFailed.
+    """Joins the Ray cluster of this machine, else starts one. Raises FleetFailed.
 
     `folder`: of these modules.
     """
@@ -225,45 +232,86 @@ def connect(folder: str) -> None:
         try:
             ray.init(address="local", include_dashboard=False, **options)
         except Exception as error:  # Ray raises no narrower class here
-            raise StartFailed(f"Ray does not start: {' '.join(str(error).split())}") from None
-    serve.start(proxy_location="Disabled")
+            raise FleetFailed(f"Ray does not start: {_one_line(error)}") from None
 
 
-def attach() -> str:
-    """Returns the address of the application that the cluster runs already; empty without one.
+def disconnect() -> None:
+    """Leaves the cluster, and ends it if this process started it."""
+    ray.shutdown()
 
-    Waits for one that starts, recovers or ends. One that has failed to start is deleted.
+
+def check(settings: FleetSettings) -> None:
+    """Raises ConfigError if a fleet runs already, has no room, or its port is taken.
+
+    Changes nothing in the cluster. Another start would replace each engine of a running fleet.
     """
-    is_noted = False
-    while application := serve.status().applications.get(APPLICATION):
-        if application.status == ApplicationStatus.RUNNING:
-            with suppress(*REPLICA_ERRORS):  # the proxy's replica may be replaced right now
-                return _address()
-        if not is_noted:
-            is_noted = True
-            print(f"fleet.py: waits for the application, {application.status.value}", flush=True)
-        if application.status == ApplicationStatus.DEPLOY_FAILED:
-            serve.delete(APPLICATION, _blocking=False)
-        time.sleep(POLL_SECONDS)
-    return ""
-
-
-def start(settings: FleetSettings) -> str:
-    """Starts the application; returns the address for clients.
-
-    Raises StartFailed, and ConfigError if it has no room in the cluster, or its port is taken.
-    """
+    if status := _status():
+        raise ConfigError(
+            f"a fleet runs already on this cluster ({status}): end it with:"
+            " python deploy/ray/fleet.py --end"
+        )
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     fleet_settings.check_room(settings, nodes)
     host = fleet_commands.host(settings, ray.util.get_node_ip_address())
     fleet_settings.check_port(settings, host)
+
+
+def start(settings: FleetSettings) -> str:
+    """Starts the application; returns the address for clients. Raises FleetFailed."""
+    serve.start(proxy_location="Disabled")
     try:
         serve.run(build(settings), name=APPLICATION, route_prefix=None)
     except RuntimeError as error:
         # Serve's own error names the deployment; the deployment's message has a traceback.
-        messages = [each.message for each in _deployments().values()]
-        raise StartFailed(start_failure("\n".join([str(error), *messages]))) from None
-    return _address()
+        application = serve.status().applications.get(APPLICATION)
+        deployments = application.deployments.values() if application else ()
+        messages = [each.message for each in deployments]
+        raise FleetFailed(start_failure("\n".join([str(error), *messages]))) from None
+    # The proxy's replica may be replaced right now.
+    return _repeat(_address, "the proxy's replica")
+
+
+def wait_until_gone() -> None:
+    """Returns once the application has been ended by another command. Raises FleetFailed."""
+    while _status():
+        time.sleep(WATCH_SECONDS)
+
+
+def end() -> bool:
+    """Ends the application that runs on this machine's cluster; returns whether there was one.
+
+    Raises FleetFailed if it does not end in time.
+    """
+    try:
+        ray.init(address="auto", log_to_driver=False)
+    except ConnectionError:
+        return False
+    is_present = bool(_status())
+    if is_present:
+        stop()
+    return is_present
+
+
+def stop() -> None:
+    """Ends the proxy once it has no request, then the engines. Raises FleetFailed."""
+    if not _status():
+        return
+    try:
+        _address()  # a proxy that cannot answer has no requests to wait for
+        ending = serve.get_app_handle(APPLICATION).stop.remote()
+        ending.result(timeout_s=STOP_SECONDS)
+    except REPLICA_ERRORS as error:
+        log.warning("the proxy is ended without a drain: %s", _one_line(error))
+    serve.delete(APPLICATION, _blocking=False)
+    deadline = time.monotonic() + DELETE_SECONDS
+    was_deleting = False  # Serve begins a moment after the call
+    while status := _status():
+        if was_deleting and status != ApplicationStatus.DELETING.value:
+            return  # another command has started an application meanwhile
+        if time.monotonic() > deadline:
+            raise FleetFailed(f"the fleet has not ended within {DELETE_SECONDS:.0f} s: {status}")
+        was_deleting = status == ApplicationStatus.DELETING.value
+        time.sleep(POLL_SECONDS)
 
 
 def _address() -> str:
@@ -272,23 +320,26 @@ def _address() -> str:
     return str(url)
 
 
-def stop() -> None:
-    """Ends the proxy once it has no request, then the engines, and leaves the cluster."""
-    found = _deployments()
-    if "proxy" in found and found["proxy"].status == DeploymentStatus.HEALTHY:
-        ending = serve.get_app_handle(APPLICATION).stop.remote()
+def _status() -> str:
+    """Returns Serve's status of the application; empty without one. Raises FleetFailed."""
+    applications = _repeat(serve.status, "Ray Serve").applications
+    return applications[APPLICATION].status.value if APPLICATION in applications else ""
+
+
+def _repeat(call: Callable[[], _Result], name: str) -> _Result:
+    """Repeats a call while it fails, within ANSWER_SECONDS. Raises FleetFailed.
+
+    `name`: of the component that is called.
+    """
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while True:
         try:
-            ending.result(timeout_s=STOP_SECONDS)
+            return call()
         except REPLICA_ERRORS as error:
-            log.warning("the proxy is ended without a drain: %s", error)
-    if found:
-        serve.delete(APPLICATION, _blocking=False)
-        while _deployments():
-            time.sleep(POLL_SECONDS)
-    ray.shutdown()
+            if time.monotonic() > deadline:
+                raise FleetFailed(f"{name} does not answer: {_one_line(error)}") from None
+        time.sleep(POLL_SECONDS)
 
 
-def _deployments() -> dict[str, Any]:
-    """Returns the state of each deployment, by name; empty without the application."""
-    application = serve.status().applications.get(APPLICATION)
-    return dict(application.deployments) if application else {}
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -46,6 +46,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 8000  # of the proxy
     gpus: Annotated[int, msgspec.Meta(ge=0)] = 1  # of each engine; 0: vLLM is built for CPUs
     cpus: Annotated[float, msgspec.Meta(gt=0)] = 1.0  # of each engine
+    cluster_autoscales: bool = False  # Ray adds machines: their room is not checked
     args: list[str] = []  # of each `vllm serve`
     prefill: RoleSettings = RoleSettings()
     decode: RoleSettings = RoleSettings()
@@ -109,11 +110,11 @@ def check_room(settings: FleetSettings, nodes: Sequence[Mapping[str, float]]) ->
             engines = min(engines, node.get("GPU", 0.0) / settings.gpus)
         room += int(engines + ROUNDING)
     needed = settings.prefill.min_replicas + settings.decode.min_replicas
-    if room < needed:
+    if room < needed and not settings.cluster_autoscales:
         raise ConfigError(
             f"the Ray cluster has room for {room} engines with {settings.gpus} GPUs and"
             f" {settings.cpus:g} CPUs each, and min_replicas add up to {needed}: add machines, or"
-            " lower cpus, gpus or min_replicas"
+            " lower cpus, gpus or min_replicas, or set cluster_autoscales if Ray adds machines"
         )
 
 

@@ -1,5 +1,7 @@
 """The fleet under Ray Serve, without Ray: settings, commands, scaling, members and processes.
 
+`test_ray_lifecycle.py` has the command with a scripted Ray.
+
 `python tests/deploy/operator_proof.py ray` runs it with Ray and engines.
 """
 
@@ -17,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import fleet
@@ -160,6 +162,7 @@ def run_command(
         ({"gpus": 1, "cpus": 4}, [{"CPU": 64.0}], "room for 0 engines with 1 GPUs and 4 CPUs"),
         ({"gpus": 2, "cpus": 1}, [{"CPU": 8.0, "GPU": 1.0}] * 4, "room for 0 engines"),
         ({"gpus": 0, "decode": {"min_replicas": 2, "max_replicas": 2}}, [{"CPU": 2.0}], "up to 3"),
+        ({"gpus": 1, "cluster_autoscales": True}, [{"CPU": 4.0}], ""),
     ],
 )
 def test_a_fleet_without_room_is_refused(
@@ -175,71 +178,6 @@ def test_a_taken_port_is_named_by_the_setting(good: dict[str, Any], proxy: Scrip
     taken = settings({**good, "port": proxy.server_port})
     with pytest.raises(ConfigError, match="set another port in the file"):
         fleet_settings.check_port(taken, "127.0.0.1")
-
-
-class ScriptedApp(ModuleType):
-    """Stands for `fleet_app`: notes what the command calls."""
-
-    class StartFailed(Exception):
-        """As in `fleet_app`."""
-
-    def __init__(self, running: str, failure: Exception | None = None) -> None:
-        super().__init__("fleet_app")
-        self.calls: list[str] = []
-        self.url = "http://new"
-        self._running = running
-        self._failure = failure
-
-    def connect(self, folder: str) -> None:
-        self.calls.append("connect")
-
-    def attach(self) -> str:
-        self.calls.append("attach")
-        return self._running
-
-    def start(self, _: FleetSettings) -> str:
-        self.calls.append("start")
-        if self._failure:
-            raise self._failure
-        return self.url
-
-    def stop(self) -> None:
-        self.calls.append("stop")
-
-
-@pytest.mark.parametrize(
-    ("running", "failure", "status"),
-    [
-        ("", None, 0),
-        ("http://old", None, 0),
-        ("", ConfigError("no room"), 2),
-        ("", ScriptedApp.StartFailed("no weights"), 1),
-    ],
-)
-def test_a_running_fleet_is_attached_to(
-    running: str,
-    failure: Exception | None,
-    status: int,
-    good: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Another start would replace each of its engines."""
-    app = ScriptedApp(running, failure)
-    monkeypatch.setitem(sys.modules, "fleet_app", app)
-    monkeypatch.setattr(signal, "pause", lambda: signal.raise_signal(signal.SIGINT))
-    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        path = tmp_path / "fleet.yaml"
-        path.write_text(yaml.safe_dump(good))
-        monkeypatch.setattr(sys, "argv", ["fleet.py", str(path)])
-        assert fleet.main() == status
-    finally:
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
-    assert app.calls == ["connect", "attach", *(["start"] * (not running)), "stop"]
-    assert capsys.readouterr().out.strip() == ("" if failure else f"ready: {running or app.url}")
 
 
 # Commands -----------------------------------------------------------------------------------------

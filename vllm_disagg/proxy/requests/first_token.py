@@ -39,9 +39,8 @@ from .continuation import ChoiceTranscript, NotReplayable, answer_identity, is_b
 log = logging.getLogger(__name__)
 
 AGREEMENTS_AFTER_DIFFERENCE = 100
-MAX_KNOWN_PAIRS = (
-    1024  # restarts make new ones; of more the one that served longest ago is forgotten
-)
+# Restarts make new ones; of more, the one that served longest ago is forgotten.
+MAX_KNOWN_PAIRS = 1024
 
 _DATA = b"data: "
 _CHAT = "/v1/chat/completions"

@@ -6,9 +6,8 @@ Life of a proxy worker:
        '-> died before it was ready, or with REFUSED_EXIT_STATUS: the whole proxy ends
 
 A new process gets the changes that the admin API has made so far, and the roles that follow the
-load. Its death ends the requests of
-its own clients only. A worker that cannot serve (a bad setting, a fleet without a matching pair)
-ends the proxy.
+load. Its death ends the requests of its own clients only. A worker that cannot serve (a bad
+setting, a fleet without a matching pair) ends the proxy.
 """
 
 from __future__ import annotations

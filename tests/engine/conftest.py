@@ -171,7 +171,9 @@ class Main:
     def check(self, body: dict[str, object], path: str = "/v1/completions") -> Record:
         """Returns the proxy's answer, and fails unless it equals plain vLLM's."""
         plain, ours = at_once(lambda url: ask(url, body, path), (self.plain.url, self.proxy.url))
-        expect_same(ours, plain, f"{body!r:.200}")
+        # The log says why an instance was not used: without it a 503 cannot be explained later.
+        log = "" if ours.status == plain.status else f"\n{self.proxy.tail()}\n"
+        expect_same(ours, plain, f"{body!r:.200}{log}")
         return ours
 
     def ready(self) -> bool:

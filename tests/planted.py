@@ -1245,4 +1245,12 @@ MUTANTS: list[tuple[str, ...]] = [
     ("Ray: a frozen engine is healthy", "deploy/ray/fleet_process.py", "        if not is_healthy:\n", "        if False:\n", "tests/deploy/test_ray.py"),
     ("roles: each worker decides for itself", "proxy/main.py", "    if settings.roles == \"fixed\" or (settings.place and settings.place.index > 0):\n", "    if settings.roles == \"fixed\":\n", "tests/proxy/membership/test_roles.py"),
     ("roles: other workers hear of no change", "proxy/main.py", "        members.set_roles(roles)\n        if bus:\n            bus.broadcast_roles(roles)\n", "        members.set_roles(roles)\n", "tests/proxy/membership/test_roles.py"),
+    ("nobody waits for a silent D", "proxy/requests/plans.py", "        await self._wait_for_decode(context)\n", "", "tests/proxy/membership/test_discovery.py tests/proxy/routing/test_decode_wait.py"),
+    ("requests wait for a D that has ended", "proxy/routing/decode_wait.py", " and decode.unavailable_reason in (SILENT, NOT_PROBED)", "", "tests/proxy/routing/test_decode_wait.py"),
+    ("a D that was not probed yet is not waited for", "proxy/routing/decode_wait.py", "in (SILENT, NOT_PROBED)", "in (SILENT,)", "tests/proxy/routing/test_decode_wait.py"),
+    ("requests wait for a silent D beside another", "proxy/routing/decode_wait.py", " or choose_decode(self._fleet, self._policy, now, query=query)", "", "tests/proxy/routing/test_decode_wait.py"),
+    ("requests wait for a silent D for ever", "proxy/routing/decode_wait.py", "max(0.0, min(given_up_at, came_at + self._patience) - now)", "9.0", "tests/proxy/routing/test_decode_wait.py"),
+    ("too many wait for a silent D", "proxy/routing/decode_wait.py", "if self._waiting >= self._max_waiting:", "if False:", "tests/proxy/routing/test_decode_wait.py"),
+    ("who leaves still waits for a silent D", "proxy/routing/decode_wait.py", "            self._waiting -= 1\n", "            pass\n", "tests/proxy/routing/test_decode_wait.py"),
+    ("the return of a D wakes nobody", "proxy/routing/queues.py", "        self.decode.wake()\n", "", "tests/proxy/routing/test_decode_wait.py"),
 ]

@@ -36,10 +36,12 @@ from .requests.api import Api
 from .requests.failover import FALLBACK_REASONS, RUNGS
 from .requests.relay import Relay
 from .routing.concurrency_limit import ConcurrencyLimit
+from .routing.decode_wait import DecodeWait
 from .routing.fleet import Fleet, Instance, Role
 from .routing.instance_report import Clock
 from .routing.policies import Policy
 from .routing.prefill_queue import PrefillQueue
+from .routing.queues import Queues
 from .settings import ProxySettings, from_arguments
 from .status.feed import StatusFeed
 from .status.share import StatusBoard
@@ -80,14 +82,12 @@ async def serve(
     policy = Policy(settings.policy)
     pools: dict[str, ConnectionPool] = {}
     networks = AllowedNetworks(settings.instance_networks)
-    prefill_queue = PrefillQueue(
-        fleet, policy, settings.prefill_concurrency, settings.queue_size, settings.queue_timeout
-    )
+    queues = _queues(settings, fleet, policy)
     discovery = Discovery(
         fleet,
         pools,
         settings.key,
-        prefill_queue.wake,
+        queues.on_fleet_changed,
         next(iter(settings.api_keys), ""),
         settings.liveness_timeout,
         settings.prefill_timeout,
@@ -97,14 +97,14 @@ async def serve(
         pools,
         connect=_connector(files.trust, networks),
         watch=lambda instance: discovery.watch(instance, settings.probe_interval),
-        on_change=prefill_queue.wake,
+        on_change=queues.on_fleet_changed,
     )
     metrics = Metrics(fleet, settings.objectives, FALLBACK_REASONS, RUNGS)
     registry = _registry(settings, networks)
-    relay = Relay(fleet, policy, pools, prefill_queue, metrics, settings)
+    relay = Relay(fleet, policy, pools, queues, metrics, settings)
     recorder = RequestRecorder(metrics, relay.tracing, files.access_log)
     feed = _status_feed(settings, fleet, metrics, recorder, discovery)
-    bus = _worker_bus(settings, fleet, metrics, feed, prefill_queue.wake)
+    bus = _worker_bus(settings, fleet, metrics, feed, queues.prefill.wake)
     admin = Admin(
         members,
         registry,
@@ -113,9 +113,8 @@ async def serve(
         settings.admin_key,
         settings.api_keys,
     )
-    limit = ConcurrencyLimit(settings.max_requests, settings.queue_size, settings.queue_timeout)
-    metrics.follow(limit, prefill_queue)
-    api = Api(relay, admin, limit, recorder, feed, settings)
+    metrics.follow(queues)
+    api = Api(relay, admin, queues.work, recorder, feed, settings)
     server = Server(api.handle, settings.limits, api.body_limit, api.refused)
     port = await server.start(
         settings.host, settings.port, files.listener_tls, shared=settings.place is not None
@@ -127,7 +126,7 @@ async def serve(
                 tasks.create_task(source)
                 for source in (
                     *_sources(settings, members, registry, networks),
-                    *_role_tasks(settings, fleet, prefill_queue, metrics, members, bus, discovery),
+                    *_role_tasks(settings, fleet, queues.prefill, metrics, members, bus, discovery),
                     feed.run(),
                 )
             ]
@@ -145,6 +144,15 @@ async def serve(
     finally:
         members.close()
         await asyncio.to_thread(recorder.shut)  # may wait for a collector of spans
+
+
+def _queues(settings: ProxySettings, fleet: Fleet, policy: Policy) -> Queues:
+    size, patience = settings.queue_size, settings.queue_timeout
+    return Queues(
+        ConcurrencyLimit(settings.max_requests, size, patience),
+        PrefillQueue(fleet, policy, settings.prefill_concurrency, size, patience),
+        DecodeWait(fleet, policy, size, patience),
+    )
 
 
 async def _drain(server: Server, feed: StatusFeed, grace: float) -> None:

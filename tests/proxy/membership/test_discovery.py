@@ -264,11 +264,15 @@ async def test_who_has_nowhere_to_go_waits_for_a_frozen_instance() -> None:
             return not await usable(w, w.d.url)
 
         await until(down)
-        assert (await w.post()).status == 503, "new ones are told to come back"
+        new = await w.start()
+        await w.until_waiting(1)
         await asyncio.sleep(0.1)
+        w.d.frozen = False
         go.set()
-        assert (await client.receive()).status == 200
-        client.close()
+        for waiting in (client, new):
+            assert (await waiting.receive()).status == 200
+            waiting.close()
+        await w.until_waiting(0)
 
 
 async def test_a_probe_that_hangs_does_not_blind_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,7 @@ async def test_series_with_few_known_labels_start_at_zero() -> None:
         'events_total{direction="': ("sent",),
         'bytes_total{direction="': ("received", "sent"),
         'missed_total{objective="': ("ttft", "tpot"),
-        'waiting{place="': ("work", "prefill"),
+        'waiting{place="': ("work", "prefill", "decode"),
     }.items():
         for value in values:
             assert f'vllm_disagg_{name}{value}"}} 0.0' in found

@@ -13,7 +13,8 @@ An instance goes down when
 
 A busy API server may be late with /health; bytes of any stream show that the instance lives. With
 the defaults a frozen instance is down 1.25 to 1.75 s after its last byte. Its requests then fail
-over at once if another decode instance is up. Else they wait, for MAX_SILENCE_SECONDS at most.
+over at once if another decode instance is up. Else they wait, for MAX_SILENCE_SECONDS at most, and
+new ones with them (`decode_wait.py`).
 
 An instance that is down gets no request until a probe succeeds, since another process may answer at
 its URL. If DNS has lost its name, open connections go on while they bring bytes: Kubernetes takes
@@ -48,12 +49,18 @@ from ..http.reasons import STOPPING_DETAIL
 from ..http.stall_timer import patient
 from ..http.upstream_response import UnknownName, Unreachable
 from ..routing.engine_steps import LOOKS_PER_PATIENCE, StepVerdict, fingerprint
-from ..routing.fleet import NOT_PROBED, Fleet, Instance, mismatch
+from ..routing.fleet import (
+    MAX_SILENCE_SECONDS,
+    NOT_PROBED,
+    SILENT,
+    Fleet,
+    Instance,
+    mismatch,
+)
 
 log = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_SECONDS = 30.0  # a probe waits behind the engine's other work
-MAX_SILENCE_SECONDS = 30.0  # of an instance without alternative, until its requests fail
 CACHE_POLL_SECONDS = 2.0  # between two polls of a decode instance's metrics
 REPORT_POLL_SECONDS = 10.0  # of one that can only prefill, whose figures only operators read
 CLOCK_REFRESH_SECONDS = 3600.0  # age at which the reading of an engine's clock is renewed
@@ -349,8 +356,8 @@ class Discovery:
                     last_sign = loop.time()
                     chunks_seen = pool.chunks_received
                 elif loop.time() - last_sign > self._liveness_timeout:
-                    instance.mark_down("is silent")
-                    return "is silent"
+                    instance.mark_down(SILENT)
+                    return SILENT
             health.result()
         except UnknownName:
             instance.mark_down(NO_NAME)

@@ -1,6 +1,7 @@
 """Chooses the instances of each attempt, and takes their places.
 
-    first_plan   a pair from the prefill queue; or one decode instance, where two legs cannot serve
+    first_plan   a wait, if the only decode instance is silent; then
+                 a pair from the prefill queue; or one decode instance, where two legs cannot serve
                  the request, do not pay, or find no pair
     next_plan    after a failure: the step that `failover.py` decides, within the retry budget
 
@@ -24,7 +25,8 @@ from ..routing.pairing import (
     record_choice,
 )
 from ..routing.policies import Policy
-from ..routing.prefill_queue import PrefillQueue, QueueFull, QueueTimeout
+from ..routing.prefill_queue import QueueFull, QueueTimeout
+from ..routing.queues import Queues
 from ..settings import ProxySettings
 from ..telemetry.meter import now as monotonic_now
 from ..telemetry.metrics import Metrics
@@ -46,13 +48,14 @@ class AttemptPlans:
         self,
         fleet: Fleet,
         policy: Policy,
-        prefill_queue: PrefillQueue,
+        queues: Queues,
         metrics: Metrics,
         settings: ProxySettings,
     ) -> None:
         self._fleet = fleet
         self._policy = policy
-        self._prefill_queue = prefill_queue
+        self._prefill_queue = queues.prefill
+        self._decode_wait = queues.decode
         self._metrics = metrics
         self._concurrency = settings.prefill_concurrency
         self._min_prompt_bytes = settings.min_prompt_bytes
@@ -67,6 +70,7 @@ class AttemptPlans:
         Raises RequestFailed.
         """
         self._retry_budget.earn()
+        await self._wait_for_decode(context)
         if self._needs_one_instance(context):
             return self._take_any_decode(context)
         idle = self._spill_instance(context) if self._spill else None
@@ -77,6 +81,14 @@ class AttemptPlans:
         if pair:
             return pair
         return self._take_any_decode(context)
+
+    async def _wait_for_decode(self, context: RequestContext) -> None:
+        """Waits while no decode instance serves the request and a silent one may come back."""
+        try:
+            await self._decode_wait.wait(context.query)
+        except QueueFull as error:
+            raise RequestFailed(429, str(error), retry_after=1) from None
+        context.meter.queue_seconds = monotonic_now() - context.meter.began
 
     def _needs_one_instance(self, context: RequestContext) -> bool:
         """Whether one decode instance serves the request alone."""

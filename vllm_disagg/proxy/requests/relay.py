@@ -56,7 +56,7 @@ from ..http.request import HttpRequest
 from ..http.server import Connection
 from ..routing.fleet import Fleet
 from ..routing.policies import Policy
-from ..routing.prefill_queue import PrefillQueue
+from ..routing.queues import Queues
 from ..settings import ProxySettings
 from ..telemetry.logs import FailedLegLog
 from ..telemetry.meter import TrafficCounters
@@ -83,7 +83,7 @@ class Relay:
         fleet: Fleet,
         policy: Policy,
         pools: dict[str, ConnectionPool],
-        prefill_queue: PrefillQueue,
+        queues: Queues,
         metrics: Metrics,
         settings: ProxySettings,
     ) -> None:
@@ -92,11 +92,11 @@ class Relay:
         self.policy = policy
         self.metrics = metrics
         self.tracing = Tracing(settings.traces_endpoint)
-        self._prefill_queue = prefill_queue
+        self._prefill_queue = queues.prefill
         self._failed_legs = FailedLegLog()
         completeness = CompletenessCheck(pools, next(iter(settings.api_keys), ""))
         self.forwarder = Forwarder(fleet, policy, pools, completeness)
-        self._plans = AttemptPlans(fleet, policy, prefill_queue, metrics, settings)
+        self._plans = AttemptPlans(fleet, policy, queues, metrics, settings)
         self._legs = LegRunner(pools, completeness, metrics, self.tracing, settings)
         self._delivery = Delivery(fleet, completeness)
         self._first_tokens = FirstTokens(settings.first_token, metrics.first_token)

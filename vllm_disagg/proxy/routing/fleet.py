@@ -33,6 +33,8 @@ Connector = Literal["disagg", "nixl", "plain"]  # this project's, NixlConnector,
 
 MAX_FAILED_PROBES = 2  # consecutive failed health checks until an instance counts as down
 NOT_PROBED = "not probed yet"
+SILENT = "is silent"
+MAX_SILENCE_SECONDS = 30.0  # of an instance without alternative, until its requests fail
 NO_CONNECTOR = "it runs without this project's connector, or with another version of it"
 MAX_DOUBLINGS = 16  # of the backoff
 MAX_BACKOFF_SECONDS = 30.0

@@ -23,10 +23,9 @@ from prometheus_client.registry import Collector
 from ... import __version__
 from ..http.endpoint_schema import SCHEMAS
 from ..http.routes import GENERATING
-from ..routing.concurrency_limit import ConcurrencyLimit
 from ..routing.fleet import Fleet
 from ..routing.instance_report import working_pairs
-from ..routing.prefill_queue import PrefillQueue
+from ..routing.queues import Queues
 from .meter import TOKEN_KINDS, HistogramBuckets, TrafficCounters, now
 from .sliding_window import fold, subdivide
 
@@ -194,10 +193,14 @@ class Metrics:
         self._registry.register(_LiveGauges(views))
         ProcessCollector(registry=self._registry)
 
-    def follow(self, limit: ConcurrencyLimit, queue: PrefillQueue) -> None:
-        """Reads the length of both queues, and the backlog, at each scrape."""
-        self._waiting = {"work": lambda: len(limit), "prefill": lambda: len(queue)}
-        self._prefill_backlog = queue.backlog_seconds
+    def follow(self, queues: Queues) -> None:
+        """Reads the lengths of the queues, and the backlog, at each scrape."""
+        self._waiting = {
+            "work": lambda: len(queues.work),
+            "prefill": lambda: len(queues.prefill),
+            "decode": lambda: len(queues.decode),
+        }
+        self._prefill_backlog = queues.prefill.backlog_seconds
 
     def meter(self) -> TrafficCounters:
         """Returns the meter of a new request."""

@@ -1,0 +1,122 @@
+"""Tests how long new requests wait for the only decode instance, and for which they do."""
+
+import asyncio
+
+import pytest
+
+from proxy_world import World, until, world
+from vllm_disagg.proxy.routing import decode_wait
+from vllm_disagg.proxy.routing.decode_wait import DecodeWait
+from vllm_disagg.proxy.routing.fleet import NOT_PROBED, SILENT, Fleet, Instance
+from vllm_disagg.proxy.routing.policies import Policy, RoutingQuery
+from vllm_disagg.proxy.routing.prefill_queue import QueueFull
+
+QUERY = RoutingQuery(0)
+
+
+def instance(url: str, reason: str = "", model: str = "m") -> Instance:
+    """Returns a decode instance that is up, or down for a reason."""
+    found = Instance(url, "decode", models=frozenset((model,)), unavailable_reason=reason)
+    found.up = not reason
+    found.state_since = asyncio.get_running_loop().time()
+    return found
+
+
+def waits(*instances: Instance, patience: float = 9.0, most: int = 9) -> DecodeWait:
+    return DecodeWait(Fleet(list(instances)), Policy(), most, patience)
+
+
+async def began(waiting: DecodeWait, query: RoutingQuery = QUERY) -> asyncio.Task[None]:
+    task = asyncio.create_task(waiting.wait(query))
+    await asyncio.sleep(0.01)
+    return task
+
+
+@pytest.mark.parametrize("reason", [SILENT, NOT_PROBED])
+async def test_waits_until_the_instance_comes_back(reason: str) -> None:
+    d = instance("http://d", reason)
+    waiting = waits(d)
+    tasks = [await began(waiting) for _ in range(3)]
+    assert len(waiting) == 3 and not any(task.done() for task in tasks)
+    waiting.wake()  # another change
+    await asyncio.sleep(0.01)
+    assert len(waiting) == 3
+    d.up, d.unavailable_reason = True, ""
+    waiting.wake()
+    await asyncio.gather(*tasks)
+    assert len(waiting) == 0
+
+
+async def test_waits_for_nothing_else() -> None:
+    for others in ([], [instance("http://d", "refuses connections")], [instance("http://e")]):
+        task = await began(waits(*others))
+        assert task.done(), others
+    for reason in ("", SILENT):
+        task = await began(waits(instance("http://d", SILENT), instance("http://e", reason)))
+        assert task.done() is (not reason)
+        task.cancel()
+
+
+async def test_another_models_instance_is_no_alternative() -> None:
+    fleet = (instance("http://d", SILENT, "a"), instance("http://e", "", "b"))
+    query = RoutingQuery(0, model="a")
+    waiting = waits(*fleet)
+    task = await began(waiting, query)
+    assert not task.done()
+    fleet[0].unavailable_reason = "refuses connections"
+    waiting.wake()
+    await task
+
+
+async def test_the_wait_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = await began(waits(instance("http://d", SILENT), patience=0.05))
+    assert not task.done()
+    await asyncio.wait_for(task, 5.0)
+    monkeypatch.setattr(decode_wait, "MAX_SILENCE_SECONDS", 0.05)
+    waiting = waits(instance("http://d", SILENT))
+    task = await began(waiting)
+    assert not task.done()
+    await asyncio.wait_for(task, 5.0)
+    assert (await began(waiting)).done(), "it was given up"
+
+
+async def test_who_leaves_and_who_is_too_many() -> None:
+    waiting = waits(instance("http://d", SILENT), most=1)
+    task = await began(waiting)
+    with pytest.raises(QueueFull):
+        await waiting.wait(QUERY)
+    task.cancel()
+    await asyncio.wait({task})
+    assert len(waiting) == 0
+
+
+async def test_a_request_before_the_first_probe_is_served() -> None:
+    """As the first one of a proxy worker that was started anew."""
+
+    def hold(w: World) -> None:
+        for engine in (w.p, w.d):
+            engine.probe_hangs = True
+
+    async with world(ready=False, prepare=hold) as w:
+        client = await w.start()
+        await w.until_waiting(1)
+        for engine in (w.p, w.d):
+            engine.probe_hangs = False
+        async with asyncio.timeout(20.0):  # less than it waits unless it is woken
+            assert (await client.receive()).status == 200
+        client.close()
+
+
+async def test_a_frozen_instance_that_is_given_up_means_503(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decode_wait, "MAX_SILENCE_SECONDS", 0.3)
+    async with world(probe_interval=0.02, liveness_timeout=0.1) as w:
+        w.d.frozen = True
+
+        async def is_silent() -> bool:
+            return any(row["why_not"] == SILENT for row in await w.instances())
+
+        await until(is_silent)
+        reply = await w.post()
+        assert reply.status == 503 and reply.headers["retry-after"] == "5"

@@ -1,0 +1,71 @@
+"""Has new requests wait while the only decode instance is silent.
+
+A silent instance may be frozen, or just slow: its running requests wait for it, for
+MAX_SILENCE_SECONDS at most, if no other instance can serve them. New ones wait as long, instead of
+an error at once. So do those that come before an instance was probed for the first time, as after
+the restart of a proxy worker. An instance that refuses connections has ended: no request waits for
+it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from .fleet import MAX_SILENCE_SECONDS, NOT_PROBED, SILENT, Fleet
+from .pairing import choose_decode
+from .policies import Policy, RoutingQuery
+from .prefill_queue import QueueFull
+
+
+class DecodeWait:
+    """The requests that wait until a decode instance serves them, or is given up."""
+
+    def __init__(self, fleet: Fleet, policy: Policy, max_waiting: int, patience: float) -> None:
+        """`patience`: seconds that a request waits at most."""
+        self._fleet = fleet
+        self._policy = policy
+        self._max_waiting = max_waiting
+        self._patience = patience
+        self._waiting = 0
+        self._changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        return self._waiting
+
+    async def wait(self, query: RoutingQuery) -> None:
+        """Returns when a decode instance serves the query, or none is expected to.
+
+        Raises QueueFull.
+        """
+        loop = asyncio.get_running_loop()
+        came_at = loop.time()
+        if not self._seconds_left(query, came_at):
+            return
+        if self._waiting >= self._max_waiting:
+            raise QueueFull(f"{self._waiting} requests wait already")
+        self._waiting += 1
+        try:
+            while left := self._seconds_left(query, came_at):
+                await asyncio.wait_for(self._changed.wait(), left)
+        except TimeoutError:
+            pass  # the caller finds no instance, and says so
+        finally:
+            self._waiting -= 1
+
+    def wake(self) -> None:
+        """Looks again, after any change of the fleet."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _seconds_left(self, query: RoutingQuery, came_at: float) -> float:
+        """Returns how long a query that came at `came_at` waits on at most; 0: not at all."""
+        now = asyncio.get_running_loop().time()
+        silent_since = [
+            decode.state_since
+            for decode in self._fleet.with_role("decode")
+            if not decode.up and decode.unavailable_reason in (SILENT, NOT_PROBED)
+        ]
+        if not silent_since or choose_decode(self._fleet, self._policy, now, query=query):
+            return 0.0
+        given_up_at = max(silent_since) + MAX_SILENCE_SECONDS
+        return max(0.0, min(given_up_at, came_at + self._patience) - now)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import http.client
-import os
 from urllib.parse import urlsplit
 
 import msgspec
 
 from .errors import ConfigError
+from .fleet import keys
 
 PAGE_TIMEOUT_SECONDS = 10.0
 MAX_PAGE_BYTES = 16 << 20
@@ -51,14 +51,14 @@ def connect(url: str, timeout: float) -> http.client.HTTPConnection:
     return kind(parts.netloc, timeout=timeout)
 
 
-def headers(key: str = "") -> dict[str, str]:
+def headers(key: str = "") -> dict[str, str | bytes]:
     """Returns request headers with `key`, else with the key of OPENAI_API_KEY.
 
-    They are those that `vllm bench serve` sends.
+    They are those that `vllm bench serve` sends. Raises ConfigError for what is no key.
     """
-    found = {"Content-Type": "application/json"}
-    if key := key or os.environ.get("OPENAI_API_KEY", ""):
-        found["Authorization"] = f"Bearer {key}"
+    found: dict[str, str | bytes] = {"Content-Type": "application/json"}
+    if key := keys.clean(key, "the key") or keys.from_environment("OPENAI_API_KEY"):
+        found["Authorization"] = f"Bearer {key}".encode()
     return found
 
 
@@ -69,9 +69,10 @@ def get(
 
     `key_name` names an environment variable with a key that takes precedence over OPENAI_API_KEY.
     """
+    key = keys.from_environment(key_name) if key_name else ""
     connection = connect(url, PAGE_TIMEOUT_SECONDS)
     try:
-        connection.request("GET", path, headers=headers(os.environ.get(key_name, "")))
+        connection.request("GET", path, headers=headers(key))
         answer = connection.getresponse()
         content = answer.read(MAX_PAGE_BYTES)
     except ConnectionRefusedError as error:

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +140,20 @@ def test_every_key_of_the_secret_is_named_in_the_guide() -> None:
     texts = " ".join(path.read_text() for path in BASE.glob("*.yaml"))
     used = set(re.findall(r"\b(\w+\.key)\b", texts))
     assert used == created
+
+
+def test_the_keys_of_the_guide_end_without_a_line_break(tmp_path: Path) -> None:
+    """Kubernetes puts all of a file into VLLM_API_KEY, and vLLM then accepts no key without it."""
+    guide = (ROOT / "docs" / "how-to" / "deploy-on-kubernetes.md").read_text()
+    lines = re.findall(r"^openssl .*$", guide, re.MULTILINE)
+    (tmp_path / "openssl").write_text("#!/bin/sh\necho 0123abcd\n")
+    (tmp_path / "openssl").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    subprocess.run(
+        ["sh", "-ec", "\n".join(lines)], cwd=tmp_path, env={**os.environ, "PATH": path}, check=True
+    )
+    made = {file.name: file.read_text() for file in tmp_path.glob("*.key")}
+    assert made == dict.fromkeys(("api.key", "admin.key"), "0123abcd")
 
 
 def test_scalers_name_deployments() -> None:

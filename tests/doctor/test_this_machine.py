@@ -104,6 +104,10 @@ def not_installed_here(machine_now: ScriptedMachine) -> None:
     (machine_now.bin / "vllm").unlink()
 
 
+def no_folder() -> str:
+    raise FileNotFoundError(2, "No usable temporary directory found")
+
+
 FAULTS: dict[str, tuple[Callable[[ScriptedMachine], object], str]] = {
     "no vLLM": (without_vllm, "FAIL vllm: vLLM is not installed in"),
     "an old vLLM": (
@@ -153,6 +157,10 @@ FAULTS: dict[str, tuple[Callable[[ScriptedMachine], object], str]] = {
     "a long folder for sockets": (
         lambda m: m.set(this_machine.tempfile, "gettempdir", lambda: "/tmp/" + "x" * 90),
         "is too long for UNIX sockets",
+    ),
+    "no folder for temporary files": (
+        lambda m: m.set(this_machine.tempfile, "gettempdir", no_folder),
+        "FAIL temporary files: no folder for them can be written, so no engine can start",
     ),
 }
 

@@ -1,8 +1,11 @@
-"""Who may read a key file: a warning names each file that too many may read."""
+"""Key files and keys of the environment: who may read them, and what is no key."""
 
 from __future__ import annotations
 
 import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,3 +48,41 @@ def test_a_name_that_no_file_can_have_is_a_line() -> None:
         keys.load("a\0b")
     with pytest.raises(ConfigError, match=r"^--api-key-file .a.+ no file can have this name"):
         keys.read_lines("a\0b", "--api-key-file")
+
+
+@contextmanager
+def room_in_files(size: int) -> Iterator[None]:
+    """No file may become longer: a write fails as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_leaves_no_file_without_a_key(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.key"
+    with room_in_files(10), pytest.raises(ConfigError, match=r"fleet\.key: File too large$"):
+        keys.create(str(path))
+    keys.create(str(path))
+    assert keys.load(str(path)).is_set
+
+
+def test_a_key_of_the_environment_loses_its_line_break(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`echo KEY | base64` in a Secret adds one; a file from Windows has two characters."""
+    monkeypatch.setenv("ONE", " \r\n")
+    monkeypatch.setenv("TWO", "schl\u00fcssel\r\n")
+    assert keys.from_environment("ZERO", "ONE", "TWO") == "schl\u00fcssel"
+    assert keys.from_environment() == ""
+
+
+@pytest.mark.parametrize("key", ["secret\nX-Other: 1", "secret\x7f", "secret\udcff"])
+def test_no_key_is_a_line_that_does_not_show_it(key: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^--api-key has characters") as refused:
+        keys.clean(key, "--api-key")
+    assert "secret" not in str(refused.value)
+    (tmp_path / "keys").write_bytes(b"good\nsecret\x01\n")
+    with pytest.raises(ConfigError, match=r"^--api-key-file .+keys: has characters") as refused:
+        keys.read_lines(str(tmp_path / "keys"), "--api-key-file")
+    assert "secret" not in str(refused.value)

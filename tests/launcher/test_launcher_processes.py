@@ -75,6 +75,7 @@ class Up:
         ready_limit: float = 60.0,
         flags: Any = (),
         cwd: bool = False,
+        hangup: str = "SIG_DFL",
     ) -> None:
         self.folder = folder
         self.pids = folder / "pids"
@@ -84,6 +85,7 @@ class Up:
         )
         (folder / "vllm").chmod(0o755)
         code = (  # the checks have their own tests
+            f"import signal; signal.signal(signal.SIGHUP, signal.{hangup}); "
             "import sys; from packaging.version import Version; from vllm_disagg import cli; "
             "from vllm_disagg.launcher import backoff, machine, main, model_check; "
             "model_check.check = lambda *_: None; backoff.FIRST_PAUSE_SECONDS = 0.1; "
@@ -165,6 +167,14 @@ def test_a_signal_stops_everything(up: Callable[..., Up], number: signal.Signals
     assert code == 0 and said.splitlines()[-1] == "vllm-disagg up: stopped"
     assert not any(key.strip() in said for key in keys.values())
     assert running.left() == []
+
+
+def test_a_closed_terminal_does_not_end_what_nohup_has_started(up: Callable[..., Up]) -> None:
+    running = up("--never", hangup="SIG_IGN")
+    running.wait_for_engines()  # after the signals are set
+    status = Path(f"/proc/{running.process.pid}/status").read_text()
+    ignored = int(status.partition("SigIgn:")[2].split()[0], 16)
+    assert ignored >> (signal.SIGHUP - 1) & 1
 
 
 def wait_until_ready(running: Up) -> list[str]:

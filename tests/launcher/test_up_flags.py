@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,15 @@ from huggingface_hub import constants, errors
 
 from vllm_disagg import cli
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.launcher import backoff, config_file, flags, main, model_check, plan
+from vllm_disagg.launcher import (
+    backoff,
+    config_file,
+    flags,
+    main,
+    model_check,
+    plan,
+    processes,
+)
 from vllm_disagg.launcher.phases import StartProgress
 from vllm_disagg.proxy import settings
 from vllm_disagg.proxy.flags import add_arguments as add_proxy_arguments
@@ -343,6 +352,35 @@ def test_pauses_grow_until_a_child_runs_steadily() -> None:
     assert short == [1, 2, 4, 8, 16, 32, 60, 60]
     assert made.pause("p", 1.0) == 1.0, "each child has its own"
     assert made.pause("d", backoff.STEADY_SECONDS) == 1.0
+
+
+# Full disks ---------------------------------------------------------------------------------------
+
+
+def test_a_log_is_whole_lines_after_a_full_disk(tmp_path: Path) -> None:
+    """What did not fit is lost, and not written later into other lines."""
+    path = tmp_path / "decode-0.log"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    lines = processes.LineFile(str(path))
+    lines.write_line("first")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        for line in ("second", "third", "fourth"):
+            lines.write_line(line)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    lines.write_line("fifth \udcff")
+    lines.write_line("sixth")
+    lines.close()
+    assert path.read_text() == "first\nseco\nfifth ?\nsixth\n"
+
+
+def test_no_folder_for_temporary_files_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes.tempfile, "_get_candidate_names", lambda: iter(["x"]))
+    monkeypatch.setattr(processes.tempfile, "tempdir", "/proc/nowhere")
+    children = processes.ChildProcesses(processes.ChildOutput(None, ""), lambda: False)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"temporary files can be used .*; set TMPDIR"):
+        children.__enter__()
 
 
 # Starting again -----------------------------------------------------------------------------------

@@ -88,6 +88,20 @@ def test_keys_are_read_from_files(tmp_path: Path) -> None:
         from_arguments(parsed(*D, *flags))
 
 
+def test_keys_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM takes VLLM_API_KEY literally: a line break in it fits no client's key."""
+    monkeypatch.setenv("VLLM_API_KEY", "one")
+    monkeypatch.setenv("VLLM_DISAGG_ADMIN_KEY", "root\n")
+    settings = from_arguments(parsed(*D))
+    assert settings.api_keys == ["one"] and settings.admin_key == "root"
+    monkeypatch.setenv("VLLM_API_KEY", "one\n")
+    with pytest.raises(ConfigError, match="VLLM_API_KEY has spaces or line breaks around the key"):
+        from_arguments(parsed(*D))
+    assert from_arguments(parsed(*D, "--api-key", "two ")).api_keys == ["two"]
+    with pytest.raises(ConfigError, match="--api-key has characters that no key can have"):
+        from_arguments(parsed(*D, "--api-key", "secret\udcff"))
+
+
 @pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o400, False), (0o644, True)])
 def test_a_key_file_that_others_may_read_is_a_warning(
     mode: int, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture

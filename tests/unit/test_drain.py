@@ -186,3 +186,13 @@ def test_a_drain_without_the_admin_key(
     url = servers(engine_page(0)).url
     assert cli.main(["drain", url, "--proxy", "http://127.0.0.1:9"]) == 2
     assert f"environment as {ADMIN_KEY}" in capsys.readouterr().err
+
+
+def test_a_key_with_a_line_break_is_a_line_that_does_not_show_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret\nkey")
+    assert cli.main(["drain", "http://127.0.0.1:9"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("vllm-disagg drain: OPENAI_API_KEY has characters")
+    assert said.count("\n") == 1 and "secret" not in said

@@ -36,7 +36,8 @@ KEY_OR_CONNECTOR = (
 OF_INSTANCES = {
     "refuses connections": START,
     "no connection within": START,
-    " answered 401": "start the proxy with the instances' --api-key",
+    " answered 401": "start the proxy with the instances' --api-key, and look for a line break"
+    " at the end of their VLLM_API_KEY, with which they accept no key",
     "does not answer": RESTART,
     "is silent": "its process is frozen or its machine is gone: look there, and restart it",
     "makes no steps": RESTART,

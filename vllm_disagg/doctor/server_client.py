@@ -6,12 +6,10 @@ Each request ends within its time, and no answer takes more than MAX_ANSWER_BYTE
 from __future__ import annotations
 
 import asyncio
-import os
 from dataclasses import dataclass
 
 import msgspec
 
-from ..errors import ConfigError
 from ..proxy.http.connection_pool import ConnectionPool
 from ..proxy.http.headers import Headers, find
 from ..proxy.http.upstream_response import Unreachable
@@ -87,14 +85,3 @@ class ServerClient:
     def close(self) -> None:
         """Closes all connections."""
         self._pool.close()
-
-
-def key_in_environment(*names: str) -> str:
-    """Returns the first key among environment variables; raises ConfigError if it is none."""
-    for name in names:
-        key = os.environ.get(name, "").strip()
-        if key and not (key.isascii() and key.isprintable()):
-            raise ConfigError(f"{name} in the environment has characters that no key has")
-        if key:
-            return key
-    return ""

@@ -247,7 +247,19 @@ def _examine_limits(report: Report) -> None:
         )
     _examine_shared_memory(report)
     _examine_memory(report)
-    path = tempfile.gettempdir() + SOCKET_NAME
+    _examine_temporary_files(report)
+
+
+def _examine_temporary_files(report: Report) -> None:
+    try:
+        path = tempfile.gettempdir() + SOCKET_NAME
+    except FileNotFoundError:
+        report.fail(
+            "temporary files",
+            "no folder for them can be written, so no engine can start",
+            "make /tmp writable, or set TMPDIR to a folder that is",
+        )
+        return
     if len(path.encode()) > MAX_SOCKET_PATH_BYTES:
         report.warn(
             "temporary files",

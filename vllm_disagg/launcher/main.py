@@ -36,12 +36,17 @@ class StopRequested(Exception):
 
 
 class StopSignals:
-    """Counts SIGINT, SIGTERM and SIGHUP: the first stops, a second one skips the grace period."""
+    """Counts SIGINT, SIGTERM and SIGHUP: the first stops, a second one skips the grace period.
+
+    Under `nohup` SIGHUP stays ignored: the deployment outlives its terminal.
+    """
 
     def __init__(self) -> None:
         self.count = 0
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, self._on_signal)
 
     def _on_signal(self, *_: object) -> None:
         self.count += 1

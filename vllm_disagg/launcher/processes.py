@@ -77,15 +77,20 @@ class LineFile:
 
     def __init__(self, path: str) -> None:
         """Opens the file. Raises ConfigError if that fails."""
+        self._is_torn = False  # the file ends inside a line, which a full disk has cut
         try:
-            self._file = open(path, "a", buffering=1, errors="replace")  # noqa: SIM115
+            # No buffer: it would keep what a full disk refused, and write a part of it later.
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115
         except OSError as error:
             raise ConfigError(f"--log-dir: {path}: {error.strerror}") from None
 
     def write_line(self, line: str) -> None:
         """Writes one line. A full disk loses lines, and stops no child."""
+        start = "\n" if self._is_torn else ""
+        data = f"{start}{line}\n".encode(errors="replace")
         with suppress(OSError):
-            self._file.write(line + "\n")
+            written = self._file.write(data)
+            self._is_torn = not data[:written].endswith(b"\n")
 
     def close(self) -> None:
         """Closes the file."""
@@ -225,7 +230,12 @@ class ChildProcesses:
         self._children: list[ChildProcess] = []
 
     def __enter__(self) -> ChildProcesses:
-        self.directory = tempfile.mkdtemp(prefix="vllm-disagg-up-")
+        try:
+            self.directory = tempfile.mkdtemp(prefix="vllm-disagg-up-")
+        except OSError as error:  # read-only or full
+            raise ConfigError(
+                f"no folder for temporary files can be used ({error.strerror}); set TMPDIR to one"
+            ) from None
         self._guard = subprocess.Popen(
             [sys.executable, "-m", "vllm_disagg.launcher.guard", self.directory],
             stdin=subprocess.PIPE,

@@ -32,6 +32,7 @@ from .workers.bus import WorkerPlace, parse_place
 # Open files of a worker that serve no client: listeners, logs, the fleet file, the event loop.
 _SPARE_FILES = 100
 _MIN_CONNECTIONS = 16
+API_KEY = "VLLM_API_KEY"  # environment variable with a client's key
 
 
 class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,7 +171,7 @@ def _admin_key(args: argparse.Namespace) -> str:
     """Returns the admin key from its flag, its file or the environment; empty without one."""
     path: str = args.admin_key_file
     if not path:
-        return args.admin_key or os.environ.get(keys.ADMIN_KEY, "")
+        return keys.clean(args.admin_key, "--admin-key") or keys.from_environment(keys.ADMIN_KEY)
     if args.admin_key:
         raise ConfigError("--admin-key and --admin-key-file exclude each other")
     found = keys.read_lines(path, "--admin-key-file")
@@ -181,11 +182,14 @@ def _admin_key(args: argparse.Namespace) -> str:
 
 def _api_keys(args: argparse.Namespace, admin_key: str) -> list[str]:
     """Returns the keys of clients; raises ConfigError where they do not protect the address."""
-    api_keys: list[str] = args.api_key
+    api_keys = [keys.clean(key, "--api-key") for key in args.api_key]
     if args.api_key_file:
         api_keys = [*api_keys, *keys.read_lines(args.api_key_file, "--api-key-file")]
-    if not api_keys and os.environ.get("VLLM_API_KEY"):
-        api_keys = [os.environ["VLLM_API_KEY"]]
+    if not api_keys and (found := keys.from_environment(API_KEY)):
+        if found != os.environ[API_KEY]:
+            # vLLM reads the same variable, and takes it literally.
+            raise ConfigError(f"{API_KEY} has spaces or line breaks around the key; remove them")
+        api_keys = [found]
     if not (api_keys or args.no_api_key or _is_loopback(args.host)):
         raise ConfigError(
             f"--host {args.host} lets others in: give --api-key, or --no-api-key if that is meant"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -26,6 +29,9 @@ COMMANDS = {
     "drain": ("drain", "wait until an instance or a proxy has no requests, to stop it"),
     "key": ("fleet.key_command", "write a new fleet key to a file"),
 }
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a disk or a file without room
+READER_LEFT_STATUS = 128 + signal.SIGPIPE  # as a shell reports a program that SIGPIPE ended
 
 
 class Command(Protocol):
@@ -75,12 +81,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     if extra and args.command != "up":
         _refuse(program, f"nothing follows -- in {args.command}")
     try:
-        return _module(command).run(args)
+        status = _module(command).run(args)
+        if sys.stdout:  # None: started with a closed one
+            sys.stdout.flush()
     except DisaggError as error:
         print(f"vllm-disagg {command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    except OSError as error:
+        if error.errno not in FULL and error.errno != errno.EPIPE:
+            raise
+        return _end_output(program, error)
+    return status
+
+
+def _end_output(program: str, error: OSError) -> int:
+    """Returns the exit status of a command whose output cannot be written.
+
+    The status is neither that of success nor that of the doctor's warnings.
+    """
+    # Python would write the rest once more at its end.
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if error.errno == errno.EPIPE:  # the reader has left, such as `head`
+        return READER_LEFT_STATUS
+    print(f"{program}: cannot write: {error.strerror}", file=sys.stderr)
+    return 2
 
 
 def _refuse(program: str, message: str) -> NoReturn:

@@ -230,6 +230,28 @@ async def test_sigterm_lets_running_requests_end(tmp_path: Path) -> None:
         await d.stop()
 
 
+async def test_an_address_that_cannot_be_written_is_a_warning() -> None:
+    """The proxy serves: its standard output may be a full disk's file."""
+    with open("/dev/full", "wb") as full:
+        process = await asyncio.create_subprocess_exec(
+            *[sys.executable, "-m", "vllm_disagg", "proxy", *D, "--port", "0"],
+            stdout=full,
+            stderr=asyncio.subprocess.PIPE,
+        )
+    assert process.stderr
+    try:
+        line = await asyncio.wait_for(process.stderr.readline(), 30)
+        assert line.endswith(
+            b"WARNING proxy: cannot write to standard output: No space left on device; it serves\n"
+        )
+        process.send_signal(signal.SIGTERM)
+        await asyncio.wait_for(process.communicate(), 30)
+        assert process.returncode == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+
+
 @pytest.mark.parametrize("slip", ["model", "key", "role"])
 async def test_a_fleet_that_cannot_work_together_is_refused_at_start(
     slip: str, tmp_path: Path

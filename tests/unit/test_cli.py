@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -96,3 +97,38 @@ def test_only_the_command_that_runs_is_imported(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", code, str(tmp_path / "key")]
     assert subprocess.run(command, env=os.environ, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_without_room_is_one_line(tmp_path: Path, unbuffered: str) -> None:
+    """Status 1 of the doctor would mean warnings; 0 would mean that its report is there."""
+    command = [sys.executable, "-m", "vllm_disagg", "key", str(tmp_path / "key")]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(
+            command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert ended.returncode == 2
+    assert ended.stderr == "vllm-disagg key: cannot write: No space left on device\n"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_left_is_no_error(tmp_path: Path, unbuffered: str) -> None:
+    command = [sys.executable, "-m", "vllm_disagg", "key", str(tmp_path / "key")]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(
+        command, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (cli.READER_LEFT_STATUS, "")
+
+
+def test_other_errors_of_the_system_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(_: str) -> None:
+        raise PermissionError(errno.EPERM, "not permitted")
+
+    monkeypatch.setattr(keys, "create", failing)
+    with pytest.raises(PermissionError):
+        cli.main(["key", "anything"])

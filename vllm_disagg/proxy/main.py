@@ -421,4 +421,7 @@ async def _until_signal(settings: ProxySettings) -> None:
 def _print_address(settings: ProxySettings, port: int) -> None:
     scheme = "https" if settings.certfile else "http"
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    print(f"listening on {scheme}://{host}:{port}", flush=True)
+    try:
+        print(f"listening on {scheme}://{host}:{port}", flush=True)
+    except OSError as error:  # a full disk, or a reader that has left
+        log.warning("proxy: cannot write to standard output: %s; it serves", error.strerror)

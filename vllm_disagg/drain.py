@@ -17,9 +17,9 @@ import re
 import sys
 import time
 
-from . import http_client
+from . import bearer_keys, http_client
 from .errors import ConfigError
-from .fleet import keys
+from .fleet.keys import ADMIN_KEY
 
 URL = "VLLM_DISAGG_URL"  # environment variable with the server's address
 INSTANCES_PATH = "/disagg/instances"
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="URL",
-        help=f"proxy that shall send it no new requests, asked with the key of {keys.ADMIN_KEY};"
+        help=f"proxy that shall send it no new requests, asked with the key of {ADMIN_KEY};"
         " repeatable",
     )
     parser.add_argument(
@@ -126,9 +126,9 @@ def count_requests(url: str) -> float:
 
 def request_drain(proxy: str, url: str) -> None:
     """Has a proxy send an instance no new requests. Raises ConfigError with its answer."""
-    key = keys.from_environment(keys.ADMIN_KEY)
+    key = bearer_keys.from_environment(ADMIN_KEY)
     if not key:
         raise ConfigError(
-            f"--proxy needs the admin key: put it into the environment as {keys.ADMIN_KEY}"
+            f"--proxy needs the admin key: put it into the environment as {ADMIN_KEY}"
         )
     http_client.send(proxy, ("POST", DRAIN_PATH), {"url": url}, key, f"the drain of {url}")

@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from . import bearer_keys
 from .errors import ConfigError
-from .fleet import keys
 
 PAGE_TIMEOUT_SECONDS = 10.0
 MAX_PAGE_BYTES = 16 << 20
@@ -57,7 +57,7 @@ def headers(key: str = "") -> dict[str, str | bytes]:
     They are those that `vllm bench serve` sends. Raises ConfigError for what is no key.
     """
     found: dict[str, str | bytes] = {"Content-Type": "application/json"}
-    if key := keys.clean(key, "the key") or keys.from_environment("OPENAI_API_KEY"):
+    if key := bearer_keys.clean(key, "the key") or bearer_keys.from_environment("OPENAI_API_KEY"):
         found["Authorization"] = f"Bearer {key}".encode()
     return found
 
@@ -69,7 +69,7 @@ def get(
 
     `key_name` names an environment variable with a key that takes precedence over OPENAI_API_KEY.
     """
-    key = keys.from_environment(key_name) if key_name else ""
+    key = bearer_keys.from_environment(key_name) if key_name else ""
     connection = connect(url, PAGE_TIMEOUT_SECONDS)
     try:
         connection.request("GET", path, headers=headers(key))

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from vllm_disagg import bearer_keys
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet import keys
 
@@ -73,14 +74,14 @@ def test_a_key_of_the_environment_loses_its_line_break(monkeypatch: pytest.Monke
     """`echo KEY | base64` in a Secret adds one; a file from Windows has two characters."""
     monkeypatch.setenv("ONE", " \r\n")
     monkeypatch.setenv("TWO", "schl\u00fcssel\r\n")
-    assert keys.from_environment("ZERO", "ONE", "TWO") == "schl\u00fcssel"
-    assert keys.from_environment() == ""
+    assert bearer_keys.from_environment("ZERO", "ONE", "TWO") == "schl\u00fcssel"
+    assert bearer_keys.from_environment() == ""
 
 
 @pytest.mark.parametrize("key", ["secret\nX-Other: 1", "secret\x7f", "secret\udcff"])
 def test_no_key_is_a_line_that_does_not_show_it(key: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^--api-key has characters") as refused:
-        keys.clean(key, "--api-key")
+        bearer_keys.clean(key, "--api-key")
     assert "secret" not in str(refused.value)
     (tmp_path / "keys").write_bytes(b"good\nsecret\x01\n")
     with pytest.raises(ConfigError, match=r"^--api-key-file .+keys: has characters") as refused:

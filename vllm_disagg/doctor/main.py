@@ -15,7 +15,7 @@ import sys
 
 import uvloop
 
-from .. import http_client
+from .. import bearer_keys, http_client
 from ..errors import ConfigError
 from ..fleet import keys
 from ..proxy.http.addresses import check_url
@@ -127,7 +127,7 @@ async def examine_servers(args: argparse.Namespace) -> FleetReport:
             return report
         prefills = [row.url for row in rows if row.role == "prefill" and row.usable]
         decodes = [row.url for row in rows if row.role == "decode" and row.usable]
-    api_key = keys.from_environment("VLLM_API_KEY", "OPENAI_API_KEY")
+    api_key = bearer_keys.from_environment("VLLM_API_KEY", "OPENAI_API_KEY")
     await fleet_checks.examine(report, prefills, decodes, key, api_key)
     return report
 
@@ -135,7 +135,7 @@ async def examine_servers(args: argparse.Namespace) -> FleetReport:
 def _admin_key(path: str) -> str:
     """Returns the key for the proxy's list of instances; empty without one."""
     if not path:
-        return keys.from_environment(keys.ADMIN_KEY, "VLLM_API_KEY", "OPENAI_API_KEY")
+        return bearer_keys.from_environment(keys.ADMIN_KEY, "VLLM_API_KEY", "OPENAI_API_KEY")
     found = keys.read_lines(path, "--admin-key-file")
     if len(found) > 1:
         raise ConfigError(f"--admin-key-file {path}: {len(found)} keys, but there is only one")

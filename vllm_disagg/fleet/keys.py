@@ -17,6 +17,7 @@ import secrets
 import stat
 from pathlib import Path
 
+from .. import bearer_keys
 from ..errors import ConfigError
 
 log = logging.getLogger("vllm_disagg.keys")
@@ -135,31 +136,13 @@ def read_lines(path: str, flag: str) -> list[str]:
         raise ConfigError(f"{flag} {path}: not a text file") from None
     except ValueError:
         raise ConfigError(f"{flag} {path!r}: no file can have this name") from None
-    found = [clean(line, f"{flag} {path}:") for line in text.splitlines() if line.strip()]
+    found = [
+        bearer_keys.clean(line, f"{flag} {path}:") for line in text.splitlines() if line.strip()
+    ]
     if not found:
         raise ConfigError(f"{flag} {path}: the file has no key; write one key a line")
     warn_of_mode(path)
     return found
-
-
-def clean(key: str, source: str) -> str:
-    """Return a key without the spaces and line breaks around it.
-
-    A Secret or a variable made with `echo` ends with a line break, which no client sends.  Raises
-    ConfigError, without the key, for one that no header can have.  `source`: its flag or variable.
-    """
-    key = key.strip()
-    if not key.isprintable():  # a line break inside, or bytes that are no UTF-8
-        raise ConfigError(f"{source} has characters that no key can have; give it in one line")
-    return key
-
-
-def from_environment(*names: str) -> str:
-    """Return the first key among environment variables; empty without one.  Raises ConfigError."""
-    for name in names:
-        if key := clean(os.environ.get(name, ""), name):
-            return key
-    return ""
 
 
 def warn_of_mode(path: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from .. import bearer_keys
 from ..errors import ConfigError
 from ..fleet import keys
 from ..fleet.conventions import PolicyName
@@ -171,7 +172,9 @@ def _admin_key(args: argparse.Namespace) -> str:
     """Returns the admin key from its flag, its file or the environment; empty without one."""
     path: str = args.admin_key_file
     if not path:
-        return keys.clean(args.admin_key, "--admin-key") or keys.from_environment(keys.ADMIN_KEY)
+        return bearer_keys.clean(args.admin_key, "--admin-key") or bearer_keys.from_environment(
+            keys.ADMIN_KEY
+        )
     if args.admin_key:
         raise ConfigError("--admin-key and --admin-key-file exclude each other")
     found = keys.read_lines(path, "--admin-key-file")
@@ -182,10 +185,10 @@ def _admin_key(args: argparse.Namespace) -> str:
 
 def _api_keys(args: argparse.Namespace, admin_key: str) -> list[str]:
     """Returns the keys of clients; raises ConfigError where they do not protect the address."""
-    api_keys = [keys.clean(key, "--api-key") for key in args.api_key]
+    api_keys = [bearer_keys.clean(key, "--api-key") for key in args.api_key]
     if args.api_key_file:
         api_keys = [*api_keys, *keys.read_lines(args.api_key_file, "--api-key-file")]
-    if not api_keys and (found := keys.from_environment(API_KEY)):
+    if not api_keys and (found := bearer_keys.from_environment(API_KEY)):
         if found != os.environ[API_KEY]:
             # vLLM reads the same variable, and takes it literally.
             raise ConfigError(f"{API_KEY} has spaces or line breaks around the key; remove them")

@@ -1180,7 +1180,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("each worker warns of one key file", "proxy/main.py", "    if args.worker:  # the", "    if False:  # the", "tests/proxy/workers/test_supervisor.py::test_a_key_file_for_all_is_one_warning_of_all_workers"),
     ("a key with a line break is a traceback", "bearer_keys.py", "    if not key.isprintable():", "    if False:", "tests/unit/test_drain.py::test_a_key_with_a_line_break_is_a_line_that_does_not_show_it"),
     ("a key of the environment keeps its line break", "bearer_keys.py", "    key = key.strip()\n", "", "tests/fleet/test_key_modes.py"),
-    ("a line of a key file is taken as it is", "fleet/keys.py", "[bearer_keys.clean(line, f\"{flag} {path}:\") for", "[line.strip() for", "tests/fleet/test_key_modes.py"),
+    ("a line of a key file is taken as it is", "fleet/keys.py", "bearer_keys.clean(line, f\"{flag} {path}:\") for", "line.strip() for", "tests/fleet/test_key_modes.py"),
     ("a full disk leaves a file without a key", "fleet/keys.py", "        os.unlink(path)  # the", "        pass  # the", "tests/fleet/test_key_modes.py"),
     ("a key that vLLM takes literally is stripped", "proxy/settings.py", "        if found != os.environ[API_KEY]:\n", "        if False:\n", "tests/proxy/test_proxy_main.py::test_keys_are_read_from_the_environment"),
     ("up: nohup does not outlive its terminal", "launcher/main.py", "        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:\n", "        if True:\n", "tests/launcher/test_launcher_processes.py::test_a_closed_terminal_does_not_end_what_nohup_has_started"),

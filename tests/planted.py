@@ -1269,4 +1269,5 @@ MUTANTS: list[tuple[str, ...]] = [
     ("too many wait for a silent D", "proxy/routing/decode_wait.py", "if self._waiting >= self._max_waiting:", "if False:", "tests/proxy/routing/test_decode_wait.py"),
     ("who leaves still waits for a silent D", "proxy/routing/decode_wait.py", "            self._waiting -= 1\n", "            pass\n", "tests/proxy/routing/test_decode_wait.py"),
     ("the return of a D wakes nobody", "proxy/routing/queues.py", "        self.decode.wake()\n", "", "tests/proxy/routing/test_decode_wait.py"),
+    ("a pipe that nobody reads holds up the proxy", "proxy/telemetry/access_log.py", "flags | os.O_NONBLOCK", "flags", "tests/proxy/telemetry/test_access_log.py::test_a_pipe_that_nobody_reads_is_refused_at_once"),
 ]

@@ -140,3 +140,18 @@ async def test_a_signal_and_a_stop_on_a_full_disk_are_whole(
         assert "access log and certificates are opened anew" in caplog.text
         assert (await w.post()).status == 200
     assert len(losses(caplog)) == 2
+
+
+async def test_a_pipe_that_nobody_reads_is_refused_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="a pipe or socket that no process reads"):
+        AccessLog(str(path))
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        written = AccessLog(str(path))
+        written.write({"status": 200})
+        written.close()
+        assert json.loads(os.read(reader, 100)) == {"status": 200}
+    finally:
+        os.close(reader)

@@ -6,6 +6,7 @@ Lines that cannot be written, as on a full disk, are lost and counted: requests 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import sys
@@ -22,6 +23,13 @@ NEWLINE = ord("\n")
 LOSS_PERIOD_SECONDS = 10.0  # between two log lines about lines that were lost
 
 log = logging.getLogger(__name__)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Opens a file; ENXIO for a pipe without a reader, for which `open` would wait."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 class AccessLog:
@@ -102,9 +110,11 @@ class AccessLog:
 
     def _open(self) -> TextIO:
         try:
-            return open(self._path, "a")
+            return open(self._path, "a", opener=_open_at_once)
         except OSError as error:
-            raise ConfigError(f"--access-log {self._path}: {error.strerror}") from None
+            is_unread = error.errno == errno.ENXIO
+            reason = "a pipe or socket that no process reads" if is_unread else error.strerror
+            raise ConfigError(f"--access-log {self._path}: {reason}") from None
 
     def close(self) -> None:
         """Writes the last lines and closes the file; standard output stays open."""

@@ -80,7 +80,7 @@ deployments = st.builds(
 
 
 def _run(deployment: Deployment, sample: WorkloadSample, rate: float) -> Simulation:
-    return Simulation(deployment, sample, rate, None, 0)
+    return Simulation(deployment, sample, rate, None, 0, with_gaps=True)
 
 
 @settings(max_examples=150)
@@ -173,5 +173,5 @@ def _compare(deployment: Deployment, sample: WorkloadSample, rate: float) -> Non
     ).run()
     leaps = _run(deployment, sample, rate).run()
     assert leaps.preemptions == steps.preemptions
-    for field in ("ttft", "tpot", "latency", "transfer"):
+    for field in ("ttft", "tpot", "itl", "latency", "transfer"):
         assert getattr(leaps, field) == pytest.approx(getattr(steps, field), rel=1e-6, abs=1e-9)

@@ -72,7 +72,10 @@ def test_plan_says_all_that_is_promised(capsys: pytest.CaptureFixture[str], tmp_
     assert found["largest"]["goodput"] >= 0.99 * found["best"]["goodput"]
     page = Path(found["report"][0]).read_text()
     assert "white-space:pre-wrap" in page and page.count("<pre>") == 1
-    assert page.count("<td>best P:D</td>") == 1
+    assert page.count("<td>best P:D</td>") == 1 and page.count("<h2>Times by rate</h2>") == 1
+    assert found["by_rate"] and all(
+        row["itl_p90"] >= row["tpot_p90"] > 0 for row in found["by_rate"] if row["tpot_p90"]
+    )
     assert page.count("data:image/png;base64,") == 3 and "http" not in page.replace(
         "http://127.0.0.1", ""
     )
@@ -119,6 +122,18 @@ def test_simulate_says_all_that_is_promised(capsys: pytest.CaptureFixture[str]) 
     assert found["gpus"] == 3 and found["refused"] == 0
     both = _json(capsys, "simulate", *QUICK, "--colocated", "2x1x2", "--rate", "2")
     assert both["gpus"] == 4 and both["attainment"] > 0.9
+
+
+def test_simulate_judges_the_longest_gap(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", *QUICK, "--colocated", "1x1", "--prefill-first", "--rate", "2"]
+    plain = _json(capsys, *words)
+    assert plain["itl_p90"] > plain["tpot_p90"] and "attainment_itl" not in plain
+    limit = (plain["itl_p50"] + plain["tpot_p50"]) / 2
+    found = _json(capsys, *words, "--itl", f"{limit}")
+    assert found["attainment_itl"] < 0.6 and found["itl_p90"] == plain["itl_p90"]
+    assert found["setting"]["itl"] == limit
+    assert found["setting"]["attainment_of"] == "TTFT, TPOT and ITL separately"
+    assert found["attainment"] <= found["attainment_itl"] + 1e-9
 
 
 def test_simulate_with_what_a_deployment_adds(capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,6 +239,8 @@ def test_no_default_is_a_free_handoff() -> None:
         (["plan", *QUICK, "--gpus", "1"], "--gpus: 1 is too few"),
         (["plan", *QUICK, "--ttft", "0.001"], "nothing meets --ttft 0.001"),
         (["plan", *QUICK, "--tpot", "0.001"], "nothing meets --tpot 0.001"),
+        (["plan", *QUICK, "--itl", "0.001"], "nothing meets --itl 0.001"),
+        (["plan", *QUICK, "--itl", "0"], "--itl: 0.0 is not a time"),
         (["plan", *QUICK, "--ttft", "nan"], "--ttft: nan is not a time"),
         (["plan", *QUICK, "--attainment", "90"], "--attainment: 90.0 is not a share"),
         (["plan", *QUICK, "--workload", "nope"], "--workload: nope is neither a file nor known"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise, product
+
 import pytest
 
 from vllm_disagg.fleet.conventions import POLICY_NAMES, PolicyName
@@ -10,12 +12,13 @@ from vllm_disagg.planner.cost.hardware import LINKS, NetworkLink
 from vllm_disagg.planner.cost.latency import LinearLatency, PathDelay, unloaded_prefill
 from vllm_disagg.planner.cost.sizes import KvLayers
 from vllm_disagg.planner.simulation import workload
-from vllm_disagg.planner.simulation.replica import SchedulingRules
+from vllm_disagg.planner.simulation.replica import Batch, Replica, SchedulingRules
 from vllm_disagg.planner.simulation.simulator import (
     Deployment,
     Handoff,
     Objective,
     ReplicaPool,
+    Simulation,
     quantile,
     simulate,
     simulate_closed,
@@ -82,9 +85,9 @@ def _deployments() -> dict[str, Deployment]:
 def test_leaps_change_nothing(name: str, rate: float) -> None:
     deployment = _deployments()[name]
     sample = SHAREGPT.sample(120, 3, Arrivals("poisson"))
-    leaps = simulate(deployment, sample, rate)
-    steps = simulate(_slow(deployment), sample, rate)
-    for field in ("ttft", "tpot", "latency", "transfer"):
+    leaps = simulate(deployment, sample, rate, with_gaps=True)
+    steps = simulate(_slow(deployment), sample, rate, with_gaps=True)
+    for field in ("ttft", "tpot", "itl", "latency", "transfer"):
         assert getattr(leaps, field) == pytest.approx(getattr(steps, field), rel=1e-9, abs=1e-12)
     assert leaps.preemptions == steps.preemptions
     assert min(leaps.latency) > 0
@@ -109,6 +112,60 @@ def _slow(deployment: Deployment) -> Deployment:
         deployment.policy,
         deployment.distserve,
     )
+
+
+@pytest.mark.parametrize("name", _deployments())
+@pytest.mark.parametrize("rate", [6.0, 40.0])
+def test_the_longest_gap_is_that_of_the_tokens(
+    name: str, rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tests the gaps with times of tokens that are noted one step at a time."""
+    sample = SHAREGPT.sample(120, 3, Arrivals("poisson"))
+    times: list[list[float]] = [[] for _ in range(len(sample))]
+    complete = Replica.complete_batch
+    prefilled = Simulation.on_prefill_complete
+
+    def watched_batch(replica: Replica, now: float, batch: Batch) -> None:
+        for _, r in batch.group.ends:
+            times[r].append(now)
+        complete(replica, now, batch)
+
+    def watched_prefill(run: Simulation, replica: Replica, now: float, r: int) -> None:
+        if not run._decodes or run._kv_arrived[r]:
+            times[r].append(now)
+        prefilled(run, replica, now, r)
+
+    monkeypatch.setattr(Replica, "complete_batch", watched_batch)
+    monkeypatch.setattr(Simulation, "on_prefill_complete", watched_prefill)
+    found = simulate(_slow(_deployments()[name]), sample, rate, with_gaps=True)
+    gaps = [max((b - a for a, b in pairwise(tokens)), default=0.0) for tokens in times]
+    assert found.itl == pytest.approx(gaps, rel=1e-9, abs=1e-12)
+
+
+def test_gaps_are_recorded_only_where_they_are_wanted() -> None:
+    sample = SHAREGPT.sample(50, 0, Arrivals("poisson"))
+    for deployment in _deployments().values():
+        plain = simulate(deployment, sample, 6.0)
+        recorded = simulate(deployment, sample, 6.0, with_gaps=True)
+        assert plain.itl is None and recorded.itl is not None
+        assert plain.ttft == recorded.ttft and plain.tpot == recorded.tpot
+
+
+def test_a_stall_misses_itl_and_not_tpot() -> None:
+    """A whole prompt of 1.46 s runs between two tokens of an answer of ten."""
+    sample = WorkloadSample([100, 8000], [10, 2], [0.0, 0.05])
+    rules = SchedulingRules(budget=512, chunked=False)
+    deployment = Deployment(ReplicaPool(1, PLAIN, 200_000, rules))
+    found = simulate(deployment, sample, 1.0, with_gaps=True)
+    assert found.itl is not None and found.tpot[0] < 0.2
+    stall = unloaded_prefill(PLAIN, 8000)
+    assert stall < found.itl[0] < stall + 0.03 and found.itl[1] < 0.03
+    loose = Objective(10.0, 0.2)
+    strict = Objective(10.0, 0.2, itl=1.0)
+    assert found.attainment(loose) == 1.0 and found.attainment(strict) == 0.5
+    assert not simulate(deployment, sample, 1.0, loose).stopped
+    assert simulate(deployment, sample, 1.0, strict).stopped
+    assert "ITL 1 s" in strict.words() and strict.flags() == "--ttft 10, --tpot 0.2 and --itl 1"
 
 
 def test_little_kv_preempts_and_still_finishes() -> None:
@@ -286,10 +343,10 @@ def test_chunks_let_decodes_go_on_and_prefill_first_does_not() -> None:
 def test_stopping_early_agrees_with_the_whole_simulation() -> None:
     sample = SHAREGPT.sample(200, 0, Arrivals("poisson"))
     deployment = _deployments()["P:D"]
-    for joint in (True, False):
-        objective = Objective(0.3, 0.02, 0.9, joint)
+    for joint, itl in product((True, False), (None, 0.013)):
+        objective = Objective(0.3, 0.02, 0.9, joint, itl=itl)
         for rate in (1.0, 3.0, 6.0, 9.0, 12.0, 20.0, 40.0):
-            whole = simulate(deployment, sample, rate)
+            whole = simulate(deployment, sample, rate, with_gaps=True)
             stopped = simulate(deployment, sample, rate, objective).stopped
             assert stopped == (whole.attainment(objective) < 0.9)
 

@@ -18,7 +18,6 @@ from . import output
 from .flags import PlanInputs
 
 PROGRESS_INTERVAL_SECONDS = 2.0  # between two progress lines
-TIMES = ("ttft", "tpot")
 SHARES = (50, 90, 99)
 
 
@@ -69,7 +68,7 @@ def _nothing(result: DemandResult) -> str:
     """Explains why no placement holds the rate."""
     scenario = result.scenario
     gpus = f"{scenario.gpus} GPU{'s' if scenario.gpus > 1 else ''}"
-    within = f"within --ttft {scenario.objective.ttft:g} and --tpot {scenario.objective.tpot:g}"
+    within = f"within {scenario.objective.flags()}"
     if result.most_rate < result.rate:
         return (
             f"nothing on {gpus} holds --rate {result.rate:g} {within}:"
@@ -112,10 +111,15 @@ def _score(scenario: Scenario, score: DemandScore | None) -> dict[str, Any] | No
         return None
     found = output.placement_document(scenario, score.placement)
     found["attainment"] = score.attainment(scenario)
-    for name in TIMES:
+    for name in _times(scenario):
         for share in SHARES:
             found[f"{name}_p{share}"] = _quantile(score.results, name, share)
     return found
+
+
+def _times(scenario: Scenario) -> tuple[str, ...]:
+    """Returns the names of the times that the objective limits."""
+    return ("ttft", "tpot") if scenario.objective.itl is None else ("ttft", "tpot", "itl")
 
 
 def _quantile(results: list[SimulationResult], name: str, share: int) -> float | None:
@@ -137,6 +141,7 @@ def _text(result: DemandResult, chosen: DemandScore, document: dict[str, Any]) -
             f"cannot tell: {scenario.requests} requests are a burst at this rate, in which no queue"
             f" has time to grow; {result.missing} are needed: give a longer trace"
         )
+    columns = "".join(f"{f'{name.upper()} p90':>10}{'p99':>8}" for name in _times(scenario))
     lines = [
         *scenario.words(),
         f"objective: {scenario.objective.words()}",
@@ -144,7 +149,7 @@ def _text(result: DemandResult, chosen: DemandScore, document: dict[str, Any]) -
         verdict,
         "",
         f"{'':14}{'GPUs':>5}{unit if unit != 'GPU' else '':>10}{'attainment':>12}"
-        f"{'TTFT p90':>10}{'p99':>8}{'TPOT p90':>10}{'p99':>8}  placement",
+        f"{columns}  placement",
     ]
     for name, score in (("disaggregated", result.split), ("colocated", result.together)):
         row = document[name]
@@ -155,7 +160,7 @@ def _text(result: DemandResult, chosen: DemandScore, document: dict[str, Any]) -
         cost = f"{counted:.4g}" if unit != "GPU" else ""
         times = "".join(
             f"{_seconds(row[f'{metric}_p90']):>10}{_seconds(row[f'{metric}_p99']):>8}"
-            for metric in TIMES
+            for metric in _times(scenario)
         )
         columns = f"{name:14}{score.placement.gpus:5}{cost:>10}{row['attainment']:12.1%}{times}"
         lines.append(f"{columns}  {scenario.words_of(score.placement)}")

@@ -93,6 +93,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.05,
         help="objective: mean time per output token after the first (default: %(default)s)",
     )
+    add(
+        "--itl",
+        metavar="SECONDS",
+        type=float,
+        help="objective: longest gap between two tokens of a request, which TPOT's mean hides"
+        " (default: no limit)",
+    )
     for name in ("ttft", "tpot"):
         add(
             f"--{name}-p99",
@@ -110,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--attainment-of",
         choices=("joint", "each"),
-        help="both limits in one request, or each by itself"
+        help="all limits in one request, or each by itself"
         " (default: joint; each under DistServe's rules)",
     )
     add(
@@ -266,6 +273,7 @@ def read(
             counting == "joint",
             args.ttft_p99,
             args.tpot_p99,
+            args.itl,
         ),
         requests=requests,
         seeds=seeds,
@@ -306,7 +314,7 @@ def _mean_context(sample: workload.WorkloadSample) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Raises ConfigError for a number out of its range."""
-    for name in ("ttft", "tpot", "ttft_p99", "tpot_p99"):
+    for name in ("ttft", "tpot", "itl", "ttft_p99", "tpot_p99"):
         seconds = getattr(args, name)
         if seconds is not None and not 0 < seconds < float("inf"):
             flag = name.replace("_", "-")

@@ -358,9 +358,8 @@ def judge(
     if not best:
         objective = scenario.objective
         raise ConfigError(
-            f"--live: no split meets --ttft {objective.ttft:g} and --tpot {objective.tpot:g}"
-            f" at any rate; the means are {traffic.ttft:.3g} and {traffic.tpot:.3g} s now;"
-            " give more"
+            f"--live: no split meets {objective.flags()} at any rate;"
+            f" the means are {traffic.ttft:.3g} and {traffic.tpot:.3g} s now; give more"
         )
     gain = best.goodput / now.goodput if now else None
     interval = _gain_interval(now, scores, alternatives, jobs)

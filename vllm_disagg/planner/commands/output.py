@@ -262,15 +262,15 @@ def _recommendation(advice: Advice) -> str:
 def describe(scenario: Scenario) -> dict[str, Any]:
     """Describes a scenario for JSON documents."""
     objective = scenario.objective
-    counting = "TTFT and TPOT separately"
-    if objective.joint:
-        counting = "each request, TTFT and TPOT jointly"
+    names = "TTFT and TPOT" if objective.itl is None else "TTFT, TPOT and ITL"
+    counting = f"each request, {names} jointly" if objective.joint else f"{names} separately"
     return {
         "latency": {"prefill": scenario.prefill.words(), "decode": scenario.decode.words()},
         "workload": scenario.workload.name,
         "arrivals": scenario.arrivals.kind,
         "ttft": objective.ttft,
         "tpot": objective.tpot,
+        "itl": objective.itl,
         "attainment": objective.attainment,
         "attainment_of": counting,
         "ttft_p99": objective.ttft_p99,

@@ -17,7 +17,7 @@ from ..search import advice, optimizer, sample_size
 from ..search.scenario import PerformanceSource, Scenario
 from ..simulation import workload
 from ..simulation.simulator import quantile
-from . import criteria, demand, flags, live, output, replay, report
+from . import criteria, demand, flags, live, output, rate_table, replay, report
 
 DEFAULT_GPUS = 4
 DEFAULT_GPUS_OF_RATE = 128
@@ -96,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
         path: {"worst_error": {phase: fit.worst(phase) for phase in ("prefill", "decode")}}
         for path, fit in planned.fits
     }
+    if args.report or args.json:
+        document["by_rate"] = rate_table.as_json(found)
     if args.report:
         document["report"] = report.write(args.report, found, document, planned.fits)
     print(json.dumps(document) if args.json else report.text(found, document, planned.fits))
@@ -212,10 +214,14 @@ def _nothing(scenario: Scenario) -> str:
         return f"nothing meets --ttft {objective.ttft:g}: {idle} {ttft:.3g} s; give more"
     if tpot > objective.tpot:
         return f"nothing meets --tpot {objective.tpot:g}: {idle} {tpot:.3g} s; give more"
+    least = [f"--ttft {ttft:.3g}", f"--tpot {tpot:.3g}"]
+    if objective.itl is not None:
+        if tpot > objective.itl:
+            return f"nothing meets --itl {objective.itl:g}: {idle} {tpot:.3g} s; give more"
+        least.append(f"--itl {tpot:.3g}")
     return (
-        f"nothing meets --ttft {objective.ttft:g} and --tpot {objective.tpot:g} together"
-        f" on {scenario.gpus} GPUs at any rate:"
-        f" give more than --ttft {ttft:.3g} and --tpot {tpot:.3g}, or more GPUs"
+        f"nothing meets {objective.flags()} together on {scenario.gpus} GPUs at any rate:"
+        f" give more than {', '.join(least[:-1])} and {least[-1]}, or more GPUs"
     )
 
 

@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
     rows = []
     for split in splits:
         print(f"plan: replay on {split}", file=sys.stderr, flush=True)
-        result = simulate(scenario.deployment(split), sample, rate)
+        with_gaps = scenario.objective.itl is not None
+        result = simulate(scenario.deployment(split), sample, rate, with_gaps=with_gaps)
         name = f"{split.prefill.n}P{count - split.prefill.n}D"
         rows.append(_row(name, result, scenario.objective))
     print("plan: replay with roles that follow the load", file=sys.stderr, flush=True)
@@ -128,7 +129,8 @@ def _auto(
     """Replays with roles that follow the load."""
     objective = scenario.objective
     rules = RoleRules(objective.ttft, objective.tpot)
-    found = simulate_roles(scenario.deployment(start), sample, rate, rules)
+    with_gaps = objective.itl is not None
+    found = simulate_roles(scenario.deployment(start), sample, rate, rules, with_gaps)
     row = _row("roles auto", found.result, objective)
     return row | {"changes": len(found.changes), "mean_prefill": found.mean_prefill}
 
@@ -136,30 +138,36 @@ def _auto(
 def _row(name: str, result: SimulationResult, objective: Objective) -> dict[str, Any]:
     """Describes one replay; a quantile that no request reached is None."""
     row: dict[str, Any] = {"split": name, "attainment": result.attainment(objective)}
-    for time, values in (("ttft_p90", result.ttft), ("tpot_p90", result.tpot)):
-        found = quantile(values, 0.9)
-        row[time] = found if found < math.inf else None
+    for time, values in (
+        ("ttft_p90", result.ttft),
+        ("tpot_p90", result.tpot),
+        ("itl_p90", result.itl),
+    ):
+        if values is not None:
+            found = quantile(values, 0.9)
+            row[time] = found if found < math.inf else None
     return row
 
 
 def _text(scenario: Scenario, document: dict[str, Any]) -> str:
     """Formats the result for a terminal."""
+    limited = ["ttft", "tpot", *(["itl"] if scenario.objective.itl is not None else [])]
+    names = "".join(f"{f'{name.upper()} p90':>12}" for name in limited)
     lines = [
         scenario.words()[0],
         f"objective: {scenario.objective.words()}",
         f"replay: {', '.join(document['traces'])}: {document['requests']} requests at"
         f" {document['rate']:.3g} req/s",
         "",
-        f"{'':12}{'attainment':>12}{'TTFT p90':>12}{'TPOT p90':>12}",
+        f"{'':12}{'attainment':>12}{names}",
     ]
     for row in (*document["splits"], document["auto"]):
-        times = [
-            "never" if row[name] is None else f"{row[name]:.3g} s"
-            for name in ("ttft_p90", "tpot_p90")
-        ]
+        times = ""
+        for name in limited:
+            seconds = row[f"{name}_p90"]
+            times += f"{'never' if seconds is None else f'{seconds:.3g} s':>12}"
         mark = "  best fixed" if row["split"] == document["best"] else ""
-        line = f"{row['split']:12}{row['attainment']:>12.1%}{times[0]:>12}{times[1]:>12}{mark}"
-        lines.append(line)
+        lines.append(f"{row['split']:12}{row['attainment']:>12.1%}{times}{mark}")
     auto = document["auto"]
     lines.append(
         f"{auto['changes']} changes of roles; {auto['mean_prefill']:.1f} prefill instances in the"

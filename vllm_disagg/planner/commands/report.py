@@ -10,10 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ...errors import ConfigError
 from ..cost.profile import LatencyFit
 from ..search.advice import Advice, RateCurve
-from ..simulation.simulator import Objective
+from . import rate_table
 
 PLOTS = ("goodput.png", "attainment.png", "frontier.png")
 PAGE_STYLE = (
@@ -182,9 +184,9 @@ def write(
 
 def _goodput(found: Advice, path: Path) -> None:
     """Plots the rate of requests that met the objective, over the offered rate."""
-    figure, axes = _axes("offered requests/s per GPU", "requests/s per GPU within both objectives")
-    joint = _joint(found.scenario.objective)
-    for curve in _shown(found):
+    figure, axes = _axes("offered requests/s per GPU", "requests/s per GPU within all limits")
+    joint = msgspec.structs.replace(found.scenario.objective, joint=True)
+    for curve in rate_table.shown(found.curves):
         shares = curve.attainment(joint)
         axes.plot(
             curve.rates,
@@ -199,7 +201,7 @@ def _attainment(found: Advice, path: Path) -> None:
     """Plots the share of requests that met the objective, over the offered rate."""
     figure, axes = _axes("requests/s per GPU", "share of requests that meet the objective")
     objective = found.scenario.objective
-    for curve in _shown(found):
+    for curve in rate_table.shown(found.curves):
         axes.plot(
             curve.rates,
             curve.attainment(objective),
@@ -241,18 +243,6 @@ def _frontier(found: Advice, path: Path) -> None:
     if found.colocated:
         axes.axhline(found.colocated.goodput, linestyle="--", label=str(found.colocated.placement))
     _save(figure, axes, path)
-
-
-def _shown(found: Advice) -> list[RateCurve]:
-    """Selects the best three curves of each kind; the others serve the crossovers only."""
-    disaggregated = [curve for curve in found.curves if curve.placement.decode]
-    colocated = [curve for curve in found.curves if not curve.placement.decode]
-    return disaggregated[:3] + colocated[:3]
-
-
-def _joint(objective: Objective) -> Objective:
-    """Returns the objective with both limits counted in one request."""
-    return Objective(objective.ttft, objective.tpot, objective.attainment, True)
 
 
 def _style(curve: RateCurve) -> str:
@@ -302,6 +292,13 @@ def _page(
     for name, title in zip(PLOTS, TITLES, strict=True):
         data = base64.b64encode((folder / name).read_bytes()).decode()
         parts.append(f'<h2>{title}</h2><img alt="{title}" src="data:image/png;base64,{data}">')
+    if document["by_rate"]:
+        rates = rate_table.cells(document["by_rate"])
+        parts += [
+            "<h2>Times by rate</h2>",
+            _html_table(rate_table.HEADER, rates),
+            _list(["ITL: the longest gap between two tokens of a request"]),
+        ]
     if document["commands"]:
         commands = html.escape("\n".join(document["commands"]))
         parts.append(f"<h2>Commands</h2><pre>{commands}</pre>")

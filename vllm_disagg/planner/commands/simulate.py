@@ -23,6 +23,7 @@ TIMES = (
     "ttft_p90",
     "tpot_mean",
     "tpot_p90",
+    "itl_p90",
     "latency_mean",
     "transfer_mean",
     "path_mean",
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     deployment = scenario.deployment(placement)
     results = []
     for seed, sample in enumerate(scenario.samples()):
-        results.append(simulate(deployment, sample, args.rate, None, seed))
+        results.append(simulate(deployment, sample, args.rate, None, seed, with_gaps=True))
     document = _document(scenario, placement, args.rate, results)
     print(json.dumps(document) if args.json else _text(document, scenario, placement))
     return 0
@@ -154,6 +155,7 @@ def _document(
     objective = scenario.objective
     ttft = [seconds for result in results for seconds in result.ttft]
     tpot = [seconds for result in results for seconds in result.tpot]
+    itl = [seconds for result in results for seconds in result.itl or ()]
     latency = [seconds for result in results for seconds in result.latency]
     served = [seconds for seconds in latency if seconds >= 0]
     transfers = [seconds for result in results for seconds in result.transfer]
@@ -164,7 +166,9 @@ def _document(
         "attainment_ttft": mean(float(0 <= seconds <= objective.ttft) for seconds in ttft),
         "attainment_tpot": mean(float(0 <= seconds <= objective.tpot) for seconds in tpot),
     }
-    for name, values in (("ttft", ttft), ("tpot", tpot)):
+    if objective.itl is not None:
+        document["attainment_itl"] = mean(float(0 <= gap <= objective.itl) for gap in itl)
+    for name, values in (("ttft", ttft), ("tpot", tpot), ("itl", itl)):
         measured = [seconds for seconds in values if seconds >= 0]
         document[f"{name}_mean"] = mean(measured) if measured else None
         for share in (50, 90, 99):
@@ -188,8 +192,7 @@ def _document(
 def _text(document: dict[str, Any], scenario: Scenario, placement: Placement) -> str:
     """Formats the result for a terminal."""
     gpus = f"{placement.gpus} GPU{'s' if placement.gpus > 1 else ''}"
-    objective = scenario.objective
-    limits = f"TTFT {objective.ttft:g} s and TPOT {objective.tpot:g} s"
+    limits = scenario.objective.limits()
     lines = [
         *scenario.words(),
         f"{placement} at {document['rate']:g} req/s on {gpus}",

@@ -115,10 +115,12 @@ def advise(result: SearchResult, draws: bool = False) -> Advice:
     is_large = scenario.requests > LARGE_REQUESTS
     curves = []
     if draws or not is_large:
-        curves = curves_of(scenario, [*split, *together], with_others=not is_large)
+        with_gaps = draws or scenario.objective.itl is not None
+        curves = curves_of(scenario, [*split, *together], not is_large, with_gaps)
     crossovers = {}
     if not missing and not scenario.objective.has_tails:
-        for name in ("tpot", "ttft"):
+        names = ["tpot", "ttft", *(["itl"] if scenario.objective.itl is not None else [])]
+        for name in names:
             found = Crossover(None, NOT_SWEPT)
             if not is_large:
                 found = crossover(curves, scenario.objective, name)
@@ -140,7 +142,10 @@ def advise(result: SearchResult, draws: bool = False) -> Advice:
 
 
 def curves_of(
-    scenario: Scenario, scores: Sequence[PlacementScore], with_others: bool
+    scenario: Scenario,
+    scores: Sequence[PlacementScore],
+    with_others: bool,
+    with_gaps: bool = False,
 ) -> list[RateCurve]:
     """Simulates the best placements, and promising ones of other kinds.
 
@@ -159,7 +164,9 @@ def curves_of(
         candidate = estimate(scenario, placement, sample), placement
         others[kind] = max(others.get(kind, candidate), candidate)
     rates |= {placement: rate for rate, placement in others.values()}
-    return [_sweep(scenario, placement, rate, sample) for placement, rate in rates.items()]
+    return [
+        _sweep(scenario, placement, rate, sample, with_gaps) for placement, rate in rates.items()
+    ]
 
 
 def _kind(placement: Placement) -> tuple[object, ...]:
@@ -175,7 +182,11 @@ def _pipeline_stages(placement: Placement) -> int:
 
 
 def _sweep(
-    scenario: Scenario, placement: Placement, rate: float, sample: WorkloadSample
+    scenario: Scenario,
+    placement: Placement,
+    rate: float,
+    sample: WorkloadSample,
+    with_gaps: bool,
 ) -> RateCurve:
     """Simulates rates around `rate`.
 
@@ -183,7 +194,7 @@ def _sweep(
     """
     deployment = scenario.deployment(placement)
     rates = [rate * ratio for ratio in SWEEP_RATIOS]
-    results = [simulate(deployment, sample, r * placement.gpus) for r in rates]
+    results = [simulate(deployment, sample, r * placement.gpus, with_gaps=with_gaps) for r in rates]
     return RateCurve(placement, rates, results)
 
 

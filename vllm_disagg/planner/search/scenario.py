@@ -391,7 +391,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         """Estimates requests/s of the prefill and of the decode instances, each alone; not a bound.
 
         Prefill: prompts one after the other. Decode: the largest batch with a step within TPOT and
-        with KV that fits, at the mean context.
+        ITL and with KV that fits, at the mean context.
         """
         prefill = self.prefill_capacity(placement.prefill, sample, placement.on_decode_gpus)
         decode = self.decode_capacity(placement.decode or placement.prefill, sample)
@@ -419,10 +419,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         sequences = UNLIMITED if self.distserve else self.limits(self.decode).sequences
         low = 1
         high = max(1, min(sequences, int(room) // latency.pp))
-        if step_seconds(high) > self.objective.tpot:
+        most = min(self.objective.tpot, self.objective.itl or self.objective.tpot)
+        if step_seconds(high) > most:
             while low < high:
                 middle = (low + high + 1) // 2
-                if step_seconds(middle) <= self.objective.tpot:
+                if step_seconds(middle) <= most:
                     low = middle
                 else:
                     high = middle - 1
@@ -449,11 +450,17 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
                 return "ttft"
         group = placement.decode or placement.prefill
         decode = latency_of(self.decode if placement.decode else source, group)
-        slow = 0
-        for r in counted:
-            seconds = unloaded_decode(decode, sample.prompts[r])
-            slow += sample.outputs[r] > 1 and seconds > objective.tpot
-        return "tpot" if slow > allowed else ""
+        # Each gap is a step or more, so the limit of gaps is one of the mean, too.
+        for name, limit in (("tpot", objective.tpot), ("itl", objective.itl)):
+            if limit is None:
+                continue
+            slow = 0
+            for r in counted:
+                seconds = unloaded_decode(decode, sample.prompts[r])
+                slow += sample.outputs[r] > 1 and seconds > limit
+            if slow > allowed:
+                return name
+        return ""
 
 
 def latency_of(source: PerformanceSource, group: ReplicaGroup) -> LatencyModel:

@@ -26,6 +26,7 @@ from typing import Protocol
 import msgspec
 
 from ..cost.latency import LatencyModel
+from .token_gaps import GroupGaps, TokenGaps
 from .workload import WorkloadSample
 
 
@@ -42,7 +43,7 @@ class SchedulingRules(msgspec.Struct, frozen=True):
 class RequestTable:
     """State of all requests, in columns indexed by request number."""
 
-    def __init__(self, sample: WorkloadSample) -> None:
+    def __init__(self, sample: WorkloadSample, with_gaps: bool = False) -> None:
         prompts = sample.prompts
         count = len(sample)
         self.prompts = prompts
@@ -56,6 +57,7 @@ class RequestTable:
         self.join_order = [0] * count  # the highest is preempted first
         self.prefill_started_at = [-1.0] * count  # seconds; -1: not yet
         self.first_token_at = [-1.0] * count
+        self.gaps = TokenGaps(count) if with_gaps else None
 
 
 class ReplicaListener(Protocol):
@@ -80,9 +82,10 @@ class ReplicaListener(Protocol):
 class DecodeGroup:
     """Sequences that decode together."""
 
-    __slots__ = ("contexts", "ends", "n", "steps", "without_first_token")
+    __slots__ = ("contexts", "ends", "gaps", "n", "steps", "without_first_token")
 
-    def __init__(self) -> None:
+    def __init__(self, with_gaps: bool) -> None:
+        self.gaps = GroupGaps() if with_gaps else None
         self.n = 0
         self.steps = 0  # since the group began
         self.contexts = 0  # sum over the sequences
@@ -152,7 +155,8 @@ class Replica:
         self.waiting: deque[int] = deque()  # without KV
         self._awaiting_kv: set[int] = set()  # their KV comes from a prefill replica
         self.prefilling: deque[int] = deque()  # with KV, chunks left
-        self.ready = DecodeGroup()  # decodes that are not in flight
+        self._with_gaps = requests.gaps is not None
+        self.ready = DecodeGroup(self._with_gaps)  # decodes that are not in flight
         self.cache = PrefixCache(requests.block) if requests.prefixes else None
         self._in_flight: deque[Batch] = deque()
         self._stage_free_at = [0.0] * latency.pp  # seconds, for each stage
@@ -253,6 +257,8 @@ class Replica:
             for r in group.without_first_token:
                 listener.on_first_token(first, r)
             group.without_first_token.clear()
+            if requests.gaps and group.gaps:
+                self._record_gaps(requests.gaps, group.gaps, batch, first, now)
             grown = group.n * batch.steps
             group.steps += batch.steps
             group.contexts += grown
@@ -270,6 +276,17 @@ class Replica:
         self._reserve_kv(now)
         self.start_batch(now)
 
+    def _record_gaps(
+        self, gaps: TokenGaps, group_gaps: GroupGaps, batch: Batch, first: float, now: float
+    ) -> None:
+        """Records the gaps of a completed batch, whose first step ended at `first`."""
+        before = batch.group.steps
+        gaps.on_step(group_gaps, before + 1, first)
+        if batch.steps > 1:
+            # Contexts grow, so the last step is the longest.
+            longest = batch.first + batch.growth * (batch.steps - 1)
+            gaps.on_steps(group_gaps, before + batch.steps, longest, now)
+
     def _compose_batch(self, now: float) -> Batch | None:
         """Selects the sequences and chunks of the next batch, with its times; None without work."""
         group = self.ready
@@ -283,9 +300,9 @@ class Replica:
             budget = rules.budget - group.n if rules.chunked else rules.budget
             tokens, squares = self._schedule_chunks(now, finishing, budget)
         if tokens and not rules.chunked:
-            group = DecodeGroup()  # decoding sequences wait for the prompts
+            group = DecodeGroup(False)  # decoding sequences wait for the prompts
         elif tokens or group.n:
-            self.ready = DecodeGroup()
+            self.ready = DecodeGroup(self._with_gaps)
         else:
             return None
         batch = Batch(group, finishing, now)
@@ -464,9 +481,13 @@ class Replica:
         heappush(group.ends, (group.steps + requests.tokens_left[r], r))
         if requests.first_token_at[r] < 0:
             group.without_first_token.append(r)
+        if group.gaps:
+            group.gaps.joined.append(r)
 
     def _leave_group(self, group: DecodeGroup, r: int) -> None:
         """Removes a sequence from its group and frees its KV."""
+        if self.requests.gaps and group.gaps:
+            self.requests.gaps.leave(group.gaps, r)
         context = self.requests.context_base[r] + group.steps
         group.n -= 1
         group.contexts -= context
@@ -481,6 +502,8 @@ class Replica:
             return
         if ready.n > group.n:
             group, ready = ready, group
+        if self.requests.gaps and group.gaps and ready.gaps:
+            self.requests.gaps.merge(ready.gaps, (r for _, r in ready.ends), group.gaps)
         shift = group.steps - ready.steps
         base = self.requests.context_base
         for end, r in ready.ends:

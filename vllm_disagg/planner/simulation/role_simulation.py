@@ -51,13 +51,17 @@ class ModelledSteps(msgspec.Struct, frozen=True):
 
 
 def simulate_roles(
-    deployment: Deployment, sample: WorkloadSample, rate: float, rules: RoleRules
+    deployment: Deployment,
+    sample: WorkloadSample,
+    rate: float,
+    rules: RoleRules,
+    with_gaps: bool = False,
 ) -> RoleReplay:
     """Simulates all requests of `sample` at `rate` requests/s, from the deployment's split.
 
-    Both pools have equal replicas, of which there are two or more.
+    Both pools have equal replicas, of which there are two or more. Gaps are as of `simulate`.
     """
-    simulation = RoleSimulation(deployment, sample, rate, rules)
+    simulation = RoleSimulation(deployment, sample, rate, rules, with_gaps)
     result = simulation.run()
     return RoleReplay(result, simulation.changes, simulation.mean_prefill())
 
@@ -66,9 +70,14 @@ class RoleSimulation(Simulation):
     """Simulation whose replicas change roles."""
 
     def __init__(
-        self, deployment: Deployment, sample: WorkloadSample, rate: float, rules: RoleRules
+        self,
+        deployment: Deployment,
+        sample: WorkloadSample,
+        rate: float,
+        rules: RoleRules,
+        with_gaps: bool,
     ) -> None:
-        super().__init__(deployment, sample, rate, None, 0)
+        super().__init__(deployment, sample, rate, None, 0, with_gaps)
         self._controller = RoleController(rules)
         self._steps = ModelledSteps(deployment.prefill.latency)
         self._work = [0.0] * self._count  # seconds, by request

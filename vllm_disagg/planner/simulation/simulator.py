@@ -84,10 +84,11 @@ class Deployment(msgspec.Struct, frozen=True):
 
 
 class Objective(msgspec.Struct, frozen=True):
-    """Latency objective: limits of TTFT and TPOT in seconds, and the share of requests.
+    """Latency objective: limits of TTFT, TPOT and ITL in seconds, and the share of requests.
 
-    With `joint`, one request must meet both. Without, that share of requests meets each by itself,
-    as DistServe's simulator counts.
+    With `joint`, one request must meet all. Without, that share of requests meets each by itself,
+    as DistServe's simulator counts. A request meets ITL if no gap between two of its tokens is
+    longer.
     """
 
     ttft: float
@@ -97,6 +98,7 @@ class Objective(msgspec.Struct, frozen=True):
     # Limits that all but 1 % of the requests must meet beside; None: no such limit.
     ttft_p99: float | None = None
     tpot_p99: float | None = None
+    itl: float | None = None  # None: no such limit
 
     @property
     def has_tails(self) -> bool:
@@ -110,12 +112,25 @@ class Objective(msgspec.Struct, frozen=True):
     def words(self) -> str:
         """Describes the objective for people."""
         counting = "in one request" if self.joint else "each by itself"
-        limits = f"TTFT {self.ttft:g} s and TPOT {self.tpot:g} s"
-        words = f"{limits}, {self.attainment:.0%} of requests, {counting}"
+        words = f"{self.limits()}, {self.attainment:.0%} of requests, {counting}"
         for name, limit in (("TTFT", self.ttft_p99), ("TPOT", self.tpot_p99)):
             if limit is not None:
                 words += f"; p99 of {name} {limit:g} s"
         return words
+
+    def limits(self) -> str:
+        """Describes the limits without the share of requests."""
+        if self.itl is None:
+            return f"TTFT {self.ttft:g} s and TPOT {self.tpot:g} s"
+        longest = f"ITL {self.itl:g} s (the longest gap between two tokens)"
+        return f"TTFT {self.ttft:g} s, TPOT {self.tpot:g} s and {longest}"
+
+    def flags(self) -> str:
+        """Lists the limits as flags of a command."""
+        found = [f"--ttft {self.ttft:g}", f"--tpot {self.tpot:g}"]
+        if self.itl is not None:
+            found.append(f"--itl {self.itl:g}")
+        return f"{', '.join(found[:-1])} and {found[-1]}"
 
     def allowed(self, requests: int) -> int:
         """Returns the number of requests that may miss."""
@@ -136,18 +151,26 @@ class SimulationResult(msgspec.Struct, frozen=True):
     link_busy: float  # of a prefill replica's link
     preemptions: int
     stopped: bool  # early, because too many had missed
+    # Longest gap between two tokens; 0 for an answer of one token. None: not recorded.
+    itl: list[float] | None = None
 
     def attainment(self, objective: Objective) -> float:
         """Returns the share of requests that met the objective.
 
-        Without `joint` it is the smaller of the shares for TTFT and for TPOT.
+        Without `joint` it is the smallest of the shares for each limit.
         """
-        met_ttft = [0 <= seconds <= objective.ttft for seconds in self.ttft]
-        met_tpot = [0 <= seconds <= objective.tpot for seconds in self.tpot]
-        if objective.joint:
-            both = sum(a and b for a, b in zip(met_ttft, met_tpot, strict=True))
-            return both / len(met_ttft)
-        return min(sum(met_ttft), sum(met_tpot)) / len(met_ttft)
+        limits = [(self.ttft, objective.ttft), (self.tpot, objective.tpot)]
+        if objective.itl is not None:
+            if self.itl is None:
+                raise AssertionError("a simulation for an ITL objective records gaps")
+            limits.append((self.itl, objective.itl))
+        met = [[0 <= seconds <= limit for seconds in values] for values, limit in limits]
+        if not objective.joint:
+            return min(map(sum, met)) / len(self.ttft)
+        all_met = met[0]
+        for others in met[1:]:
+            all_met = [a and b for a, b in zip(all_met, others, strict=True)]
+        return sum(all_met) / len(self.ttft)
 
 
 def simulate(
@@ -156,13 +179,14 @@ def simulate(
     rate: float,
     objective: Objective | None = None,
     seed: int = 0,
+    with_gaps: bool = False,
 ) -> SimulationResult:
     """Simulates all requests of `sample`, arriving at `rate` requests/s, to their end.
 
     With `objective` it stops as soon as too many requests have missed; then only `stopped` is
-    meaningful.
+    meaningful. Gaps between tokens are recorded for an objective with ITL, or `with_gaps`.
     """
-    return Simulation(deployment, sample, rate, objective, seed).run()
+    return Simulation(deployment, sample, rate, objective, seed, with_gaps).run()
 
 
 def simulate_closed(
@@ -184,13 +208,16 @@ class Simulation:
         rate: float,
         objective: Objective | None,
         seed: int,
+        with_gaps: bool = False,
     ) -> None:
         self._deployment = deployment
         self._objective = objective
         self._count = len(sample)
         self._counted = sample.counted
         self._arrivals = sample.arrivals(rate)
-        self._requests = requests = RequestTable(sample)
+        self._most_itl = objective.itl if objective else None
+        with_gaps = with_gaps or self._most_itl is not None
+        self._requests = requests = RequestTable(sample, with_gaps)
         self._events: list[SimulationEvent] = [
             (time, ARRIVAL_RANK, r, r, None, None) for r, time in enumerate(self._arrivals)
         ]
@@ -215,7 +242,7 @@ class Simulation:
         self._link_busy = 0.0  # seconds, all senders
         self._kv_arrived = [False] * self._count
         self._next_of_loop = self._count  # next request of a closed loop
-        self._miss_counts = [0, 0]
+        self._miss_counts = [0, 0, 0]  # of TTFT, TPOT and ITL; `joint` counts all in the first
         self._tail_misses = [0, 0]  # of TTFT and of TPOT
         self._has_missed = bytearray(self._count)
         self._stopped_early = False
@@ -272,6 +299,8 @@ class Simulation:
         if prompt + 1 > deployment.prefill.kv or prompt + answer > last.kv:
             self._count_miss(r, 0)  # exceeds every replica: vLLM refuses it
             self._count_miss(r, 1)
+            if self._most_itl is not None:
+                self._count_miss(r, 2)
             self._check_tail(r, 0, float("inf"))
             self._check_tail(r, 1, float("inf"))
             return
@@ -342,6 +371,8 @@ class Simulation:
         if not self._decodes or self._kv_arrived[r]:
             if self._kv_arrived[r] or requests.first_token_at[r] >= 0:
                 requests.tokens_left[r] -= 1  # `tokens_left` counted this token
+            if requests.gaps:
+                requests.gaps.on_token(now, r)
             self.on_first_token(now, r)
             if requests.tokens_left[r] > 0:
                 replica.start_decoding(r)
@@ -351,6 +382,8 @@ class Simulation:
             self.on_finished(replica, now, r)
             return
         if distserve:
+            if requests.gaps:
+                requests.gaps.on_token(now, r)
             self.on_first_token(now, r)
         self._prefilled_at[r] = now
         replica.active_legs -= 1
@@ -393,6 +426,9 @@ class Simulation:
             return
         if self._tpot(r) > self._objective.tpot:
             self._count_miss(r, 1)
+        gaps = self._requests.gaps
+        if gaps and self._most_itl is not None and gaps.longest[r] > self._most_itl:
+            self._count_miss(r, 2)
         if self._tails[1] is not None:
             self._check_tail(r, 1, self._tpot(r))
 
@@ -448,7 +484,7 @@ class Simulation:
     # --- results ---
 
     def _count_miss(self, r: int, limit: int) -> None:
-        """Counts a request that misses TTFT (`limit` 0) or TPOT (1).
+        """Counts a request that misses TTFT (`limit` 0), TPOT (1) or ITL (2).
 
         Stops the simulation when too many have missed.
         """
@@ -499,6 +535,10 @@ class Simulation:
         arrivals = self._arrivals
         numbers = self._counted
         replicas = (*self._prefills, *self._decodes)
+        gaps = self._requests.gaps
+        itl = None
+        if gaps:
+            itl = [gaps.longest[r] if finished_at[r] >= 0 else -1.0 for r in numbers]
         return SimulationResult(
             ttft=[self._ttft(r) if first_at[r] >= 0 else -1.0 for r in numbers],
             tpot=[self._tpot(r) if finished_at[r] >= 0 else -1.0 for r in numbers],
@@ -513,6 +553,7 @@ class Simulation:
             link_busy=self._busy_share(self._link_busy, len(self._prefills)),
             preemptions=sum(replica.preemptions for replica in replicas),
             stopped=self._stopped_early,
+            itl=itl,
         )
 
 

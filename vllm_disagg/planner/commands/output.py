@@ -20,6 +20,7 @@ from ..search.scenario import (
     ReplicaGroup,
     Scenario,
 )
+from . import rate_table
 from .criteria import gpu_name, power_of
 
 BILLS = {"$/h": "cost_per_hour", "kW": "kilowatts"}  # names in JSON documents, by unit
@@ -226,8 +227,8 @@ def _serve(model: str, group: ReplicaGroup, port: int) -> list[str]:
 # --- JSON ---
 
 
-def as_json(advice: Advice, model: str) -> dict[str, Any]:
-    """Builds the document that `plan --json` prints."""
+def as_json(advice: Advice, model: str, with_rates: bool = False) -> dict[str, Any]:
+    """Builds the document that `plan --json` prints; `with_rates` adds the times by rate."""
     scenario = advice.scenario
     placement = advice.chosen.placement
     lines = commands(scenario, placement, model) if advice.is_sure else []
@@ -249,6 +250,7 @@ def as_json(advice: Advice, model: str) -> dict[str, Any]:
         "remarks": remarks(scenario, placement) if advice.is_sure else [],
         "requests_needed": advice.missing or None,
         "considered": advice.considered,
+        "by_rate": rate_table.as_json(advice) if with_rates else [],
         "setting": describe(scenario),
     }
 

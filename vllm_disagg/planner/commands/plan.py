@@ -17,7 +17,7 @@ from ..search import advice, optimizer, sample_size
 from ..search.scenario import PerformanceSource, Scenario
 from ..simulation import workload
 from ..simulation.simulator import quantile
-from . import criteria, demand, flags, live, output, rate_table, replay, report
+from . import criteria, demand, flags, live, output, replay, report
 
 DEFAULT_GPUS = 4
 DEFAULT_GPUS_OF_RATE = 128
@@ -90,14 +90,12 @@ def run(args: argparse.Namespace) -> int:
     if not result.split and not result.together:
         raise ConfigError(_nothing(scenario))
     found = advice.advise(result, draws=bool(args.report))
-    document = output.as_json(found, planned.model)
+    document = output.as_json(found, planned.model, with_rates=bool(args.report or args.json))
     document["seconds"] = round(time.monotonic() - started_at, 2)
     document["fits"] = {
         path: {"worst_error": {phase: fit.worst(phase) for phase in ("prefill", "decode")}}
         for path, fit in planned.fits
     }
-    if args.report or args.json:
-        document["by_rate"] = rate_table.as_json(found)
     if args.report:
         document["report"] = report.write(args.report, found, document, planned.fits)
     print(json.dumps(document) if args.json else report.text(found, document, planned.fits))

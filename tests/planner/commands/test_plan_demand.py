@@ -75,6 +75,23 @@ def test_the_answer_for_people_has_gpus_power_and_the_bound(
     assert "run it:" in out and "TTFT p90" in out
 
 
+def test_a_limit_of_gaps_changes_what_holds_a_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    """Chunks of 512 tokens beside decodes take longer than it allows, and TP4 is needed."""
+    words = [*BASE, "--rate", "8", "--gpus", "6", "--itl", "0.05"]
+    found = _json(capsys, *words)
+    assert found["recommendation"] == "disaggregate" and found["setting"]["itl"] == 0.05
+    assert found["disaggregated"]["gpus"] == 3 and found["colocated"]["gpus"] == 4
+    for kind in ("disaggregated", "colocated"):
+        row = found[kind]
+        assert row["tpot_p90"] < row["itl_p90"] <= 0.05 and row["itl_p50"] <= row["itl_p99"]
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    assert " ITL p90     p99  placement\n" in out
+    assert cli.main([*words, "--itl", "0.01"]) == 2
+    refusal = "nothing on 6 GPUs holds --rate 8 within --ttft 0.2, --tpot 0.1 and --itl 0.01"
+    assert refusal in capsys.readouterr().err
+
+
 def _two_types(prices: dict[str, object], tmp_path: Path, by: str | None = None) -> Scenario:
     """Returns a scenario of H100 for prefill and L4 for decode with the flags applied."""
     found = model.load("llama-3.1-8b")

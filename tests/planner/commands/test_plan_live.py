@@ -137,6 +137,24 @@ def test_three_prefill_and_one_decode_are_wrong_for_long_answers(
     assert (found["one_more"]["decode"]["prefill"], found["one_more"]["decode"]["decode"]) == (3, 2)
 
 
+def test_gaps_between_tokens_limit_the_splits(
+    proxy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Proxy.instances = INSTANCES
+    words = [*WORDS, "--requests", "200"]
+    goodputs = []
+    for more in ([], ["--itl", "0.06"]):
+        Proxy.metrics = [_metrics(100), _metrics(120)]
+        assert cli.main([*words, *more, "--live", proxy]) == 0
+        found = json.loads(capsys.readouterr().out)
+        goodputs.append(found["best"]["goodput"])
+    assert 0 < goodputs[1] < 0.9 * goodputs[0] and found["setting"]["itl"] == 0.06
+    Proxy.metrics = [_metrics(100), _metrics(120)]
+    assert cli.main([*words, "--itl", "0.001", "--live", proxy]) == 2
+    refusal = "no split meets --ttft 1, --tpot 0.1 and --itl 0.001 at any rate; the means are"
+    assert refusal in capsys.readouterr().err
+
+
 def test_a_refit_finds_how_much_slower_the_deployment_is() -> None:
     """Refits to a deployment with 1.5 times the model's prefill time and twice its decode time."""
     parser = argparse.ArgumentParser()

@@ -125,6 +125,29 @@ def test_the_command_compares_all_splits(
     assert "at 1 req/s" in text
 
 
+def test_a_replay_judges_the_longest_gaps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*BASE, "--replay", write(tmp_path / "t.jsonl", 4.0, 20.0, 1000, 10)]
+
+    def replayed_rows(*more: str) -> list[dict[str, Any]]:
+        assert cli.main([*words, *more, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        return [*found["splits"], found["auto"]]
+
+    plain = replayed_rows()
+    loose = replayed_rows("--itl", "1")
+    limit = min(row["itl_p90"] for row in loose) * 0.999
+    strict = replayed_rows("--itl", f"{limit}")
+    for before, met, missed in zip(plain, loose, strict, strict=True):
+        assert "itl_p90" not in before and before["attainment"] == met["attainment"]
+        assert met["itl_p90"] >= met["tpot_p90"] and missed["itl_p90"] == met["itl_p90"]
+        assert missed["attainment"] <= 0.9 < met["attainment"]
+    assert cli.main([*words, "--itl", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "    TPOT p90     ITL p90\n" in out and "and ITL 1 s (the longest gap" in out
+
+
 def test_a_trace_without_a_rate_is_refused() -> None:
     part = Trace((TraceRequest(0.0, 512, 1), TraceRequest(0.0, 512, 1)))
     with pytest.raises(ConfigError, match="--replay: all requests of the trace arrive at once"):

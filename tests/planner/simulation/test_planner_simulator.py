@@ -59,15 +59,17 @@ def _deployments() -> dict[str, Deployment]:
     large = 60_000
     tight = SchedulingRules(budget=512, sequences=24)
     link = Handoff(LINKS["eth-10"], 200_000, 40)
+    alone = Handoff(LINKS["eth-10"], 200_000, 40, False)
     return {
         "P:D": Deployment(ReplicaPool(2, PLAIN, large), ReplicaPool(1, PLAIN, large), link),
         "P:D with little KV": Deployment(
             ReplicaPool(2, PLAIN, small, tight), ReplicaPool(2, PLAIN, small, tight), link
         ),
         "P:D without overlap": Deployment(
-            ReplicaPool(1, PLAIN, small),
-            ReplicaPool(2, PLAIN, small),
-            Handoff(LINKS["eth-10"], 200_000, 40, False),
+            ReplicaPool(1, PLAIN, small), ReplicaPool(2, PLAIN, small), alone
+        ),
+        "DistServe": Deployment(
+            ReplicaPool(1, PLAIN, large), ReplicaPool(1, PLAIN, large), alone, distserve=True
         ),
         "pipelines": Deployment(
             ReplicaPool(1, _linear(2), large), ReplicaPool(1, _linear(3), small), link
@@ -131,7 +133,8 @@ def test_the_longest_gap_is_that_of_the_tokens(
         complete(replica, now, batch)
 
     def watched_prefill(run: Simulation, replica: Replica, now: float, r: int) -> None:
-        if not run._decodes or run._kv_arrived[r]:
+        distserve = run._deployment.distserve
+        if not run._decodes or run._kv_arrived[r] or distserve:
             times[r].append(now)
         prefilled(run, replica, now, r)
 

@@ -97,8 +97,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--itl",
         metavar="SECONDS",
         type=float,
-        help="objective: longest gap between two tokens of a request, which TPOT's mean hides"
-        " (default: no limit)",
+        help="objective: longest gap between two tokens of a request, which TPOT's mean hides;"
+        " vLLM's own ITL counts the gaps of all requests together (default: no limit)",
     )
     for name in ("ttft", "tpot"):
         add(

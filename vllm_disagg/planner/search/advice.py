@@ -216,9 +216,9 @@ def ratio_at(curves: Sequence[RateCurve], objective: Objective) -> float | None:
 
 
 def crossover(curves: Sequence[RateCurve], objective: Objective, name: str) -> Crossover:
-    """Finds the TPOT or TTFT nearest to the objective at which the advice changes.
+    """Finds the limit `name` nearest to the objective at which the advice changes.
 
-    The other limit stays unchanged.
+    The other limits stay unchanged.
     """
     limit: float = getattr(objective, name)
     disaggregates = bool(_worth_disaggregating(curves, objective))

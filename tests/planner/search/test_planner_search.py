@@ -133,6 +133,28 @@ def test_two_gpu_types() -> None:
     assert {p.on_decode_gpus for p in optimizer.colocated(scenario)} == {False, True}
 
 
+def test_colocated_capacity_is_that_of_its_own_gpus() -> None:
+    """The decode side's GPUs have other step times, and KV for fewer sequences."""
+    found = model.load("llama-3.1-8b")
+    h100, l4 = (
+        PerformanceSource("roofline", name, found, hardware.gpu(name)) for name in ("h100", "l4")
+    )
+    both = msgspec.structs.replace(distserve_scenario("opt-13b", 0.2, 4, 20, 1), distserve=False)
+    both = msgspec.structs.replace(both, prefill=h100, decode=l4)
+    sample = both.samples()[0]
+    group = ReplicaGroup(1, 1, 4)
+    for source, on_decode_gpus in ((h100, False), (l4, True)):
+        placement = Placement(group, None, 2048, True, on_decode_gpus)
+        alone = msgspec.structs.replace(both, prefill=source, decode=source)
+        expected = alone.capacities(Placement(group, None, 2048), sample)
+        assert both.capacities(placement, sample) == expected
+    pair = both.capacities(Placement(group, group), sample)
+    assert pair == (
+        both.capacities(Placement(group, None, 2048), sample)[0],
+        both.capacities(Placement(group, None, 2048, True, True), sample)[1],
+    )
+
+
 def test_a_model_that_fits_nowhere_is_refused_with_what_would_fit() -> None:
     source = PerformanceSource("coefficients", "distserve-a100", model.load("opt-66b"))
     with pytest.raises(ConfigError, match=r"opt-66b fits nowhere on 1 GPU .* at least 2"):
@@ -168,6 +190,27 @@ def test_advice_on_tight_tokens_and_loose_first_tokens_and_the_other_way_round()
         # Enough to compare the two, and no verdict for users: 80 requests are a burst.
         document = output.as_json(found_advice, "qwen3-32b")
         assert document["recommendation"] == "cannot tell" and not document["commands"]
+
+
+def test_gaps_limit_batches_and_have_a_crossover() -> None:
+    plain = distserve_scenario("opt-13b", 0.4, 2, 150, 1)
+    objective = msgspec.structs.replace(plain.objective, itl=0.05)
+    scenario = msgspec.structs.replace(plain, objective=objective)
+    pair = Placement(ReplicaGroup(1, 1, 1), ReplicaGroup(1, 1, 1))
+    sample = scenario.samples()[0]
+    strict = msgspec.structs.replace(
+        plain, objective=msgspec.structs.replace(objective, tpot=0.05, itl=None)
+    )
+    capacity = scenario.capacities(pair, sample)
+    assert capacity == strict.capacities(pair, sample) < plain.capacities(pair, sample)
+    split = optimizer.search(scenario, optimizer.disaggregated(scenario), 1, 1, _check_progress)
+    together = optimizer.search(scenario, optimizer.colocated(scenario), 1, 1, _check_progress)
+    found = advice.advise(SearchResult(scenario, split, together))
+    assert list(found.crossovers) == ["tpot", "ttft", "itl"]
+    assert found.crossovers["itl"].words.startswith("ITL ")
+    assert "by_rate" in output.as_json(found, "m") and not output.as_json(found, "m")["by_rate"]
+    rows = output.as_json(found, "m", with_rates=True)["by_rate"]
+    assert all(row["itl_p50"] > 0 for row in rows if row["ttft_p50"])
 
 
 def test_commands_start_what_was_planned() -> None:

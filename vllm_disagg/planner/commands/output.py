@@ -135,7 +135,7 @@ def _own_gpus(scenario: Scenario, placement: Placement) -> list[str]:
 
 def _colocated(scenario: Scenario, placement: Placement, model: str) -> list[str]:
     """Lists the commands of a colocated placement; one instance needs no proxy."""
-    source = scenario.decode if placement.on_decode_gpus else scenario.prefill
+    source, _ = scenario.sources(placement)
     limits = scenario.limits(source, placement.budget)
     budget = ["--max-num-batched-tokens", str(limits.budget)]
     schedule = [*budget, *_length_flags(scenario)]
@@ -334,7 +334,7 @@ def placement_document(scenario: Scenario, placement: Placement) -> dict[str, An
         "schedule": "chunked" if placement.chunked else "prefill-first",
         "budget": placement.budget,
     }
-    source = scenario.decode if placement.on_decode_gpus else scenario.prefill
+    source, _ = scenario.sources(placement)
     return {**_replica_group(placement.prefill), **_gpu_type(source), **schedule, **found}
 
 

@@ -114,7 +114,7 @@ class CapacityBounds:
             prompts = self._work("prompts", scenario.prefill, group, 0, True)
             answers = self._work("answers", scenario.decode, placement.decode, 0, True)
             return [(group.ranks, prompts), (placement.decode.ranks, answers)]
-        source = scenario.decode if placement.on_decode_gpus else scenario.prefill
+        source, _ = scenario.sources(placement)
         budget = placement.budget
         return [
             (group.ranks, self._work("prompts", source, group, budget, placement.chunked)),

@@ -298,7 +298,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         --kv-limit sets them. The chunked baseline keeps its budget.
         """
         if not placement.decode:
-            source = self.decode if placement.on_decode_gpus else self.prefill
+            source, _ = self.sources(placement)
             rules = self.rules(source, placement.budget, placement.chunked)
             side = self._side(source, placement.prefill, rules)
             return Deployment(side, distserve=self.distserve, policy=self.policy, path=source.path)
@@ -310,6 +310,13 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             self.distserve,
             self.prefill.path,
         )
+
+    def sources(self, placement: Placement) -> tuple[PerformanceSource, PerformanceSource]:
+        """Returns the sources of the instances that prefill and of those that decode."""
+        if placement.decode:
+            return self.prefill, self.decode
+        source = self.decode if placement.on_decode_gpus else self.prefill
+        return source, source
 
     def _link_of(self, prefill: ReplicaGroup, decode: ReplicaGroup) -> NetworkLink:
         """Returns the link of a pair: the NICs of its GPUs together, of the smaller instance."""
@@ -369,8 +376,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         if self.prefill.name == self.decode.name:
             return str(placement)
         if not placement.decode:
-            side = self.decode if placement.on_decode_gpus else self.prefill
-            return f"{placement} on {side.name}"
+            source, _ = self.sources(placement)
+            return f"{placement} on {source.name}"
         prefill = f"prefill {placement.prefill} on {self.prefill.name}"
         return f"{prefill}, decode {placement.decode} on {self.decode.name}"
 
@@ -393,30 +400,35 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         Prefill: prompts one after the other. Decode: the largest batch with a step within TPOT and
         ITL and with KV that fits, at the mean context.
         """
-        prefill = self.prefill_capacity(placement.prefill, sample, placement.on_decode_gpus)
-        decode = self.decode_capacity(placement.decode or placement.prefill, sample)
-        return prefill, decode
+        prefill, decode = self.sources(placement)
+        answering = placement.decode or placement.prefill
+        return (
+            self._prefill_capacity(prefill, placement.prefill, sample),
+            self._decode_capacity(decode, answering, sample),
+        )
 
-    def prefill_capacity(
-        self, group: ReplicaGroup, sample: WorkloadSample, on_decode_gpus: bool = False
+    def _prefill_capacity(
+        self, source: PerformanceSource, group: ReplicaGroup, sample: WorkloadSample
     ) -> float:
         """Estimates requests/s of a prefill group alone."""
-        latency = latency_of(self.decode if on_decode_gpus else self.prefill, group)
+        latency = latency_of(source, group)
         work = sum(latency.mixed(p, float(p) ** 2, 0, 0, True) for p in sample.prompts[:200])
         return group.ranks * min(200, len(sample)) / work
 
-    def decode_capacity(self, group: ReplicaGroup, sample: WorkloadSample) -> float:
+    def _decode_capacity(
+        self, source: PerformanceSource, group: ReplicaGroup, sample: WorkloadSample
+    ) -> float:
         """Estimates requests/s of a decode group alone."""
-        latency = latency_of(self.decode, group)
+        latency = latency_of(source, group)
         output = sum(sample.outputs) / len(sample)
         context = sum(sample.prompts) / len(sample) + output / 2
-        room = self.kv_tokens(self.decode, group) / context
+        room = self.kv_tokens(source, group) / context
 
         def step_seconds(n: int) -> float:
             base, slope = latency.decode(n, True)
             return latency.pp * (base + slope * n * context)
 
-        sequences = UNLIMITED if self.distserve else self.limits(self.decode).sequences
+        sequences = UNLIMITED if self.distserve else self.limits(source).sequences
         low = 1
         high = max(1, min(sequences, int(room) // latency.pp))
         most = min(self.objective.tpot, self.objective.itl or self.objective.tpot)
@@ -438,7 +450,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         objective = self.objective
         counted = sample.counted
         allowed = objective.allowed(len(counted))
-        source = self.decode if placement.on_decode_gpus else self.prefill
+        source, answering = self.sources(placement)
         prefill = latency_of(source, placement.prefill)
         if not sample.prefixes:  # a cached prefix makes a prompt faster than alone
             late = 0
@@ -448,8 +460,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
                 late += alone > objective.ttft
             if late > allowed:
                 return "ttft"
-        group = placement.decode or placement.prefill
-        decode = latency_of(self.decode if placement.decode else source, group)
+        decode = latency_of(answering, placement.decode or placement.prefill)
         # Each gap is a step or more, so the limit of gaps is one of the mean, too.
         for name, limit in (("tpot", objective.tpot), ("itl", objective.itl)):
             if limit is None:

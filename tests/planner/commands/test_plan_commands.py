@@ -13,10 +13,15 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+from distserve_scenario import distserve_scenario
 
 from vllm_disagg import cli
-from vllm_disagg.planner.commands import flags
+from vllm_disagg.planner.commands import flags, plan
+from vllm_disagg.planner.cost import hardware
+from vllm_disagg.planner.cost import model as known_model
+from vllm_disagg.planner.cost.latency import unloaded_prefill
 from vllm_disagg.planner.search.scenario import PerformanceSource
+from vllm_disagg.planner.simulation.simulator import Objective
 
 PATH = {"seconds": 0.005, "seconds_per_token": 0.0}
 BASE = ["--coefficients", "distserve-a100", "--model", "opt-13b", "--ttft", "0.2", "--tpot", "0.1"]
@@ -305,6 +310,47 @@ def test_bad_input_is_one_line_and_exit_2(
     lines = [line for line in err.splitlines() if not line.startswith("plan: ")]
     assert out == "" and len(lines) == 1
     assert lines[0].startswith(f"vllm-disagg {words[0]}: ") and expected in lines[0]
+
+
+def test_what_nothing_meets_is_told_with_the_fastest_instance() -> None:
+    deepseek = known_model.load("deepseek-v3")
+    wide = PerformanceSource(
+        "roofline", "h100", deepseek, hardware.gpu("h100"), expert_parallel=True
+    )
+    scenario = msgspec.structs.replace(
+        distserve_scenario("opt-13b", 0.01, 16, 20, 1), prefill=wide, decode=wide
+    )
+    prompts = scenario.samples()[0].prompts
+    eight = unloaded_prefill(wide.latency(8, 1, 2), sorted(prompts)[17])
+    assert f"take {eight:.3g} s; give more" in plan._nothing(scenario), "of TP8 DP2"
+    # One head and 61 layers: only instances with data parallelism hold the weights.
+    odd = msgspec.structs.replace(wide, model=msgspec.structs.replace(deepseek, heads=1))
+    assert not odd.shapes(16) and odd.layouts(16)
+    only = msgspec.structs.replace(scenario, prefill=odd, decode=odd)
+    assert plan._nothing(only).startswith("nothing meets --ttft 0.01: alone on the fastest")
+
+
+def test_what_nothing_meets_may_run_on_either_gpu_type() -> None:
+    found = known_model.load("llama-3.1-8b")
+    slow, fast = (
+        PerformanceSource("roofline", name, found, hardware.gpu(name)) for name in ("l4", "h100")
+    )
+    objective = Objective(1e-4, 1e-4, itl=1e-4)
+    scenario = msgspec.structs.replace(
+        distserve_scenario("opt-13b", 0.2, 1, 20, 1), objective=objective
+    )
+    expected = plan._nothing(msgspec.structs.replace(scenario, prefill=fast, decode=fast))
+    for prefill, decode in ((slow, fast), (fast, slow)):
+        two = msgspec.structs.replace(scenario, prefill=prefill, decode=decode)
+        assert plan._nothing(two) == expected
+    loose = msgspec.structs.replace(objective, ttft=10.0, tpot=10.0)
+    said = plan._nothing(msgspec.structs.replace(two, objective=loose))
+    assert said.startswith("nothing meets --itl 0.0001: ")
+    said = plan._nothing(
+        msgspec.structs.replace(two, objective=msgspec.structs.replace(loose, itl=10.0))
+    )
+    assert said.startswith("nothing meets --ttft 10, --tpot 10 and --itl 10 together on 1 GPUs")
+    assert " and --itl 0." in said
 
 
 def test_a_report_without_matplotlib_is_refused_in_words(

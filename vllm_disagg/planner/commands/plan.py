@@ -14,7 +14,7 @@ from ...errors import ConfigError
 from ..cost import model, queueing
 from ..cost.latency import LatencyModel, unloaded_decode, unloaded_prefill
 from ..search import advice, optimizer, sample_size
-from ..search.scenario import PerformanceSource, Scenario
+from ..search.scenario import PerformanceSource, Scenario, latency_of
 from ..simulation import workload
 from ..simulation.simulator import quantile
 from . import criteria, demand, flags, live, output, replay, report
@@ -198,14 +198,16 @@ def _nothing(scenario: Scenario) -> str:
     prompts = scenario.samples()[0].prompts
     objective = scenario.objective
     share = objective.attainment
-    path = scenario.prefill.path
+    sources = {scenario.prefill, scenario.decode}  # colocated placements are on either
     ttft = min(
-        quantile([unloaded_prefill(latency, p) + path.of(p) for p in prompts], share)
-        for latency in _latencies(scenario.prefill, scenario.gpus)
+        quantile([unloaded_prefill(latency, p) + source.path.of(p) for p in prompts], share)
+        for source in sources
+        for latency in _latencies(source, scenario.gpus)
     )
     tpot = min(
         quantile([unloaded_decode(latency, prompt) for prompt in prompts], share)
-        for latency in _latencies(scenario.decode, scenario.gpus)
+        for source in sources
+        for latency in _latencies(source, scenario.gpus)
     )
     idle = f"alone on the fastest instance {share:.0%} of the requests take"
     if ttft > objective.ttft:
@@ -225,4 +227,4 @@ def _nothing(scenario: Scenario) -> str:
 
 def _latencies(source: PerformanceSource, gpus: int) -> list[LatencyModel]:
     """Returns the step times of instances of all shapes that fit."""
-    return [source.latency(tp, pp) for tp, pp in source.shapes(gpus)]
+    return [latency_of(source, group) for group in source.layouts(gpus)]

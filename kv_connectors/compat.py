@@ -295,6 +295,23 @@ def drafts_here(vllm_config: Any) -> bool:
     return bool(stage == parallel.pipeline_parallel_size - 1)
 
 
+def max_load_blocks(vllm_config: Any, kv_cache_config: Any) -> int | None:
+    """Returns the blocks that vLLM gives one load in an empty pool; None if it may have them all.
+
+    With speculative decoding vLLM begins a load only if blocks for a step of its request stay free
+    beside it (`_spec_decode_step_blocks` of its scheduler).
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return None
+    drafted = int(speculative.num_speculative_tokens or 0)
+    # Of this step the drafts, the sampled token, and what the draft writes beyond them.
+    tokens = 1 + drafted + int(getattr(vllm_config, "num_lookahead_tokens", drafted))
+    sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
+    null_blocks = 1
+    return int(kv_cache_config.num_blocks) - null_blocks - sum(-(-tokens // size) for size in sizes)
+
+
 # Order of elements in a block ---------------------------------------------------------------------
 def kv_order(vllm_config: Any, spec: Any) -> str:
     """Returns the order in which the CPU attention kernel writes one head's KV into a block.

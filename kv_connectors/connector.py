@@ -106,6 +106,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
                 bidirectional_reuse=compatibility.permits_bidirectional_reuse(vllm_config),
                 handover_patience=settings.lease,
                 handover_blocks=kv_cache_config.num_blocks // 2,
+                load_blocks=compat.max_load_blocks(vllm_config, kv_cache_config),
                 may_sleep=not data_parallel.computes_in_step(vllm_config),
             ),
         )

@@ -60,6 +60,8 @@ class TransferLimits:
     handover_patience: float = 10.0  # seconds without progress after which D's load fails
     # Blocks that prompts handed over to other engines may hold together; None: no limit.
     handover_blocks: int | None = None
+    # Blocks that one load may take so that vLLM ever begins it; None: no limit.
+    load_blocks: int | None = None
     may_sleep: bool = True  # in a step that computes nothing, while a leg waits for KV
 
 
@@ -96,6 +98,7 @@ class SchedulerSide:
             tokens_left_out=int(has_states or any(windows)),
             windows=windows,
             max_handover_blocks=limits.handover_blocks,
+            max_load_blocks=limits.load_blocks,
         )
         self._permits_reuse = limits.bidirectional_reuse and not cache.tokens_left_out
         loopback_only = not key.is_set or dialling.is_loopback(host)

@@ -103,7 +103,10 @@ def test_an_engine_that_drops_kv_at_sigterm_logs_it(
     assert ("--shutdown-timeout of 10 or more" in caplog.text) == is_logged
 
 
-@pytest.mark.parametrize("speculative", [None, SimpleNamespace(method="ngram")])
+DRAFTS = SimpleNamespace(method="ngram", num_speculative_tokens=4)
+
+
+@pytest.mark.parametrize("speculative", [None, DRAFTS])
 def test_an_engine_that_drafts_computes_seeded_requests(
     monkeypatch: pytest.MonkeyPatch, speculative: Any
 ) -> None:
@@ -118,7 +121,20 @@ def test_an_engine_that_drafts_computes_seeded_requests(
     caches: Any = SimpleNamespace(kv_cache_groups=GROUPS, num_blocks=10)
     DisaggConnector._create_scheduler(engine, Config(), KEY, vllm_config, caches)
     assert engine._scheduler._admission.computes_seeded is (speculative is not None)
+    has_limit = engine._scheduler._legs.cache.max_load_blocks is not None
+    assert has_limit is (speculative is not None)
     assert engine._scheduler._may_sleep
+
+
+def test_a_load_beside_drafts_leaves_the_blocks_of_a_step_free() -> None:
+    """vLLM begins no other load: a prompt that needs the whole pool is computed."""
+    specs = [SimpleNamespace(block_size=size) for size in (4, 16)]
+    groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+    caches = SimpleNamespace(kv_cache_groups=groups, num_blocks=100)
+    speculative = SimpleNamespace(num_speculative_tokens=3)
+    drafts = SimpleNamespace(speculative_config=speculative, num_lookahead_tokens=3)
+    assert compat.max_load_blocks(drafts, caches) == 100 - 1 - (2 + 1)  # seven tokens of a step
+    assert compat.max_load_blocks(SimpleNamespace(speculative_config=None), caches) is None
 
 
 def test_a_rank_in_step_never_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:

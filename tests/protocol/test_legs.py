@@ -277,6 +277,38 @@ def test_d_computes_a_prompt_whose_last_window_begins_a_block_earlier() -> None:
     assert windowed(17, window=18)[1] == 17  # the window begins before the prompt
 
 
+@pytest.mark.parametrize(("blocks", "loaded"), [(5, 70), (4, 0), (None, 70)])
+def test_d_computes_a_prompt_that_vllm_would_never_begin_to_load(
+    blocks: int | None, loaded: int
+) -> None:
+    """Beside drafts vLLM keeps blocks free. The load would wait, and all requests behind it."""
+    d = EngineLegs(CacheFacts([BLOCK], max_load_blocks=blocks))
+    d.add_decode(facts())
+    assert d.tokens_to_load("r", 0, 0.0) == loaded
+    d.on_blocks_allocated("r", FIVE, loaded)
+    if not loaded:
+        assert received(d) == [SKIPPED]
+
+
+def test_blocks_of_cached_tokens_count_and_those_before_a_window_do_not() -> None:
+    d = EngineLegs(CacheFacts([BLOCK], max_load_blocks=4))
+    d.add_decode(facts())
+    assert d.tokens_to_load("r", 16, 0.0) == 0
+    # Token 70 looks back to token 39: three of five blocks.
+    assert CacheFacts([BLOCK, BLOCK], windows=[0, 32], max_load_blocks=8).can_load(70)
+    assert not CacheFacts([BLOCK, BLOCK], windows=[0, 32], max_load_blocks=7).can_load(70)
+
+
+def test_p_reads_nothing_back_that_vllm_would_never_begin_to_load() -> None:
+    p = EngineLegs(CacheFacts([BLOCK], max_load_blocks=3))
+    p.add_prefill(facts(reuse="back"))
+    p.on_arrived("r")
+    p.on_lookup_counts({"back": [64]})
+    assert p.tokens_to_load("r", 0, 0.0) == 0
+    p.on_blocks_allocated("r", FIVE, 0)
+    assert received(p)[-1] == events.LoadCancelled("back")
+
+
 def test_a_load_leaves_out_the_last_token_and_the_blocks_before_the_window() -> None:
     d = machine([BLOCK, BLOCK], tokens_left_out=1)
     d.add_decode(facts())

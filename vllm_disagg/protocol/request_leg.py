@@ -27,6 +27,19 @@ class CacheFacts:
     windows: list[int] = field(default_factory=list)
     # Blocks of the whole engine that handed-over prompts may hold together; None: no limit.
     max_handover_blocks: int | None = None
+    # Blocks that one load may take so that vLLM ever begins it; None: no limit.
+    max_load_blocks: int | None = None
+
+    def can_load(self, tokens: int) -> bool:
+        """Returns whether vLLM may ever begin a load after which a request has so many tokens."""
+        if self.max_load_blocks is None:
+            return True
+        windows = self.windows or [0] * len(self.block_sizes)
+        blocks = 0
+        for size, window in zip(self.block_sizes, windows, strict=True):
+            first = max(0, tokens - window + 1) // size if window else 0
+            blocks += -(-tokens // size) - first
+        return blocks <= self.max_load_blocks
 
 
 @dataclass(frozen=True)
@@ -108,7 +121,12 @@ class RequestLeg(ABC):
         if self.yields_turn:
             self.yields_turn = False
             return None
-        return self._missing_tokens(cached_tokens, now)
+        missing = self._missing_tokens(cached_tokens, now)
+        # With speculative decoding vLLM keeps blocks free beside each load.  A load that needs all
+        # would wait forever, and all requests behind it.  0 has the prompt computed here.
+        if missing and not self.cache.can_load(cached_tokens + missing):
+            return 0
+        return missing
 
     @abstractmethod
     def _missing_tokens(self, cached_tokens: int, now: float) -> int | None:

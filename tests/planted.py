@@ -930,6 +930,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a roofline states no error for a GPU that was not measured", "planner/search/scenario.py", "if self.name.lower() in FITTED_GPUS:", "if self.name:", "tests/planner/cost/test_planner_accuracy.py"),
     ("integers are multiplied as FP8", "planner/cost/widths.py", "    return bits / 8 + scale, \"bf16\"", "    return bits / 8 + scale, \"fp8\"", "tests/planner/cost/test_model_families.py"),
     ("handover: a grant counts as one", "fleet/handovers.py", "USE = \"handover\"", "USE = \"grant\"", "tests/fleet/test_handovers.py"),
+    ("handover: NixlConnector would read", "fleet/handovers.py", "return {TOKEN_KEY: token}", "return {DECODE_FLAG: True, TOKEN_KEY: token}", "tests/connector/test_handover.py"),
     ("handover: KV of another prompt is taken", "fleet/grant_checks.py", "        if handover.prompt != prompt:\n", "        if False:\n", "tests/fleet/test_handovers.py"),
     ("handover: a prompt that cannot be compared is taken", "fleet/grant_checks.py", "        if not prompt:\n            raise BadGrant(\"the inputs", "        if False:\n            raise BadGrant(\"the inputs", "tests/fleet/test_handovers.py"),
     ("handover: KV of another model is taken", "fleet/grant_checks.py", "        if found := difference(self.engine.layout, handover.layout):\n", "        if found := \"\":\n", "tests/fleet/test_handovers.py"),

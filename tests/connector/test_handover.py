@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from test_scheduler_side import BLOCK, GROUPS, HOLDS, KEY, step
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kv_connectors import scheduler
 from kv_connectors.metadata import Handshake
@@ -98,8 +99,6 @@ def test_both_legs() -> None:
     params = handed_over(p)
     (finished,) = p.build_step_metadata(step()).sender_events
     assert isinstance(finished, events.PrefillFinished)
-    assert params.keys() == {"do_remote_prefill", "do_remote_decode", handovers.TOKEN_KEY}
-    assert params["do_remote_prefill"] is True and params["do_remote_decode"] is False
     asked = request("r2", params)
     d.on_request_arrived(asked)
     assert d.tokens_to_load(asked, 16) == 24
@@ -110,6 +109,22 @@ def test_both_legs() -> None:
     assert load.blocks == [events.GroupBlocks(BLOCK, [5, 6])]
     d.on_load_finished("r2")
     assert d.on_request_finished(asked) == (False, None), "the client sees no parameters"
+
+
+def test_nixl_connector_reads_nothing_in_the_parameters() -> None:
+    """A router may send them to a D of NixlConnector, which computes the prompt itself."""
+    params = handed_over(side("prefill", "p"))
+    assert params.keys() == {handovers.TOKEN_KEY}
+    module = pytest.importorskip(f"{base.__package__}.nixl.pull_scheduler")
+    nixl = object.__new__(module.NixlPullConnectorScheduler)
+    nixl.use_host_buffer = nixl.is_bidirectional_kv_xfer_enabled = False
+    nixl._heartbeat_req_engine = {}
+    asked = request("r2", params)
+    nixl.on_new_request(asked)
+    assert nixl.get_num_new_matched_tokens(asked, 0) == (0, False)
+    nixl.update_state_after_alloc(asked, None, 0)
+    assert asked.kv_transfer_params == params, "nothing is noted as done"
+    assert nixl.request_finished(asked, ([4, 5],)) == (False, None)
 
 
 def test_each_prompt_has_a_transfer_and_the_time_of_the_lease() -> None:

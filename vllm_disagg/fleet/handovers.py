@@ -1,12 +1,15 @@
 """Handovers: signed permissions in P's answers, for the handshake that all P/D routers speak.
 
     prefill request   kv_transfer_params = {"do_remote_decode": true, ...}
-    its answer        kv_transfer_params = {"do_remote_prefill": true, "disagg_handover": "..."}
+    its answer        kv_transfer_params = {"disagg_handover": "..."}
     decode request    the same kv_transfer_params, unchanged
 
 A grant names the engine that may use it.  P does not know which D will get the router's second
 request, so a handover names the prompt, and D accepts it for that prompt only.  It has no time: the
 lease of P's workers ends it.  The names of the workers hold their incarnation.
+
+The answer has none of the fields that other connectors act on.  A router may hand it to an engine
+with NixlConnector: with `do_remote_prefill` and without `remote_block_ids` that engine dies.
 """
 
 from __future__ import annotations
@@ -78,4 +81,4 @@ def is_decode_leg(params: Mapping[str, object]) -> bool:
 
 def answer(token: str) -> dict[str, object]:
     """Returns the `kv_transfer_params` of P's answer, which a router hands to D."""
-    return {DECODE_FLAG: True, PREFILL_FLAG: False, TOKEN_KEY: token}
+    return {TOKEN_KEY: token}

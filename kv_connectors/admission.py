@@ -81,6 +81,7 @@ class Admission:
         """
         self._key = key
         self.computes_seeded = False  # whether requests with a seed have no transfer
+        self.computes_images = False  # whether requests with images and the like have none
         self._has_states = has_states
         self._leaves_out_last = leaves_out_last
         self._loopback_only = loopback_only
@@ -299,6 +300,11 @@ class Admission:
             # vLLM takes more random numbers in the step that follows loaded KV. A plain vLLM, too,
             # gives a prompt of its cache other tokens then.
             return "with speculative decoding a seed has an effect only if nothing is loaded"
+        if self.computes_images and request.mm_features:
+            # Which tokens of an image attend to which depends on the steps that computed it.
+            return "in this model the tokens of an image attend to later ones"
+        if self._leaves_out_last and compat.ends_in_image(request):
+            return "with sliding windows or SSM states a prompt must not end in an image"
         return ""
 
 

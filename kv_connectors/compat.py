@@ -255,6 +255,12 @@ def needs_whole_prompt(request: Any) -> bool:
     return bool(getattr(request, "skip_reading_prefix_cache", False))
 
 
+def ends_in_image(request: Any) -> bool:
+    """Returns whether the last token of a prompt is a part of an image or the like."""
+    places = [item.mm_position for item in request.mm_features or ()]
+    return any(place.offset + place.length >= request.num_prompt_tokens for place in places)
+
+
 def leave_out_last(request: Any) -> None:
     """Makes vLLM compute all tokens of a prompt but the last; before it is scheduled.
 

@@ -112,6 +112,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         )
         if vllm_config.speculative_config is not None:
             self._scheduler.compute_seeded_requests()
+        if getattr(vllm_config.model_config, "is_mm_prefix_lm", False):
+            self._scheduler.compute_image_requests()
         header = rank.header if rank is not None else None
         self._register = lambda incarnation: register_all(settings, key, incarnation, role, header)
 

@@ -17,6 +17,7 @@ from vllm_disagg.fleet import keys
 CONNECTOR = "DisaggConnector"
 # Connectors that may not be children of MultiConnector beside this one, and why.
 _MOVES_KV_TOO = "also moves KV from P to D"
+_IS_NESTED = "may not be inside another MultiConnector"
 REFUSED_SIBLINGS = {
     "DisaggConnector": "may be there only once",
     "NixlConnector": _MOVES_KV_TOO,
@@ -24,6 +25,9 @@ REFUSED_SIBLINGS = {
     "NixlPushConnector": _MOVES_KV_TOO,
     "MooncakeConnector": _MOVES_KV_TOO,
     "MoRIIOConnector": _MOVES_KV_TOO,
+    "P2pNcclConnector": _MOVES_KV_TOO,  # before vLLM 0.32
+    "HiSparseConnector": "keeps a part of the KV in a pool of its own",
+    "MultiConnector": _IS_NESTED,
     "DecodeBenchConnector": "fills the cache with numbers that no model computed",
 }
 
@@ -56,6 +60,14 @@ def check(extra: dict[str, Any]) -> None:
     keys.load(settings.key_file, insecure=settings.insecure)
 
 
+class _Child:
+    """A child of MultiConnector, with the fields of a transfer's configuration."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self.kv_connector = fields.get("kv_connector")
+        self.kv_connector_extra_config = fields.get("kv_connector_extra_config")
+
+
 def settings_in(transfer: Any) -> list[dict[str, Any]]:
     """Returns the settings of each use of this connector, also as a child of MultiConnector.
 
@@ -82,6 +94,11 @@ def settings_in(transfer: Any) -> list[dict[str, Any]]:
             )
         if child.get("kv_connector") == CONNECTOR:
             found.append(_settings(child.get("kv_connector_extra_config")))
+        elif settings_in(_Child(child)):
+            raise ConfigError(
+                f"kv_connector_extra_config: {CONNECTOR} is in a MultiConnector that {_IS_NESTED}:"
+                " make it a child of the outer one"
+            )
     if found:
         _refuse_siblings([child.get("kv_connector") for child in children])
     return found

@@ -122,6 +122,10 @@ class SchedulerSide:
         """Has requests with a seed computed here, without a transfer: see `admission.py`."""
         self._admission.computes_seeded = True
 
+    def compute_image_requests(self) -> None:
+        """Has requests with images and the like computed here: see `admission.py`."""
+        self._admission.computes_images = True
+
     def set_workers(
         self,
         handshakes: Sequence[Handshake],

@@ -69,6 +69,7 @@ def refuse_unsupported(
         )
     _refuse_parallelism(vllm_config.parallel_config)
     _refuse_settings(vllm_config)
+    _refuse_model(vllm_config.model_config)
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
     if cache_dtype not in KNOWN_CACHE_DTYPES:
         raise ConfigError(
@@ -146,13 +147,39 @@ def _refuse_settings(vllm_config: VllmConfig) -> None:
             "DisaggConnector does not support --enable-return-routed-experts, because D computes"
             " no prompts: start without it"
         )
+    # Before vLLM 0.32. Each engine would take the scales from the first prompt that it computes.
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise ConfigError(
+            "DisaggConnector needs equal scales of the KV cache in all engines: start without"
+            " --calculate-kv-scales"
+        )
     images = vllm_config.model_config.multimodal_config
+    # Tokens are left out, and positions chosen, by what the encoder has computed at P alone.
+    if images is not None and (getattr(images, "video_pruning_rate", None) or 0) > 0:
+        raise ConfigError(
+            "DisaggConnector was never tried with videos of which tokens are left out: start"
+            " without --video-pruning-rate"
+        )
     if images is None or images.mm_processor_cache_gb:
         return
     if not vllm_config.cache_config.enable_prefix_caching:
         raise ConfigError(
             "DisaggConnector compares images by vLLM's hashes, which vLLM makes only for its"
             " caches: start with --enable-prefix-caching, or without --mm-processor-cache-gb 0"
+        )
+
+
+def _refuse_model(model_config: Any) -> None:
+    if getattr(model_config, "is_diffusion", False):
+        raise ConfigError(
+            "DisaggConnector does not support diffusion models, which compute several tokens again"
+            " and again: serve this model by plain vLLM"
+        )
+    # vLLM may keep the KV of such layers as that of full attention.
+    if getattr(model_config, "attention_chunk_size", None):
+        raise ConfigError(
+            "DisaggConnector does not support this model, with or without"
+            f" --disable-hybrid-kv-cache-manager: {REFUSED_SPECS['ChunkedLocalAttentionSpec']}"
         )
 
 

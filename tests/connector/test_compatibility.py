@@ -61,7 +61,9 @@ def config(**change: Any) -> Any:
     return SimpleNamespace(
         device_config=SimpleNamespace(device_type=change.get("device", "cpu")),
         parallel_config=SimpleNamespace(**{**parallel, **change.get("parallel", {})}),
-        model_config=SimpleNamespace(multimodal_config=change.get("images")),
+        model_config=SimpleNamespace(
+            multimodal_config=change.get("images"), **change.get("model", {})
+        ),
         weight_transfer_config=change.get("weight_transfer"),
         scheduler_config=SimpleNamespace(policy=change.get("policy", "fcfs")),
         kv_transfer_config=SimpleNamespace(kv_role=change.get("role", "kv_both")),
@@ -70,6 +72,7 @@ def config(**change: Any) -> Any:
         cache_config=SimpleNamespace(
             cache_dtype=change.get("dtype", "auto"),
             enable_prefix_caching=change.get("prefixes", True),
+            calculate_kv_scales=change.get("scales", False),
         ),
     )
 
@@ -106,6 +109,8 @@ several = pytest.mark.skipif(
         {"dtype": "fp8_ds_mla"},
         {"images": SimpleNamespace(mm_processor_cache_gb=0)},
         {"images": SimpleNamespace(mm_processor_cache_gb=4), "prefixes": False},
+        {"images": SimpleNamespace(mm_processor_cache_gb=4, video_pruning_rate=0.0)},
+        {"model": {"is_diffusion": False, "attention_chunk_size": None}},
     ],
 )
 def test_supported_configurations_are_accepted(
@@ -181,6 +186,18 @@ def test_the_last_stage_drafts(method: str, rank: int, stages: int, expected: bo
         ),
         ({}, (REPLAYED,), "start with --no-swa-bounded-replay"),
         ({"weight_transfer": object()}, (FULL,), "start without --weight-transfer-config"),
+        ({"scales": True}, (FULL,), "start without --calculate-kv-scales"),
+        (
+            {"images": SimpleNamespace(mm_processor_cache_gb=4, video_pruning_rate=0.5)},
+            (FULL,),
+            "start without --video-pruning-rate",
+        ),
+        ({"model": {"is_diffusion": True}}, (FULL,), "does not support diffusion models"),
+        (
+            {"model": {"attention_chunk_size": 8192}},
+            (FULL,),
+            "--disable-hybrid-kv-cache-manager: chunked local attention was never tried",
+        ),
         ({"routed_experts": True}, (FULL,), "does not support --enable-return-routed-experts"),
         (
             {"images": SimpleNamespace(mm_processor_cache_gb=0), "prefixes": False},

@@ -103,6 +103,9 @@ def test_settings_of_another_shape_are_a_line(extra: object, words: str) -> None
         ("NixlPushConnector", "NixlPushConnector also moves KV"),
         ("MooncakeConnector", "MooncakeConnector also moves KV"),
         ("MoRIIOConnector", "MoRIIOConnector also moves KV"),
+        ("P2pNcclConnector", "P2pNcclConnector also moves KV"),
+        ("HiSparseConnector", "HiSparseConnector keeps a part of the KV"),
+        ("MultiConnector", "MultiConnector may not be inside another MultiConnector"),
         ("DisaggConnector", "DisaggConnector may be there only once"),
         ("DecodeBenchConnector", "numbers that no model computed"),
     ],
@@ -116,6 +119,18 @@ def test_siblings_that_serve_the_same_requests_are_refused(
     with pytest.raises(ConfigError) as raised:
         early_check.settings_in(multi)
     assert words in str(raised.value)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_multi_connector_within_another_is_refused(depth: int) -> None:
+    extra: dict[str, Any] = {"connectors": [CHILD]}
+    for _ in range(depth):
+        extra = {
+            "connectors": [{"kv_connector": "MultiConnector", "kv_connector_extra_config": extra}]
+        }
+    multi = SimpleNamespace(kv_connector="MultiConnector", kv_connector_extra_config=extra)
+    with pytest.raises(ConfigError, match="DisaggConnector is in a MultiConnector that may not be"):
+        early_check.settings_in(multi)
 
 
 @pytest.mark.parametrize(

@@ -877,6 +877,35 @@ def test_an_adapter_that_was_loaded_anew_is_read_anew(tmp_path: Path) -> None:
     assert before != sent_digest("decode", lora_request=adapter(tmp_path / "a", b"b", loaded=2))
 
 
+def load_starts(engine: SchedulerSide, **change: Any) -> bool:
+    """Returns whether a decode leg loads KV; its prompt has 40 tokens."""
+    asked = request("decode", engine, **change)
+    engine.on_request_arrived(asked)
+    return bool(engine.tokens_to_load(asked, 0))
+
+
+@pytest.mark.parametrize("groups", ["windows", "states", "full"])
+def test_a_prompt_that_ends_in_an_image_beside_windows_and_states(groups: str) -> None:
+    """P leaves out the last token there, so the image would be cut."""
+    groups_here = {"windows": [FULL, WINDOW], "states": [STATE], "full": [FULL]}[groups]
+    ends = {"mm_features": [image("a"), image("b", 32)]}
+    assert load_starts(side("decode", groups_here), **ends) == (groups == "full")
+    p = side("prefill", groups_here)
+    asked = request("prefill", p, **ends)
+    asked._all_token_ids = list(asked.prompt_token_ids)
+    p.on_request_arrived(asked)
+    assert asked.num_prompt_tokens == 40
+    before_the_end = {"mm_features": [image("a"), image("b", 31)]}
+    assert load_starts(side("decode", groups_here), **before_the_end)
+
+
+def test_images_whose_tokens_attend_to_later_ones_are_computed_here() -> None:
+    d = side("decode")
+    d.compute_image_requests()
+    assert not load_starts(d, mm_features=[image("a")])
+    assert load_starts(d, name="r2", transfer="cd" * 16)
+
+
 def test_lookup_and_served_blocks_carry_one_digest() -> None:
     p, d = side("prefill"), side("decode")
     p.on_request_arrived(request("prefill", p, length=70, back=BACK))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn, Protocol, cast
 
-from . import __version__
+from . import __version__, standard_streams
 from .errors import DisaggError
 
 # By name: the module with add_arguments and run, one line of help.
@@ -56,11 +56,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 and one line."""
-        self.exit(2, f"{self.prog}: {message} ({self.prog} --help)\n")
+        standard_streams.write_error(f"{self.prog}: {message} ({self.prog} --help)")
+        self.exit(2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns its exit status."""
+    standard_streams.open_closed()
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
     extra = words[end + 1 :]
@@ -72,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             words = [command, *expand(words[1:])]
         except DisaggError as error:
-            print(f"vllm-disagg {command}: {error}", file=sys.stderr)
+            standard_streams.write_error(f"vllm-disagg {command}: {error}")
             return 2
     args, unknown = parser.parse_known_args(words, argparse.Namespace(extra=extra))
     program = f"vllm-disagg {args.command}"
@@ -82,10 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _refuse(program, f"nothing follows -- in {args.command}")
     try:
         status = _module(command).run(args)
-        if sys.stdout:  # None: started with a closed one
-            sys.stdout.flush()
+        sys.stdout.flush()
     except DisaggError as error:
-        print(f"vllm-disagg {command}: {error}", file=sys.stderr)
+        standard_streams.write_error(f"vllm-disagg {command}: {error}")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -105,7 +106,7 @@ def _end_output(program: str, error: OSError) -> int:
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if error.errno == errno.EPIPE:  # the reader has left, such as `head`
         return READER_LEFT_STATUS
-    print(f"{program}: cannot write: {error.strerror}", file=sys.stderr)
+    standard_streams.write_error(f"{program}: cannot write: {error.strerror}")
     return 2
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllm_disagg.launcher import guard
+from vllm_disagg.launcher import flags, guard
 from vllm_disagg.protocol.peers import EngineInfo, WorkerInfo
 
 SECONDS = 20.0  # limit of every wait
@@ -76,6 +76,7 @@ class Up:
         flags: Any = (),
         cwd: bool = False,
         hangup: str = "SIG_DFL",
+        closed: tuple[int, ...] = (),
     ) -> None:
         self.folder = folder
         self.pids = folder / "pids"
@@ -95,8 +96,10 @@ class Up:
             f"machine.executable = lambda name: {str(folder)!r} + '/' + name; "
             "sys.exit(cli.main(sys.argv[1:]))"
         )
+        closing = "".join(f" {number}>&-" for number in closed)
+        shell = ["sh", "-c", f'exec "$@"{closing}', "sh"] if closed else []
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code, *UP, *flags, "--", *extra],
+            [*shell, sys.executable, "-c", code, *UP, *flags, "--", *extra],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -153,6 +156,27 @@ def test_a_child_that_dies_takes_all_with_it(up: Callable[..., Up]) -> None:
     assert running.left() == []
 
 
+@pytest.mark.parametrize("closed", [(2,), (1,), (0, 2), (0, 1, 2)])
+def test_closed_streams_hide_no_end(up: Callable[..., Up], closed: tuple[int, ...]) -> None:
+    """The cause goes to a stream that is open, if there is one."""
+    running = up("--die", closed=closed)
+    said = "".join(running.process.communicate(timeout=SECONDS))
+    assert running.process.returncode == 1
+    cause = "vllm-disagg up: decode-0 exited with code 3: ValueError: no luck today"
+    last = [f"{cause}; everything is stopped"] if {1, 2}.difference(closed) else []
+    assert said.splitlines()[-1:] == last
+    assert running.left() == []
+
+
+def test_closed_streams_stop_no_deployment(up: Callable[..., Up]) -> None:
+    running = up(closed=(2,))
+    said = "".join(wait_until_ready(running))
+    assert "vllm-disagg up: proxy is ready after" in said
+    assert running.process.poll() is None
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(SECONDS) == 0 and running.left() == []
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_everything(up: Callable[..., Up], number: signal.Signals) -> None:
     running = up("--never")
@@ -205,10 +229,29 @@ def test_the_output_goes_to_files_and_the_console_is_quiet(up: Callable[..., Up]
         "decode-0.log",
         "prefill-0.log",
         "proxy.log",
+        "up.pid",
     ]
     assert re.search(r"^prefill in \d+$", (logs / "prefill-0.log").read_text(), re.MULTILINE)
     assert re.search(r"was ended by SIGKILL.*\(see logs/\w+-0.log\); everything", said)
     assert running.left() == []
+
+
+def test_one_log_folder_serves_one_deployment(up: Callable[..., Up], tmp_path: Path) -> None:
+    first = up("--never", flags=("--log-dir", "logs"), cwd=True)
+    first.wait_for_engines()
+    for name in ("b", "c"):
+        (tmp_path / name).mkdir()
+    second = Up(tmp_path / "b", flags=("--log-dir", str(tmp_path / "logs")))
+    code, said = second.end()
+    assert code == 2 and said == (
+        f"vllm-disagg up: --log-dir {tmp_path}/logs: another up (process {first.process.pid})"
+        " writes there: choose another folder\n"
+    )
+    assert second.left() == [] and not second.leaders()
+    first.process.kill()
+    first.process.wait()
+    third = Up(tmp_path / "c", "--die", flags=("--log-dir", str(tmp_path / "logs")))
+    assert third.end()[0] == 1, "nothing to tidy up after kill -9"
 
 
 def test_a_child_that_ends_starts_again(up: Callable[..., Up]) -> None:
@@ -293,11 +336,15 @@ def test_the_proxy_says_why_it_is_not_ready(up: Callable[..., Up]) -> None:
     assert running.left() == []
 
 
-def test_what_is_printed_once_all_are_ready_can_be_typed(up: Callable[..., Up]) -> None:
+def test_what_is_printed_once_all_are_ready_can_be_typed(
+    up: Callable[..., Up], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Runs `up` without arguments after --, as in README.
 
-    Each printed line works in a shell, with the generated admin key.
+    Each printed line works in a shell, with the generated admin key, and behind an HTTP proxy.
     """
+    for name in flags.HTTP_PROXIES:
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
     running = up()
     said = wait_until_ready(running)
     assert len([line for line in said if line.startswith("ready: http://127.0.0.1:")]) == 1, (

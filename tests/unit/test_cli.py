@@ -125,6 +125,28 @@ def test_a_reader_that_has_left_is_no_error(tmp_path: Path, unbuffered: str) -> 
     assert (ended.returncode, ended.stderr) == (cli.READER_LEFT_STATUS, "")
 
 
+@pytest.mark.parametrize("streams", ["2>&-", "2>/dev/full", "0<&- 2>&-", "1>&-", "1>/dev/full"])
+@pytest.mark.parametrize("words", [["key", "/nowhere/key"], ["key", "--wrong"]])
+def test_an_error_is_one_line_on_a_stream_that_is_open(words: list[str], streams: str) -> None:
+    command = ["sh", "-c", f'exec "$@" {streams}', "sh", sys.executable, "-m", "vllm_disagg"]
+    ended = subprocess.run([*command, *words], capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    said = ended.stdout + ended.stderr
+    assert said.startswith("vllm-disagg key: ") and said.count("\n") == 1
+
+
+def test_no_file_takes_the_number_of_a_closed_stream() -> None:
+    """A library would write its texts into it, and a child inherit it."""
+    code = (
+        "import os; from vllm_disagg import cli, standard_streams as streams;"
+        " streams.open_closed(); number = os.open('/dev/null', os.O_RDONLY);"
+        " os.write(1, f'{number} {[os.get_inheritable(n) for n in range(3)]}'.encode())"
+    )
+    for streams in ("0<&- 2>&-", "0<&-", "2>&-"):
+        command = ["sh", "-c", f'exec "$@" {streams}', "sh", sys.executable, "-c", code]
+        assert subprocess.check_output(command) == b"3 [True, True, True]", streams
+
+
 def test_other_errors_of_the_system_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(_: str) -> None:
         raise PermissionError(errno.EPERM, "not permitted")

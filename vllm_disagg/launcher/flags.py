@@ -35,6 +35,7 @@ PROXY_FLAGS: list[Flag] = [
     flag for flag in proxy_flags.all_flags() if flag.name not in OWN_FLAGS | OTHER_INSTANCES
 ]
 ACCESS_LOG = "access.log"  # in --log-dir
+HTTP_PROXIES = ("http_proxy", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")  # curl's
 RESTART_MODES = ("no", "on-failure")
 
 
@@ -146,6 +147,7 @@ def options(args: argparse.Namespace, port: int) -> UpOptions:
         client_key=_client_key(args),
         is_https=bool(args.ssl_certfile),
         changes_roles=args.roles == "auto",
+        has_http_proxy=any(os.environ.get(name) for name in HTTP_PROXIES),
     )
 
 

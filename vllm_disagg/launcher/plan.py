@@ -49,6 +49,7 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     client_key: str = ""  # a client's key as a word of a shell; empty if clients need none
     is_https: bool = False  # the proxy serves https
     changes_roles: bool = False  # each engine can take both roles
+    has_http_proxy: bool = False  # the environment names one, which curl would ask
 
 
 class ChildCommand(msgspec.Struct, frozen=True):
@@ -82,6 +83,7 @@ class LaunchPlan(msgspec.Struct, frozen=True):
     proxy: ChildCommand
     notes: list[str]
     warnings: list[str]
+    curl: list[str]  # the beginning of a command for the proxy
 
 
 def make(options: UpOptions, machine: MachineFacts, ports: list[int], key_file: str) -> LaunchPlan:
@@ -103,7 +105,8 @@ def make(options: UpOptions, machine: MachineFacts, ports: list[int], key_file: 
     for name, port, env in zip(names, ports, envs, strict=True):
         argv = engine_argv(options, machine.vllm, role_of(name), ("127.0.0.1", port), key_file)
         engines.append(ChildCommand(name, argv, env, "127.0.0.1", port, "/health"))
-    return LaunchPlan(engines, _proxy(options, machine, engines, key_file), notes, warnings)
+    proxy = _proxy(options, machine, engines, key_file)
+    return LaunchPlan(engines, proxy, notes, warnings, _curl(options))
 
 
 def by_hand(plan: LaunchPlan, machine: MachineFacts, key_file: str) -> str:
@@ -118,7 +121,7 @@ def example(options: UpOptions, plan: LaunchPlan) -> str:
     body = json.dumps(
         {"model": _served_name(options), "prompt": "Once upon a time", "max_tokens": 32}
     )
-    words = [*_curl(plan), shlex.quote(f"{plan.proxy.url}/v1/completions")]
+    words = [shlex.join(plan.curl), shlex.quote(f"{plan.proxy.url}/v1/completions")]
     words += ["-H", shlex.quote("Content-Type: application/json")]
     if options.client_key:
         # The shell joins two words without a space: a quoted text, and the key.
@@ -133,17 +136,21 @@ def fleet_commands(plan: LaunchPlan, admin_key_file: str) -> list[str]:
     """
     key = f"$(cat {shlex.quote(admin_key_file)})" if admin_key_file else f"${keys.ADMIN_KEY}"
     url = shlex.quote(f"{plan.proxy.url}/disagg/instances")
-    curl = " ".join(_curl(plan))
+    curl = shlex.join(plan.curl)
     show = f'{curl} {url} -H "Authorization: Bearer {key}"'
     drain = f'{curl} {url}/drain -H "Authorization: Bearer {key}"'
     body = shlex.quote(json.dumps({"url": plan.engines[0].url}))
     return [show, f"{drain} -H 'Content-Type: application/json' -d {body}"]
 
 
-def _curl(plan: LaunchPlan) -> list[str]:
-    """Returns the beginning of a command for the proxy."""
-    # Its certificate is for the name that clients use, hardly for this address.
-    return ["curl", "--insecure"] if plan.proxy.is_https else ["curl"]
+def _curl(options: UpOptions) -> list[str]:
+    words = ["curl"]
+    if options.has_http_proxy:
+        words += ["--noproxy", "*"]
+    if options.is_https:
+        # The certificate is for the name that clients use, hardly for this address.
+        words.append("--insecure")
+    return words
 
 
 def engine_argv(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import http.client
 import os
 import re
@@ -31,6 +32,7 @@ CAUSE_PATTERN = re.compile(r"died unexpectedly|\b\w*(Error|Exception): (?!cancel
 HARMLESS_PATTERN = re.compile(
     r"(^|\) )(DEBUG|INFO|WARNING) \d\d-\d\d |^\d{4}-\d\d-\d\d [\d:,]+ (DEBUG|INFO|WARNING) "
 )
+LOCK_FILE = "up.pid"  # in --log-dir; locked by the `up` that writes there, and has its pid
 TROUBLE_PATTERN = re.compile(r"error|killed", re.IGNORECASE)
 
 
@@ -102,7 +104,10 @@ class ChildOutput:
     """Where the lines of the children go: to the console, or to one file for each child."""
 
     def __init__(self, console: SharedConsole, folder: str) -> None:
-        """Creates the folder, unless its name is empty. Raises ConfigError if it cannot be used."""
+        """Creates and locks the folder, unless its name is empty.
+
+        Raises ConfigError if it cannot be used, or while another `up` uses it.
+        """
         self._console = console
         self._folder = folder
         if not folder:
@@ -112,8 +117,27 @@ class ChildOutput:
             # In the folder itself: its files may belong to another user, who ran it before.
             with tempfile.TemporaryFile(dir=folder):
                 pass
+            self._lock = open(os.path.join(folder, LOCK_FILE), "a+")  # noqa: SIM115
         except OSError as error:
             raise ConfigError(f"--log-dir {folder}: {error.strerror}") from None
+        self._take_lock()
+
+    def _take_lock(self) -> None:
+        """Locks the folder until this process ends: lines of two deployments would mix."""
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.seek(0)
+            holder = self._lock.read().strip() or "unknown"
+            raise ConfigError(
+                f"--log-dir {self._folder}: another up (process {holder}) writes there:"
+                " choose another folder"
+            ) from None
+        except OSError:
+            return  # a file system without locks
+        with suppress(OSError):  # a full disk: the lock holds without the pid
+            self._lock.truncate(0)
+            print(os.getpid(), file=self._lock, flush=True)
 
     def open(self, name: str, number: int) -> PrefixedLines | LineFile:
         """Returns the place of a child's lines. `number`: of children so far."""

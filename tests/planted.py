@@ -1159,6 +1159,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("plan --live: a rank's address is asked for a page", "planner/commands/live.py", "        _refuse_ranks([*prefills, *decodes])\n", "        pass\n", "tests/planner/commands/test_plan_live.py"),
     ("plan --live: steps without time end it", "planner/commands/engine_profiles.py", "        if math.isinf(error):\n", "        if False:\n", "tests/planner/commands/test_live_engines.py"),
     ("a dead server's other rank is tried first", "proxy/requests/plans.py", "avoided = (self._fleet.with_other_ranks(failed), failed)", "avoided = (failed,)", "tests/proxy/routing/test_data_parallel_ranks.py"),
+    ("a dead P's other rank is tried before D alone", "proxy/requests/plans.py", "            if failure.reason in DEATH_REASONS and step is not NextStep.GIVE_UP:\n", "            if False:\n", "tests/proxy/routing/test_data_parallel_ranks.py"),
     ("of one server alone no other rank is tried", "proxy/requests/plans.py", "avoided = (self._fleet.with_other_ranks(failed), failed)", "avoided = (self._fleet.with_other_ranks(failed),)", "tests/proxy/routing/test_data_parallel_ranks.py"),
     ("a dead server's other ranks stay up", "proxy/routing/fleet.py", "        if reason in SERVER_DEATHS:\n", "        if False:\n", "tests/proxy/routing/test_data_parallel_ranks.py"),
     ("a rank that leaves takes the others down", "proxy/routing/fleet.py", "        if instance not in self.instances:\n            return\n", "", "tests/proxy/routing/test_data_parallel_ranks.py"),

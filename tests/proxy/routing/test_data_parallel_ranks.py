@@ -79,6 +79,17 @@ async def test_a_server_that_breaks_connections_costs_a_request_one_attempt() ->
         assert len(tried) == len({prompt for prompt, _ in tried}) > 0, "one rank a request"
 
 
+async def test_a_prompt_of_a_dead_server_is_computed_at_d() -> None:
+    """P's second rank would be the second death; D computes the prompt instead."""
+    async with world(prepare=ranks("p0")) as w:
+        w.p.script = reset
+        for at in range(8):
+            reply = await w.post(prompt=f"{at} different", stream=at % 2 == 0)
+            assert reply.status == 200 and b"d0" in reply.body, reply.body
+        tried = {(call.body["prompt"], call.rank) for call in w.p.calls}
+        assert len(tried) == len({prompt for prompt, _ in tried}) > 0, "one rank a request"
+
+
 async def test_of_one_server_alone_the_other_rank_is_tried() -> None:
     async def first_rank_breaks(call: Call) -> None:
         await (reset if call.rank == 0 else answer)(call)

@@ -33,6 +33,7 @@ from ..telemetry.metrics import Metrics
 from .attempt import Attempt, AttemptFailure, AttemptPlan, RequestContext
 from .failover import (
     CHARGED_REASONS,
+    DEATH_REASONS,
     Alternatives,
     AttemptHistory,
     NextStep,
@@ -152,10 +153,14 @@ class AttemptPlans:
                 )
             if not other_decode:
                 other_decode = choose_decode(self._fleet, self._policy, now, avoid, context.query)
-        alternatives = Alternatives(
-            isinstance(pair, InstancePair), attempt.decode.up, other_decode is not None
-        )
-        step = next_step(failure.leg, failure.reason, progress.history, alternatives)
+            alternatives = Alternatives(
+                isinstance(pair, InstancePair), attempt.decode.up, other_decode is not None
+            )
+            step = next_step(failure.leg, failure.reason, progress.history, alternatives)
+            # Behind a death another rank of that server is the last choice: it is probably dead,
+            # and a second death would end the request.
+            if failure.reason in DEATH_REASONS and step is not NextStep.GIVE_UP:
+                break
         if step is NextStep.GIVE_UP or not self._can_afford(failure, now):
             # "busy": the client is asked to come back, and nothing has failed.
             if failure.reason != "busy":

@@ -56,7 +56,7 @@ SCALERS = [
     ("maxReplicaCount: 8", "maxReplicaCount: {{ .Values.autoscaling.max }}"),
 ]
 PROXY = [
-    ("image: vllm-disagg-proxy:0.1.0", "image: {{ .Values.proxy.image }}"),
+    ("image: vllm-disagg-proxy:0.1.0", "image: {{ .Values.images.proxy }}"),
     ("  replicas: 2", "  replicas: {{ .Values.proxy.replicas }}"),
     ("secretName: vllm-disagg-keys", "secretName: {{ .Values.keysSecret }}"),
     (
@@ -72,7 +72,7 @@ def engine(role: str) -> list[tuple[str, str]]:
     """Returns the replacements in the manifest of one role."""
     values = f".Values.{role}"
     return [
-        ("image: vllm-disagg-engine:0.1.0", "image: {{ .Values.engine.image }}"),
+        ("image: vllm-disagg-engine:0.1.0", "image: {{ .Values.images.engine }}"),
         (
             "  replicas: 2\n",
             "  {{- if not .Values.autoscaling.enabled }}\n"

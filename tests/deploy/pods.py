@@ -201,9 +201,6 @@ class Pod:
             source = entry.get("valueFrom", {})
             if "fieldRef" in source:
                 value = fields[source["fieldRef"]["fieldPath"]]
-            elif "secretKeyRef" in source:
-                chosen = source["secretKeyRef"]
-                value = self.cluster.secrets[chosen["name"]][chosen["key"]].strip()
             else:
                 value = self._expand(entry["value"])
             found[entry["name"]] = value

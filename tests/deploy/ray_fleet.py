@@ -244,7 +244,7 @@ def prove(python: str, folder: Path) -> dict[str, object]:
 def under_load(fleet: RayFleet, expected: dict[str, str]) -> dict[str, object]:
     """Compares answers while Serve adds a D, and while one is killed and replaced."""
     (first,) = fleet.usable("decode")
-    load = Load(fleet.url, "", expected, CLIENTS)
+    load = Load(fleet.url, [""], expected, CLIENTS)
     try:
         fleet.wait("50 answers", lambda: load.requests >= LEAST_ANSWERS, CHANGE_SECONDS)
         before = dict(load.outcomes)

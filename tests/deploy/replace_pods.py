@@ -26,6 +26,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from pydoc_data.topics import topics
 
+import yaml
+
 from pods import Cluster, Pod, ask
 from vllm_disagg.drain import count_requests
 
@@ -53,12 +55,12 @@ class Load:
     """Clients that ask one after another until they are stopped, and count what they get."""
 
     def __init__(
-        self, url: str, key: str, expected: dict[str, str], clients: int = CLIENTS
+        self, url: str, keys: list[str], expected: dict[str, str], clients: int = CLIENTS
     ) -> None:
         self.outcomes: Counter[str] = Counter()
         self.problems: list[str] = []
         self._url = url
-        self._key = key
+        self._keys = keys
         self._expected = expected
         self._prompts = list(expected)
         self._clients = clients
@@ -81,18 +83,19 @@ class Load:
 
     def _ask(self, number: int) -> None:
         turn = number
+        key = self._keys[number % len(self._keys)]
         while not self._stop.is_set():
             prompt = self._prompts[turn % len(self._prompts)]
             turn += self._clients + 1
-            outcome = self._outcome(prompt)
+            outcome = self._outcome(prompt, key)
             with self._lock:
                 self.outcomes[outcome] += 1
             self._stop.wait(PAUSE_SECONDS)
 
-    def _outcome(self, prompt: str) -> str:
+    def _outcome(self, prompt: str, key: str) -> str:
         """Returns "exact", "wrong", "clean" for an explicit error, or "lost"."""
         try:
-            answer = ask(self._url, "/v1/completions", body_of(prompt), self._key)
+            answer = ask(self._url, "/v1/completions", body_of(prompt), key)
         except (OSError, http.client.HTTPException) as error:
             self.problems.append(repr(error))
             return "lost"
@@ -117,9 +120,12 @@ def text_in(body: bytes) -> str:
 def cluster_of(manifests: str) -> Iterator[Cluster]:
     """Makes a cluster without pods, with keys and the tiny model."""
     with tempfile.TemporaryDirectory(prefix="vllm-disagg-pods-") as folder:
+        # Two keys, as while they change: clients send the one or the other.
+        clients = [secrets.token_hex(8) for _ in range(2)]
         keys = {
             "fleet.key": secrets.token_hex(32),
-            "api.key": secrets.token_hex(8),
+            "api.key": "\n".join(clients),
+            "engine-keys.yaml": yaml.safe_dump({"api-key": clients}),
             "admin.key": secrets.token_hex(8),
         }
         cluster = Cluster(manifests, Path(folder), {"vllm-disagg-keys": keys})
@@ -197,7 +203,7 @@ def replace(
     """Runs the whole; returns the counts."""
     began = time.monotonic()
     with cluster_of(manifests) as cluster:
-        key = cluster.secrets["vllm-disagg-keys"]["api.key"]
+        keys = cluster.secrets["vllm-disagg-keys"]["api.key"].splitlines()
         engines = start_engines(cluster)
         proxy = cluster.start_pod("proxy", NODES[0])
         proxy.wait_ready()
@@ -205,10 +211,10 @@ def replace(
         wait_for_pairs(proxy, pairs)
         # One engine alone, without a proxy: its answers are the right ones.
         expected = {
-            prompt: text_in(ask(engines[-1].url, "/v1/completions", body_of(prompt), key).body)
+            prompt: text_in(ask(engines[-1].url, "/v1/completions", body_of(prompt), keys[0]).body)
             for prompt in PROMPTS
         }
-        load = Load(proxy.url, key, expected)
+        load = Load(proxy.url, keys, expected)
         try:
             replace_engines = replace_by_sigterm if by_sigterm else replace_all
             replaced = replace_engines(cluster, engines, proxy, pairs)

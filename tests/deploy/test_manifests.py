@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -16,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from pods import VARIABLE
 from vllm_disagg import __version__, cli, config
@@ -137,23 +137,47 @@ def test_images_have_this_version_everywhere() -> None:
 def test_every_key_of_the_secret_is_named_in_the_guide() -> None:
     guide = (ROOT / "docs" / "how-to" / "deploy-on-kubernetes.md").read_text()
     created = set(re.findall(r"--from-file=(\S+)", guide))
+    rotating = (ROOT / "docs" / "how-to" / "secure-a-fleet.md").read_text()
+    assert created == set(re.findall(r"--from-file=(\S+)", rotating))
     texts = " ".join(path.read_text() for path in BASE.glob("*.yaml"))
-    used = set(re.findall(r"\b(\w+\.key)\b", texts))
+    used = set(re.findall(r"\b(\w+\.key|engine-keys\.yaml)\b", texts))
     assert used == created
 
 
-def test_the_keys_of_the_guide_end_without_a_line_break(tmp_path: Path) -> None:
-    """Kubernetes puts all of a file into VLLM_API_KEY, and vLLM then accepts no key without it."""
-    guide = (ROOT / "docs" / "how-to" / "deploy-on-kubernetes.md").read_text()
-    lines = re.findall(r"^openssl .*$", guide, re.MULTILINE)
-    (tmp_path / "openssl").write_text("#!/bin/sh\necho 0123abcd\n")
-    (tmp_path / "openssl").chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    subprocess.run(
-        ["sh", "-ec", "\n".join(lines)], cwd=tmp_path, env={**os.environ, "PATH": path}, check=True
-    )
-    made = {file.name: file.read_text() for file in tmp_path.glob("*.key")}
-    assert made == dict.fromkeys(("api.key", "admin.key"), "0123abcd")
+@pytest.mark.parametrize("clients", [["0123abcd"], ["0123abcd", "00045678"]])
+def test_engines_get_the_clients_keys_of_the_guides(clients: list[str], tmp_path: Path) -> None:
+    """A key of digits stays a text, with its zeros."""
+    made = []
+    for guide in ("docs/how-to/deploy-on-kubernetes.md", "docs/how-to/secure-a-fleet.md"):
+        found = re.search(r"^\(echo api-key.*$", (ROOT / guide).read_text(), re.MULTILINE)
+        assert found
+        made.append(found[0])
+    compose = (DEPLOY / "docker" / "compose.yaml").read_text()
+    assert made[0] == made[1]
+    assert f"#   {made[0]}\n" in compose.replace("deploy/docker/keys/", "")
+    (tmp_path / "api.key").write_text("".join(f"{key}\n" for key in clients))
+    subprocess.run(["sh", "-ec", made[0]], cwd=tmp_path, check=True)
+    read = FlexibleArgumentParser().load_config_file(str(tmp_path / "engine-keys.yaml"))
+    assert read == ["--api-key", *clients]
+
+
+def test_every_engine_reads_the_clients_keys() -> None:
+    compose = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())
+    unit = (DEPLOY / "systemd" / "vllm-disagg-engine@.service").read_text()
+    commands = [compose["services"][role]["command"] for role in ENGINES]
+    commands += [container(role)["args"] for role in ENGINES]
+    commands.append(unit.split())
+    places = [words[words.index("--config") + 1].rpartition("/") for words in commands]
+    names = {name for _, _, name in places}
+    assert names == {"engine-keys.yaml"}
+    assert {folder for folder, _, _ in places} == {"/run/secrets", "/etc/vllm-disagg", "%d"}
+    assert "LoadCredential=engine-keys.yaml:" in unit
+    for role in ENGINES:
+        assert names <= set(compose["services"][role]["secrets"])
+        (keys,) = (
+            v for v in deployment(role)["spec"]["template"]["spec"]["volumes"] if "secret" in v
+        )
+        assert names <= {item["path"] for item in keys["secret"]["items"]}
 
 
 def test_scalers_name_deployments() -> None:

@@ -51,7 +51,7 @@ from .telemetry.kv_traffic import KvTraffic
 from .telemetry.metrics import Metrics
 from .telemetry.record import RequestRecorder
 from .workers import supervisor
-from .workers.bus import Topic, WorkerBus
+from .workers.bus import Topic, WorkerBus, parse_place
 
 log = logging.getLogger(__name__)
 
@@ -361,10 +361,11 @@ async def _refuse_misfit(fleet: Fleet, interval: float) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit status."""
-    logs.set_up(args.log_level, args.log_format)
     if args.worker:  # the supervisor has warned of the same key files
         keys.log.setLevel(logging.ERROR)
     try:
+        worker = parse_place(args.worker).index if args.worker else None
+        logs.set_up(args.log_level, args.log_format, worker)
         settings = from_arguments(args)
     except ConfigError as error:
         print(f"vllm-disagg proxy: {error}", file=sys.stderr)

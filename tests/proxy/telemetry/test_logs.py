@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from proxy_world import Call, world
+from vllm_disagg.proxy.flags import LogFormat
 from vllm_disagg.proxy.http.request import HttpRequest
 from vllm_disagg.proxy.telemetry.logs import (
     MAX_FAILURE_LINES,
     FailedLegLog,
     FailedRequestLog,
     JsonFormatter,
+    set_up,
 )
 
 
@@ -222,6 +224,20 @@ def test_json_lines_have_time_level_and_exception() -> None:
         "logger": "a.b",
         "message": 'said "x"\n',
     }
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_lines_of_a_worker_name_it(
+    log_format: LogFormat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    set_up("info", log_format, 1)
+    logging.getLogger("a").warning("said")
+    (line,) = capsys.readouterr().err.splitlines()
+    if log_format == "json":
+        assert json.loads(line)["worker"] == 1 and json.loads(line)["message"] == "said"
+    else:
+        assert line.endswith(" WARNING worker 1: said")
 
 
 BODY = json.dumps({"model": "m", "prompt": "hi"}).encode()

@@ -232,6 +232,8 @@ async def test_a_key_file_for_all_is_one_warning_of_all_workers(tmp_path: Path) 
     process.terminate()
     _, error = await asyncio.wait_for(process.communicate(), 60)
     assert error.count(b"chmod 600") == 1, error
+    for worker in (b"worker 0: ", b"worker 1: "):
+        assert worker in error, "each line of a worker names it"
 
 
 async def start(tmp_path: Path, *flags: str) -> asyncio.subprocess.Process:

@@ -17,6 +17,7 @@ from ..flags import LogFormat
 from ..http.request import HttpRequest
 
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(message)s"
+WORKER_FORMAT = "%%(asctime)s %%(levelname)s worker %d: %%(message)s"  # with --workers
 MAX_FAILURE_LINES = 5  # in each period
 FAILURE_PERIOD_SECONDS = 1.0
 
@@ -26,6 +27,11 @@ log = logging.getLogger(__name__)
 class JsonFormatter(logging.Formatter):
     """Formats each record as one JSON object in one line; times are UTC, ISO 8601."""
 
+    def __init__(self, worker: int | None = None) -> None:
+        """`worker`: index of this process with `--workers`; None of a single one."""
+        super().__init__()
+        self._place = {} if worker is None else {"worker": worker}
+
     def format(self, record: logging.LogRecord) -> str:
         """Returns the line of a record."""
         at = datetime.fromtimestamp(record.created, UTC)
@@ -33,6 +39,7 @@ class JsonFormatter(logging.Formatter):
             "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             "logger": record.name,
+            **self._place,
             "message": record.getMessage(),
         }
         if record.exc_info:
@@ -40,11 +47,11 @@ class JsonFormatter(logging.Formatter):
         return msgspec.json.encode(line).decode()
 
 
-def set_up(level: str, log_format: LogFormat) -> None:
-    """Sends the log of this process to standard error."""
+def set_up(level: str, log_format: LogFormat, worker: int | None = None) -> None:
+    """Sends the log of this process to standard error. `worker`: its index with `--workers`."""
     handler = logging.StreamHandler(sys.stderr)
-    text = logging.Formatter(TEXT_FORMAT)
-    handler.setFormatter(JsonFormatter() if log_format == "json" else text)
+    text = logging.Formatter(TEXT_FORMAT if worker is None else WORKER_FORMAT % worker)
+    handler.setFormatter(JsonFormatter(worker) if log_format == "json" else text)
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 

@@ -9,6 +9,8 @@ MUTANTS: list[tuple[str, ...]] = [
     ("P confirms as valid what it has released", "protocol/sender.py", "valid = event.reader in complete\n", "valid = event.transfer in self.endings\n"),
     ("P releases while sending", "protocol/sender.py", "return expected is not None and ended >= expected and not self.is_sending()", "return expected is not None and ended >= expected"),
     ("P's lease ends during its own send", "protocol/sender.py", "or t.is_sending() or t.deadline > now", "or t.deadline > now"),
+    ("P remembers all endings", "protocol/sender.py", "        while len(self.endings) > MAX_TRANSFERS:\n", "        while False:\n", "tests/unit/test_driver_memory.py"),
+    ("a reported outcome stays expected", "outcomes.py", "        self._expected.discard((type(outcome), outcome.transfer))\n", "", "tests/unit/test_driver_memory.py"),
     ("P forgets endings", "protocol/sender.py", "self.endings[transfer] = complete", "pass"),
     ("P serves on after a withdrawal", "protocol/sender.py", "t = self.transfers.pop(transfer, None)\n        # No receiver counts as complete: a ReadComplete that is under way must not be confirmed.\n", "t = self.transfers.get(transfer)\n        # No receiver counts as complete: a ReadComplete that is under way must not be confirmed.\n"),
     ("P releases what is not pinned", "protocol/sender.py", "if t.state is SendState.HELD and t.is_over()", "if t.is_over()"),

@@ -158,6 +158,11 @@ class Process:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def pid(self) -> int:
+        """The id of its first process; 0 if it is not started."""
+        return self._process.pid if self._process else 0
+
     def start(self) -> None:
         self.began = time.monotonic()
         self._is_ending = False

@@ -62,11 +62,6 @@ class SoakEngine(Engine):
         super().start()
         self.lower(NICE)
 
-    @property
-    def pid(self) -> int:
-        """The id of its first process; 0 if it is not started."""
-        return self._process.pid if self._process else 0
-
     def send(self, path: str) -> int:
         """Sends a POST without a body to its own HTTP server; returns the status."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=READY_SECONDS)
@@ -109,11 +104,6 @@ class SoakProxy(Proxy):
             "ENGINE_CHANGES": "task_counts",
             "SOAK_TASKS": str(folder / "tasks"),
         }
-
-    @property
-    def pid(self) -> int:
-        """The id of its first process; 0 if it is not started."""
-        return self._process.pid if self._process else 0
 
 
 class SoakFleet:

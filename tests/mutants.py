@@ -26,6 +26,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -41,6 +42,8 @@ from warm_pytest import Fault, Procedure, Trial, import_what_has_no_fault, run_p
 LIMIT_SECONDS = 120.0  # for each 100 seeds
 LIMIT_FACTOR = 5  # of the time without a fault
 HEALTHY_FACTOR = 10  # tests without a fault have more time
+SHARED_FAULTS = 4  # from so many on that a file's tests look for, the file runs whole without one
+SHARED_SECONDS = 15.0  # for that; slower files run test by test
 PASSED = re.compile(r"^\d+ passed", re.MULTILINE)
 SKIPPED = re.compile(r"^\d+ skipped", re.MULTILINE)
 FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
@@ -228,6 +231,7 @@ class Health:
     seconds: dict[tuple[str, int, bool], float] = field(default_factory=dict)  # of those that pass
     failing: dict[tuple[str, int, bool], str] = field(default_factory=dict)  # their output
     cpu_seconds: float = 0.0  # of all trials
+    shared: frozenset[str] = frozenset()  # files whose tests look for many faults
 
     def limit(self, run: Run, *, is_cold: bool) -> float:
         """Returns after how many seconds tests with a fault are killed."""
@@ -235,11 +239,22 @@ class Health:
         unknown = LIMIT_SECONDS * max(1, run.seeds // FEW)
         return max(unknown, LIMIT_FACTOR * sum(known))
 
-    def run(self, test: str, seeds: int, *, is_cold: bool) -> Procedure[bool]:
+    def passes(self, test: str, seeds: int, *, is_cold: bool) -> Procedure[bool]:
+        """Returns whether a test passes without a fault; runs it, or its whole file, once."""
+        file = test.partition("::")[0]
+        if file in self.shared and seeds == FEW and not is_cold:
+            if (yield from self._run(file, seeds, SHARED_SECONDS, is_cold=False)):
+                return True
+            # The file is slow, or another of its tests fails.
+            self.failing.pop((file, seeds, False), None)
+            self.shared -= {file}
+        limit = HEALTHY_FACTOR * LIMIT_SECONDS * max(1, seeds // FEW)
+        return (yield from self._run(test, seeds, limit, is_cold=is_cold))
+
+    def _run(self, test: str, seeds: int, limit: float, *, is_cold: bool) -> Procedure[bool]:
         """Runs a test without a fault, once; returns whether it passes."""
         key = (test, seeds, is_cold)
         if key not in self.seconds and key not in self.failing:
-            limit = HEALTHY_FACTOR * LIMIT_SECONDS * max(1, seeds // FEW)
             ended = yield Trial((test,), seeds, limit, None, is_cold)
             self.cpu_seconds += ended.cpu_seconds
             if ended.status in (0, 5):
@@ -247,6 +262,17 @@ class Health:
             else:
                 self.failing[key] = ended.output
         return key in self.seconds
+
+
+def shared_files(mutants: Sequence[Mutant]) -> frozenset[str]:
+    """Returns the files whose tests are the first to look for many of these faults."""
+    counts = Counter(
+        test
+        for mutant in mutants
+        for test in {named.partition("::")[0] for named in runs(mutant)[0].tests}
+        if test.endswith(".py") and not test.startswith(LUCK)
+    )
+    return frozenset(file for file, count in counts.items() if count >= SHARED_FAULTS)
 
 
 class Verdict(NamedTuple):
@@ -305,7 +331,7 @@ def plant_once(
     failed = FAILED.search(ended.output)
     tests = [failed[1]] if failed and "::" in failed[1] else run.tests
     for test in tests:
-        if not (yield from health.run(test, run.seeds, is_cold=is_cold)):
+        if not (yield from health.passes(test, run.seeds, is_cold=is_cold)):
             return Outcome.MISSED, ""
     if ended.status is None and health.limit(run, is_cold=is_cold) > limit:
         # These tests are slow, with the fault or without.
@@ -338,7 +364,7 @@ def plant_all(mutants: list[Mutant], jobs: int) -> int:
     """Plant the faults one at a time; return the exit status."""
     began = time.monotonic()
     import_what_has_no_fault()
-    health = Health()
+    health = Health(shared=shared_files(mutants))
     by_outcome: dict[Outcome, list[str]] = {outcome: [] for outcome in Outcome}
     verdicts = run_procedures((try_mutant(mutant, health) for mutant in mutants), jobs)
     for done, verdict in enumerate(verdicts, 1):

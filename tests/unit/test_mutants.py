@@ -112,6 +112,36 @@ def test_a_test_that_fails_without_a_fault_notices_none() -> None:
     assert ended.value.value.outcome is Outcome.MISSED
 
 
+def test_a_file_that_looks_for_many_faults_runs_whole_without_one() -> None:
+    faults = [Mutant(str(number), *VERSION, "tests/x.py") for number in range(4)]
+    health = mutants.Health(shared=mutants.shared_files(faults))
+    trying = mutants.try_mutant(faults[0], health)
+    next(trying)
+    control = trying.send(FAILED)
+    assert control.tests == ("tests/x.py",) and control.fault is None
+    with pytest.raises(StopIteration) as ended:
+        trying.send(PASSED)
+    assert ended.value.value.outcome is Outcome.CAUGHT
+    trying = mutants.try_mutant(faults[1], health)
+    next(trying)
+    with pytest.raises(StopIteration) as ended:
+        trying.send(FAILED)
+    assert ended.value.value.outcome is Outcome.CAUGHT, "without another control"
+
+
+def test_a_file_that_fails_or_is_slow_runs_test_by_test() -> None:
+    health = mutants.Health(shared=frozenset({"tests/x.py"}))
+    trying = mutants.try_mutant(Mutant("x", *VERSION, "tests/x.py"), health)
+    next(trying)
+    assert trying.send(FAILED).tests == ("tests/x.py",)
+    control = trying.send(Ended(None, "", mutants.SHARED_SECONDS, 1.0))
+    assert control.tests == ("tests/x.py::test_it[a b]",) and control.fault is None
+    with pytest.raises(StopIteration) as ended:
+        trying.send(PASSED)
+    assert ended.value.value.outcome is Outcome.CAUGHT
+    assert not health.failing and not health.shared
+
+
 def test_what_many_seeds_catch_must_pass_with_as_many() -> None:
     trying = mutants.try_mutant(
         Mutant("x", *VERSION, "tests/simulation/test_world.py"), mutants.Health()

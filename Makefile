@@ -3,7 +3,7 @@
 # make check     lint, types, import rules, documents, all tests that need neither engine nor other processes
 # make coverage  the tests of check again, with the branches that they leave out, file by file
 # make test      check, the transports between processes, some planted faults, and the tests with real engines
-# make wide      engines of different parallelism and block sizes, each kind of model, each transport
+# make wide      engines of different parallelism and block sizes, each kind of model, each transport, other fleets
 # make chaos     2 prefill and 2 decode instances under load, each killed, frozen, drained and replaced in turn (5 to 20 minutes)
 # make soak      2 prefill and 2 decode instances under load with a random fault a minute, SECONDS=7200, then 10,000 clients that leave; writes its report
 # make versions  exactness on the oldest and the newest vLLM supported, and between the two
@@ -44,7 +44,7 @@ WAITING   := $(addprefix tests/,proxy doctor unit deploy soak launcher bench tra
 COMPUTING := $(addprefix tests/,protocol kv fleet connector planner workloads transports/collective simulation scheduler_worlds property gpu fuzz)
 QUICK     := $(WAITING) $(COMPUTING)
 
-.PHONY: setup demo check static quick-waiting quick-computing coverage test wide routers chaos versions gpu-proof page-proof operator-proof fuzz fuzz-engines worlds world-faults mutants bench bench-proxy bench-transport goodput planner-accuracy soak house clean
+.PHONY: setup demo check static quick-waiting quick-computing coverage test processes some-mutants wide routers chaos versions gpu-proof page-proof operator-proof fuzz fuzz-engines worlds world-faults mutants bench bench-proxy bench-transport goodput planner-accuracy soak house clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.ours
@@ -75,10 +75,10 @@ demo: setup
 	@$(BIN)/python scripts/tiny_model.py heavy $(MODEL)
 	@VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python examples/demo.py $(MODEL)
 
-# Two jobs at a time; each prints its output when it has ended.
+# All three at a time, as one of them mostly waits; each prints its output when it has ended.
 check: setup
 	@echo "check: static checks and all quick tests, about four minutes; each part is printed when it has ended"
-	+@$(MAKE) --no-print-directory -j2 --output-sync=target static quick-waiting quick-computing
+	+@$(MAKE) --no-print-directory -j3 --output-sync=target static quick-waiting quick-computing
 
 static: setup
 	$(BIN)/ruff check .
@@ -102,10 +102,16 @@ quick-computing: setup
 coverage: setup
 	$(BIN)/python -m pytest --cov --cov-report=term $(QUICK)
 
+# The transports mostly wait for deadlines; faults are planted meanwhile.
 test: check
-	$(BIN)/python -m pytest tests/transports/processes
-	$(BIN)/python tests/mutants.py --parts $(PARTS)
+	+@$(MAKE) --no-print-directory -j2 --output-sync=target processes some-mutants
 	$(BIN)/python -m pytest tests/engine -m "not chaos and not wide"
+
+processes: setup
+	$(BIN)/python -m pytest tests/transports/processes
+
+some-mutants: setup
+	$(BIN)/python tests/mutants.py --parts $(PARTS)
 
 $(VENV)/.mooncake: $(VENV)/.ours
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MOONCAKE) && touch $@ || \

@@ -10,6 +10,8 @@ from asking import ask, body, english, expect_same
 from conftest import Main
 from engines import BLOCK, Engine, Proxy, beside, wait
 
+pytestmark = pytest.mark.wide
+
 
 def engine(main: Main, name: str, role: str, cpu: str, disk: Path) -> Engine:
     other = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import time
 
+import pytest
 from asking import ask, body, expect_same, tokens
 from conftest import Machine
 from direct import Legs
@@ -15,6 +16,8 @@ from engines import Engine, wait
 from test_models import FLOAT32, model
 
 from vllm_disagg.fleet import grants
+
+pytestmark = pytest.mark.wide
 
 LEGS, LENGTH = 14, 1000  # about nine of these loads fit
 FLAGS = ["--num-gpu-blocks-override", "94", "--max-num-batched-tokens", "1024", *FLOAT32]

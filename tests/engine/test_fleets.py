@@ -16,10 +16,13 @@ from asking import Record, ask, at_once, body, english, expect_exact_or_clean, e
 from conftest import Machine
 from engines import BIN, Engine, Proxy, free_port, get, wait
 
-pytestmark = pytest.mark.skipif(
-    not importlib.util.find_spec("nixl"),
-    reason="nixl is not installed: pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1",
-)
+pytestmark = [
+    pytest.mark.wide,
+    pytest.mark.skipif(
+        not importlib.util.find_spec("nixl"),
+        reason="nixl is not installed: pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1",
+    ),
+]
 
 LENGTHS = (20, 130, 300, 700)  # of prompts, in tokens: less than a block, and several
 BLOCK = 128 * 1024  # bytes of KV that this model has for one

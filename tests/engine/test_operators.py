@@ -19,9 +19,12 @@ from browser import COMPLETE_SECONDS, NOTICE_SECONDS, Tab, is_required, need_bro
 from conftest import Machine
 from engines import ADMIN, RUNNER, Engine, Proxy, wait
 
-pytestmark = pytest.mark.skipif(
-    RUNNER.is_interpreted, reason="the page's limits are for engines that are not interpreted"
-)
+pytestmark = [
+    pytest.mark.wide,
+    pytest.mark.skipif(
+        RUNNER.is_interpreted, reason="the page's limits are for engines that are not interpreted"
+    ),
+]
 LOADS = 5  # of the page; the best one counts, since engines take the cores
 REQUESTS = 24
 ANSWER_SECONDS = 120.0  # only ends a request that hangs

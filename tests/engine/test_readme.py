@@ -235,6 +235,7 @@ def test_up(shell: Shell) -> None:
     assert not list(shell.folder.glob("vllm-disagg-up-*")), "the run directory, with its keys"
 
 
+@pytest.mark.wide
 def test_by_hand(shell: Shell) -> None:
     *first, prefill, decode, proxy = find("key")
     for command in first:

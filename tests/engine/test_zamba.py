@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import time
 
+import pytest
 from asking import ask, body, difference, tokens
 from conftest import Machine
 from engines import wait
 from test_models import FLOAT32, LENGTHS, Pair, several
+
+pytestmark = pytest.mark.wide
 
 
 def test_zamba_is_exact_with_overlap(machine: Machine) -> None:

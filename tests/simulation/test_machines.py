@@ -16,7 +16,7 @@ from vllm_disagg.protocol import messages
 from world import EQUAL, SPLITS, Topology, World
 from world_engines import PrefillEngine
 
-EXAMPLES = int(os.environ.get("EXAMPLES", "300"))
+EXAMPLES = int(os.environ.get("EXAMPLES", "150"))
 ENGINES = st.tuples(st.sampled_from(SPLITS), st.sampled_from([2, 4, 8]))
 OF_FOUR = st.tuples(st.sampled_from(SPLITS), st.just(4))
 TOPOLOGIES = st.one_of(

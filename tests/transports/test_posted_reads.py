@@ -14,7 +14,7 @@ from vllm_disagg.kv.extents import Extent
 from vllm_disagg.protocol.events import PostRead, ReadCompleted, ReadStatus
 from vllm_disagg.transports.posted_reads import PostedReads
 
-EXAMPLES = int(os.environ.get("EXAMPLES", "300"))
+EXAMPLES = int(os.environ.get("EXAMPLES", "200"))
 FAST = "fast:1"
 WRITTEN, CANCELLED = ReadStatus.WRITTEN, ReadStatus.CANCELLED
 

@@ -365,7 +365,7 @@ def test_a_report_without_matplotlib_is_refused_in_words(
 def test_a_killed_plan_leaves_no_process(number: signal.Signals) -> None:
     command = [sys.executable, "-m", "vllm_disagg.cli", "plan", *BASE, "--gpus", "8", "--jobs", "2"]
     with subprocess.Popen(
-        [*command, "--requests", "5000"], stderr=subprocess.PIPE, text=True
+        [*command, "--requests", "1000"], stderr=subprocess.PIPE, text=True
     ) as plan:
         assert plan.stderr is not None
         assert "placements" in plan.stderr.readline()  # workers have evaluated some

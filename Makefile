@@ -75,10 +75,10 @@ demo: setup
 	@$(BIN)/python scripts/tiny_model.py heavy $(MODEL)
 	@VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python examples/demo.py $(MODEL)
 
-# All three at a time, as one of them mostly waits; each prints its output when it has ended.
+# Two jobs at a time; each prints its output when it has ended.
 check: setup
 	@echo "check: static checks and all quick tests, about four minutes; each part is printed when it has ended"
-	+@$(MAKE) --no-print-directory -j3 --output-sync=target static quick-waiting quick-computing
+	+@$(MAKE) --no-print-directory -j2 --output-sync=target static quick-waiting quick-computing
 
 static: setup
 	$(BIN)/ruff check .
@@ -102,7 +102,7 @@ quick-computing: setup
 coverage: setup
 	$(BIN)/python -m pytest --cov --cov-report=term $(QUICK)
 
-# The transports mostly wait for deadlines; faults are planted meanwhile.
+# The transports mostly wait for deadlines; faults are planted meanwhile, in what time they leave.
 test: check
 	+@$(MAKE) --no-print-directory -j2 --output-sync=target processes some-mutants
 	$(BIN)/python -m pytest tests/engine -m "not chaos and not wide"
@@ -111,7 +111,7 @@ processes: setup
 	$(BIN)/python -m pytest tests/transports/processes
 
 some-mutants: setup
-	$(BIN)/python tests/mutants.py --parts $(PARTS)
+	nice -n 10 $(BIN)/python tests/mutants.py --jobs 1 --parts $(PARTS)
 
 $(VENV)/.mooncake: $(VENV)/.ours
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MOONCAKE) && touch $@ || \

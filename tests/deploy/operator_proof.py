@@ -42,6 +42,8 @@ AXE = ROOT / ".cache" / "axe" / "node_modules" / "axe-core" / "axe.min.js"
 AXE_PACKAGE = "axe-core@4.14.1"
 MIN_FAULTS = 20  # that the doctor names
 MAX_DOCTOR_SECONDS = 10.0  # for two P and two D
+MAX_VIEWER_RATIO = 1.03  # of the proxy's CPU per request with one viewer of the status page
+VIEWER_ROUNDS = 15
 ENVIRONMENT = {
     # The pods' commands are found by their names.
     "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
@@ -265,6 +267,18 @@ def prove_page() -> Fields:
     return {"tests": len(tested("tests/proxy/status/test_browser.py"))}
 
 
+def prove_viewer() -> Fields:
+    """Measures the proxy's CPU per request with a viewer of the status page, and without."""
+    # As root in real time: load of other processes does not count then.
+    priority = [] if os.geteuid() else ["chrt", "-r", "10"]
+    benchmark = [sys.executable, "benchmarks/proxy_cost.py", "--viewer"]
+    output = run(*priority, *benchmark, "--rounds", str(VIEWER_ROUNDS))
+    found = json.loads(output.strip().splitlines()[-1])
+    if found["ratio"] > MAX_VIEWER_RATIO:
+        raise FailedError(f"a viewer costs {found['ratio']} times the CPU: {found['each']}")
+    return {name: found[name] for name in ("rounds", "cpu_us_alone", "cpu_us_viewer", "ratio")}
+
+
 def prove_engines() -> Fields:
     """Kills a real decode engine: the page shows it, and one grep finds each request's id."""
     need_browser()
@@ -314,6 +328,7 @@ PARTS: dict[str, Callable[[], Fields]] = {
     "troubleshooting": prove_troubleshooting,
     "prometheus": prove_prometheus,
     "page": prove_page,
+    "viewer": prove_viewer,
     "image": prove_image,
     "engines": prove_engines,
     "replace": prove_replace,

@@ -1,4 +1,5 @@
-"""Measures processes by /proc: memory, descriptors, threads, and asyncio tasks of their own count.
+"""Measures processes by /proc: memory, descriptors, threads. Processes count the rest themselves:
+asyncio tasks, and what malloc has given out.
 
 A process's slope is that of a line through its memory, from WARM_SECONDS after its first sample.
 One that is measured for less than WARM_SECONDS from then on has none.
@@ -6,6 +7,7 @@ One that is measured for less than WARM_SECONDS from then on has none.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +35,7 @@ class ProcessReading:
     descriptors: int
     threads: int
     tasks: int | None  # of asyncio; None if the process does not count them
+    allocated_mib: float | None = None  # by malloc; None if the process does not count it
 
 
 @dataclass
@@ -67,6 +70,7 @@ class ProcessHistory:
             "rss_mib_per_hour": (
                 slope_per_hour([(r.at, r.rss_mib) for r in warm]) if is_long else None
             ),
+            "allocated_mib": [first.allocated_mib, last.allocated_mib],
             "descriptors": [first.descriptors, last.descriptors],
             "threads": [first.threads, last.threads],
             "tasks": [first.tasks, last.tasks],
@@ -114,7 +118,9 @@ def kind_of(pid: int) -> str:
     return next((kind for part, kind in KINDS.items() if part in line), "")
 
 
-def read_process(pid: int, at: float, task_folder: Path) -> ProcessReading | None:
+def read_process(
+    pid: int, at: float, task_folder: Path, heap_folder: Path
+) -> ProcessReading | None:
     """Returns a reading of a process; None if it has ended."""
     folder = PROC / str(pid)
     try:
@@ -124,7 +130,12 @@ def read_process(pid: int, at: float, task_folder: Path) -> ProcessReading | Non
     except (OSError, KeyError):  # a process that has ended has no VmRSS
         return None
     return ProcessReading(
-        at, rss_mib, descriptors, int(fields["Threads"]), tasks_of(pid, task_folder)
+        at,
+        rss_mib,
+        descriptors,
+        int(fields["Threads"]),
+        tasks_of(pid, task_folder),
+        allocated_by(pid, heap_folder),
     )
 
 
@@ -136,12 +147,22 @@ def tasks_of(pid: int, task_folder: Path) -> int | None:
         return None
 
 
+def allocated_by(pid: int, heap_folder: Path) -> float | None:
+    """Returns the MiB that `heap_counts.py` in that process has written last."""
+    try:
+        counts = json.loads((heap_folder / str(pid)).read_text())
+        return round(int(counts["allocated_kib"]) / KIB_PER_MIB, 1)
+    except (OSError, ValueError):
+        return None
+
+
 class ProcessMeasures:
     """The histories of all processes of a fleet."""
 
-    def __init__(self, task_folder: Path) -> None:
-        """`task_folder`: where processes write their number of tasks."""
+    def __init__(self, task_folder: Path, heap_folder: Path) -> None:
+        """Gets the folders into which processes write their tasks and what they have allocated."""
         self._task_folder = task_folder
+        self._heap_folder = heap_folder
         self._histories: dict[int, ProcessHistory] = {}
 
     def read(self, servers: Iterable[tuple[str, int]], at: float) -> None:
@@ -149,7 +170,9 @@ class ProcessMeasures:
         for name, leader in servers:
             for pid in descendants(leader):
                 kind = kind_of(pid)
-                reading = read_process(pid, at, self._task_folder) if kind else None
+                if not kind:
+                    continue
+                reading = read_process(pid, at, self._task_folder, self._heap_folder)
                 if reading is None:
                     continue
                 history = self._histories.setdefault(pid, ProcessHistory(name, kind, pid))

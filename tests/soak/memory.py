@@ -4,7 +4,8 @@
 
 Each request goes to the proxy and to the plain engine. The rise of each process is that from the
 end of the warm-up on: of its memory (RSS), and of what malloc has given out. At the end free pages
-are returned, which tells memory in use from fragmentation. The last line is JSON.
+are returned, which tells memory in use from fragmentation. The last line is JSON. SIGTERM ends the
+run early, without these last readings.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -94,14 +96,21 @@ class Comparison:
         for server in servers:
             server.stop()
 
+    def end_early(self) -> None:
+        """Has the run end without the last readings."""
+        self._stop.set()
+
     def run(self, seconds: float) -> None:
         """Asks for so long, and takes readings, the last ones without free pages."""
         began = time.monotonic()
         with running(self._ask, self._clients, self._stop):
-            while (now := time.monotonic() - began) < seconds:
+            while (now := time.monotonic() - began) < seconds and not self._stop.is_set():
                 self._read(now)
-                time.sleep(READING_SECONDS)
+                self._stop.wait(READING_SECONDS)
+            is_early = self._stop.is_set()
             self._stop.set()
+        if is_early:
+            return
         (self._folder / "heap" / "trim").touch()
         time.sleep(TRIM_SECONDS)
         self._read(time.monotonic() - began)
@@ -170,11 +179,18 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="vllm-disagg-memory-"))
     print(f"memory: logs are in {folder}", flush=True)
     comparison = Comparison(folder, args.clients)
+    signal.signal(signal.SIGTERM, lambda *_: comparison.end_early())
     try:
         comparison.start()
         comparison.run(args.seconds)
+        report(comparison, args)
     finally:
         comparison.stop()
+    return int(comparison.different > 0)
+
+
+def report(comparison: Comparison, args: argparse.Namespace) -> None:
+    """Prints what was found; the last line is JSON."""
     if args.save:
         lines = [[*key, *taken] for key, taken in comparison.readings.items()]
         args.save.write_text(json.dumps(lines))
@@ -188,8 +204,7 @@ def main() -> int:
         "load_average": round(os.getloadavg()[0], 1),
         "processes": rows,
     }
-    print(json.dumps(found))
-    return int(comparison.different > 0)
+    print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ class Soak:
         self._seed = seed
         self._aborts = aborts
         self.fleet = SoakFleet(folder)
-        self.measures = ProcessMeasures(folder / "tasks")
+        self.measures = ProcessMeasures(folder / "tasks", folder / "heap")
         self.faults: list[dict[str, object]] = []
         self.failures: list[str] = []  # faults that did not heal, engines that died
         self.found: dict[str, object] = {}

@@ -39,8 +39,9 @@ class SoakEngine(Engine):
         environment = {
             "VLLM_SERVER_DEV_MODE": "1",  # has /reset_prefix_cache
             "PYTHONPATH": str(INSIDE),
-            "ENGINE_CHANGES": "task_counts",
+            "ENGINE_CHANGES": "task_counts heap_counts",
             "SOAK_TASKS": str(folder / "tasks"),
+            "HEAP_COUNTS": str(folder / "heap"),
         }
         super().__init__(
             name,
@@ -111,7 +112,8 @@ class SoakFleet:
 
     def __init__(self, folder: Path) -> None:
         keys.create(str(folder / "key"))
-        (folder / "tasks").mkdir()
+        for counted in ("tasks", "heap"):
+            (folder / counted).mkdir()
         self.folder = folder
         self.mortal = [
             SoakEngine("P0", folder, 1, role="kv_producer"),

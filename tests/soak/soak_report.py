@@ -51,12 +51,13 @@ Share of exact answers, of each 50 that were not left: first {first_share}, last
 
 ## Processes
 
-Of those that lived for half of the run: memory (RSS), descriptors, threads and asyncio tasks, first
-and last. First is ten minutes after the start of a process, or its start if it lived for less. "-"
-for MiB an hour: it lived for less than twenty minutes, which show no slope.
+Of those that lived for half of the run: memory (RSS), what malloc has given out, descriptors,
+threads and asyncio tasks, first and last. First is ten minutes after the start of a process, or its
+start if it lived for less. "-" for MiB an hour: it lived for less than twenty minutes, which show
+no slope.
 
-| server | process | hours | MiB | MiB an hour | descriptors | threads | tasks |
-|---|---|---|---|---|---|---|---|
+| server | process | hours | MiB | MiB an hour | allocated MiB | descriptors | threads | tasks |
+|---|---|---|---|---|---|---|---|---|
 {processes}
 
 Metric series, first and last: {series}. All KV blocks were free {rest}.
@@ -165,6 +166,7 @@ def process_row(one: dict[str, Any]) -> str:
         f"{one['seconds'] / SECONDS_PER_HOUR:.2f}",
         first_and_last(one["rss_mib"]),
         "-" if one["rss_mib_per_hour"] is None else f"{one['rss_mib_per_hour']:+.1f}",
+        first_and_last(one.get("allocated_mib", [None, None])),
         first_and_last(one["descriptors"]),
         first_and_last(one["threads"]),
         first_and_last(one["tasks"]),

@@ -91,10 +91,13 @@ def test_a_young_process_shows_no_slope(minutes: int, first: float) -> None:
 def test_this_process_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KINDS, "py", "test")
     (tmp_path / str(os.getpid())).write_text("5")
-    measures = ProcessMeasures(tmp_path)
+    (tmp_path / "heap").mkdir()
+    (tmp_path / "heap" / str(os.getpid())).write_text('{"allocated_kib": 2048}')
+    measures = ProcessMeasures(tmp_path, tmp_path / "heap")
     measures.read([("me", os.getpid())], 1.0)
     measures.read([("me", os.getpid())], 2.0)
     (found,) = [one for one in measures.summaries(1.0) if one["pid"] == os.getpid()]
+    assert found["allocated_mib"] == [2.0, 2.0]
     assert found["tasks"] == [5, 5] and found["descriptors"][0] > 2  # type: ignore[index]
     assert measures.summaries(1.5) == []
 
@@ -136,6 +139,7 @@ def run_of(**more: object) -> dict[str, object]:
                 "seconds": 7000,
                 "rss_mib": [900.5, 900.6],
                 "rss_mib_per_hour": 0.1,
+                "allocated_mib": [200.5, 201.0],
                 "descriptors": [70, 70],
                 "threads": [20, 20],
                 "tasks": [None, None],
@@ -152,7 +156,10 @@ def test_the_page_has_the_figures() -> None:
     assert "| 1,234 | 1,200 | 4 | 0 | 30 | 0 | 0 |" in text
     assert "first 100 %, last 100 %, least\n96 %" in text
     assert "| slow log | 9 | 200 | 4 | 0 | 0 | 0 | 0 |" in text
-    assert "| P1 | worker | 1.94 | 900.5, 900.6 | +0.1 | 70, 70 | 20, 20 | -, - |" in text
+    assert (
+        "| P1 | worker | 1.94 | 900.5, 900.6 | +0.1 | 200.5, 201.0 | 70, 70 | 20, 20 | -, - |"
+        in text
+    )
     assert not re.search(r"\{\w+\}", text)
 
 

@@ -19,9 +19,7 @@ import time
 import numpy as np
 
 from vllm_disagg.config import Config
-from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.memory import HostMemory
-from vllm_disagg.kv.runs import cut, merged
 from vllm_disagg.protocol import messages
 from vllm_disagg.protocol.events import BlocksAtSource
 from vllm_disagg.transports.nixl import notes
@@ -53,8 +51,7 @@ class Pair:
                 [notes.RemotePlane(*place) for place in layer] for layer in self.p.plane_places()
             ],
         )
-        self.sender_memory = notes.SenderMemory(info)
-        self.extent = Extent(0, layers, 0, blocks * BLOCK_SIZE)
+        self.sender_memory = notes.SenderMemory(info, self.d.plane_places())
         self.milliseconds: dict[str, list[float]] = {}
         self._started_at = 0.0
 
@@ -76,9 +73,11 @@ class Pair:
         message = messages.decode_at_receiver(frame)
         assert isinstance(message, messages.Progress)
         layers = len(self.p.planes)
-        remote = self.sender_memory.runs(BlocksAtSource(0, layers, message.blocks[0].ids))
-        local_runs = merged(self.d.runs(self.extent, d_ids), self.d_agent.regions)
-        local, remote = cut(local_runs, remote)
+        at_source = BlocksAtSource(0, layers, message.blocks[0].ids)
+        self.sender_memory.check(at_source)
+        paired = self.sender_memory.paired_runs(0, d_ids, at_source)
+        assert paired is not None
+        local, remote, _ = paired
         self.end_part("D: Progress and runs")
         self.start_part()
         self.d_agent.request(self.peer, local, remote, self.p.place)

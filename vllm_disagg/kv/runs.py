@@ -13,6 +13,8 @@ import numpy.typing as npt
 
 # Signed, because numpy turns sums of signed and unsigned integers into floats.
 Runs = npt.NDArray[np.int64]
+# The same as pairs (address, bytes), where there are few.
+RunList = Runs | list[tuple[int, int]]
 
 
 def no_runs() -> Runs:

@@ -16,7 +16,7 @@ import zmq
 
 from vllm_disagg.config import Config
 from vllm_disagg.kv.extents import Extent
-from vllm_disagg.kv.layout import RemoteLayout
+from vllm_disagg.kv.layout import RemoteLayout, uniform
 from vllm_disagg.kv.memory import ByteBuffer, HostBuffer, HostMemory
 from vllm_disagg.kv.runs import runs_of
 from vllm_disagg.protocol.events import (
@@ -205,13 +205,26 @@ def located(
     return read
 
 
+def sender_runs(transport: NixlTransport, read: PostRead) -> list[list[int]]:
+    """Returns the sender's runs of a read that waits to begin."""
+    assert [piece.runs for piece in transport._located] == [None]
+    memory = transport._sources["p/0"].memory
+    assert memory is not None and read.at_source is not None
+    memory.check(read.at_source)
+    runs: list[list[int]] = memory.runs(read.at_source).tolist()
+    return runs
+
+
 def test_runs_are_found_by_the_senders_block_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     transport = receiving(monkeypatch)
     plane = notes.RemotePlane(1000, BLOCK_BYTES, 1, BLOCK_BYTES, BLOCK_BYTES)
-    located(transport, BlocksAtSource(1, 2, [3, 4, 2]), plane._replace(address=0), plane)
-    (piece,) = transport._located
+    blocks = BlocksAtSource(1, 2, [3, 4, 2])
+    read = located(transport, blocks, plane._replace(address=0), plane)
     begins = 1000 + 3 * BLOCK_BYTES
-    assert piece.runs.tolist() == [[begins, 2 * BLOCK_BYTES], [1000 + 2 * BLOCK_BYTES, BLOCK_BYTES]]
+    assert sender_runs(transport, read) == [
+        [begins, 2 * BLOCK_BYTES],
+        [1000 + 2 * BLOCK_BYTES, BLOCK_BYTES],
+    ]
 
 
 def test_no_run_crosses_from_one_registration_of_the_sender_into_the_next(
@@ -224,12 +237,11 @@ def test_no_run_crosses_from_one_registration_of_the_sender_into_the_next(
     halves = [(0, 1024), (1024, 1024)]
     source.agent_info = msgspec.structs.replace(source.agent_info, regions=halves)
     plane = notes.RemotePlane(1024 - BLOCK_BYTES, BLOCK_BYTES, 1, BLOCK_BYTES, BLOCK_BYTES)
-    located(transport, BlocksAtSource(0, 1, [0]), plane)
-    (piece,) = transport._located
-    assert piece.runs.tolist() == [[1024 - BLOCK_BYTES, BLOCK_BYTES]]
+    read = located(transport, BlocksAtSource(0, 1, [0]), plane)
+    assert sender_runs(transport, read) == [[1024 - BLOCK_BYTES, BLOCK_BYTES]]
     transport.cancel_reads(TRANSFER, [0])
     located(transport, BlocksAtSource(0, 1, [0, 1]), plane)
-    assert len(transport._located) == 1
+    list(transport.poll_events([]))
     assert source.state is PathState.DOWN
 
 
@@ -244,12 +256,11 @@ def test_neighbours_in_two_registrations_are_two_runs(
     halves = [(1024, 1024), (0, 1024)]
     source.agent_info = msgspec.structs.replace(source.agent_info, regions=halves)
     plane = notes.RemotePlane(second - BLOCK_BYTES, BLOCK_BYTES, 1, BLOCK_BYTES, BLOCK_BYTES)
-    located(transport, BlocksAtSource(0, 2, [0]), plane, plane._replace(address=second))
-    (piece,) = transport._located
+    read = located(transport, BlocksAtSource(0, 2, [0]), plane, plane._replace(address=second))
     runs = [[second - BLOCK_BYTES, BLOCK_BYTES], [second, BLOCK_BYTES]]
     if second < 1024:
         runs = [[second - BLOCK_BYTES, 2 * BLOCK_BYTES]]
-    assert piece.runs.tolist() == runs
+    assert sender_runs(transport, read) == runs
 
 
 @pytest.mark.parametrize(
@@ -263,10 +274,72 @@ def test_block_ids_without_memory_take_the_path_down(
     transport = receiving(monkeypatch)
     plane = notes.RemotePlane(0, BLOCK_BYTES, rows, 0, BLOCK_BYTES // rows or 1)
     located(transport, BlocksAtSource(layer, layer + 1, [block] * 20), plane)
+    events = list(transport.poll_events([]))
     assert not transport._located
     assert transport._sources["p/0"].state is PathState.DOWN
     assert transport._port.counters.bad_messages == 1
-    assert ReadCompleted(TRANSFER, 0, ReadStatus.CANCELLED) in list(transport.poll_events([]))
+    assert ReadCompleted(TRANSFER, 0, ReadStatus.CANCELLED) in events
+
+
+class ReadingAgent(FullAgent):
+    """Keeps what is read. Each read ends at once."""
+
+    def __init__(self) -> None:
+        self.reads: list[tuple[list[list[int]], list[list[int]]]] = []
+
+    def read(self, peer: str, local: Any, remote: Any, place: object) -> None:
+        self.reads.append(([list(run) for run in local], [list(run) for run in remote]))
+
+    def buffer(self, size: int) -> ByteBuffer:
+        return HostBuffer(size)
+
+
+def test_a_part_of_the_heads_is_not_read_as_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other heads in these blocks are another sender's."""
+    transport = receiving(monkeypatch)
+    agent = ReadingAgent()
+    transport._ready = NixlReady(Reads(agent, 2.0), 1e9)  # type: ignore[arg-type]
+    planes = np.zeros((4, BLOCK_BYTES), np.uint8)
+    whole = HostMemory([[planes]], 16)
+    transport._memory = HostMemory([[planes]], uniform(1, 16, [BLOCK_BYTES], heads=2))
+    begin = planes.ctypes.data
+    for number, (head_end, row_bytes) in enumerate([(1, BLOCK_BYTES // 2), (2, BLOCK_BYTES)]):
+        remote = notes.RemotePlane(0, row_bytes, 1, row_bytes, row_bytes)
+        source = transport._sources["p/0"]
+        assert source.agent_info is not None
+        info = msgspec.structs.replace(source.agent_info, planes=[[remote]])
+        source.memory = notes.SenderMemory(info, whole.plane_places())
+        extent = Extent(0, 1, 0, 16, 0, head_end)
+        blocks = BlocksAtSource(0, 1, [500])
+        read = PostRead(TRANSFER, number, "p/0", ADDRESS, extent, [3], None, blocks)
+        transport.post_read(read)
+        ended = list(transport.poll_events([]))
+        assert ended == [ReadCompleted(TRANSFER, number, ReadStatus.WRITTEN)]
+        assert agent.reads.pop() == (
+            [[begin + 3 * BLOCK_BYTES, row_bytes]],
+            [[500 * row_bytes, row_bytes]],
+        )
+
+
+def test_blocks_of_another_layout_are_not_read_into_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = receiving(monkeypatch)
+    agent = ReadingAgent()
+    transport._ready = NixlReady(Reads(agent, 2.0), 1e9)  # type: ignore[arg-type]
+    source = transport._sources["p/0"]
+    plane = notes.RemotePlane(0, BLOCK_BYTES, 1, BLOCK_BYTES, BLOCK_BYTES)
+    assert source.agent_info is not None
+    info = msgspec.structs.replace(source.agent_info, planes=[[plane]])
+    source.memory = notes.SenderMemory(info, transport._memory.plane_places())
+    layout = RemoteLayout(transport._memory.shape.kinds[0], 0)
+    blocks = BlocksAtSource(0, 1, [500])
+    extent = Extent(0, 1, 0, 16)
+    monkeypatch.setattr(transport._memory, "write_buffer", lambda *_: True)
+    transport.post_read(PostRead(TRANSFER, 0, "p/0", ADDRESS, extent, [3], layout, blocks))
+    list(transport.poll_events([]))
+    [([[address, size]], remote)] = agent.reads
+    assert size == BLOCK_BYTES and remote == [[500 * BLOCK_BYTES, BLOCK_BYTES]]
+    [[first, all_bytes]] = transport._memory.regions().tolist()
+    assert not first <= address < first + all_bytes
 
 
 def test_a_read_by_address_for_an_earlier_path_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,9 @@ import numpy as np
 from ...errors import BadMessage
 from ...kv.layout import RankLayout
 from ...kv.memory import MemoryPlace
+from ...kv.paired_planes import PairedPlanes
 from ...kv.planes import Plane, PlaneTable
-from ...kv.runs import Runs, are_inside, joined, merged, runs_of
+from ...kv.runs import RunList, Runs, are_inside, joined, merged, runs_of
 from ...protocol.events import BlocksAtSource
 from ...protocol.messages import MAX_NOTE_BYTES, Count, Name
 
@@ -229,21 +230,25 @@ class SenderMemory:
     """
 
     # Made once for each path: for small pieces this takes as long as finding their runs.
-    def __init__(self, info: AgentInfo) -> None:
+    def __init__(self, info: AgentInfo, ours: Sequence[Sequence[Plane]] = ()) -> None:
         self.regions = registered(info)
         self._registrations = runs_of(info.regions)
         layers = [[Plane(*plane) for plane in layer] for layer in info.planes]
         self._table = PlaneTable(layers)
+        self._layers = layers
+        self._ours = ours
+        # By the number of the sender's layer that is our first one: of pipelines it may be any.
+        self._paired: dict[int, PairedPlanes] = {}
         # By layer: block ids below this are in registered memory, in all planes.
         ordered = sorted(info.regions)
         self._block_limits = [
             min((_block_limit(plane, ordered) for plane in layer), default=0) for layer in layers
         ]
 
-    def runs(self, blocks: BlocksAtSource) -> Runs:
-        """Returns the runs of a piece, by the sender's block ids.
+    def check(self, blocks: BlocksAtSource) -> None:
+        """Raises BadMessage unless these blocks are in registered memory.
 
-        Raises BadMessage unless they are in registered memory, each plane in one registration.
+        Each plane is in one registration.
         """
         limits = self._block_limits[blocks.layer : blocks.layer_end]
         if len(limits) != blocks.layer_end - blocks.layer:
@@ -256,6 +261,23 @@ class SenderMemory:
         # There is no checksum that would notice bytes from elsewhere.
         if max(blocks.ids) >= min(limits, default=0):
             raise BadMessage("blocks outside registered memory")
+
+    def paired_runs(
+        self, layer: int, our_blocks: Sequence[int], blocks: BlocksAtSource
+    ) -> tuple[RunList, RunList, int] | None:
+        """Returns what to read of checked blocks into ours, from our layer `layer` on.
+
+        These are our runs, the sender's, and their bytes.  None where blocks of both sides differ.
+        """
+        shift = blocks.layer - layer
+        paired = self._paired.get(shift)
+        if paired is None:
+            paired = self._paired[shift] = PairedPlanes(self._ours, self._layers, shift)
+        layer_end = layer + blocks.layer_end - blocks.layer
+        return paired.runs(layer, layer_end, our_blocks, blocks.ids)
+
+    def runs(self, blocks: BlocksAtSource) -> Runs:
+        """Returns the sender's runs of checked blocks."""
         made = self._table.runs(blocks.layer, blocks.layer_end, blocks.ids)
         # Not by `regions`: no read may cross from one registration into the next.
         return merged(made, self._registrations)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...kv.memory import ByteBuffer, MemoryPlace
-from ...kv.runs import Runs, total_bytes
+from ...kv.runs import RunList
 from ...protocol.events import PostRead
 from .agent import Agent, Job, NixlError, NixlRefused, Read
 from .notes import TEST_REGION_BYTES
@@ -75,17 +75,17 @@ class Reads:
     def begin(
         self,
         peer: RemotePeer,
-        runs: tuple[Runs, Runs],
+        runs: tuple[RunList, RunList],
+        size: int,
         posted: PostRead | None,
         buffer: ByteBuffer | None,
     ) -> OpenRead:
-        """Starts a read; `runs` are (local, remote), of common lengths.
+        """Starts a read; `runs` are (local, remote), of common lengths and `size` bytes.
 
         Raises NixlRefused if nothing was read, and ReadFailed if the whole agent must be closed.
         """
         started_at = time.monotonic()
         local, remote = runs
-        size = total_bytes(local)
         # The reads before this one may take the path's whole rate.
         bytes_ahead = sum(opened.size for opened in self.open)
         deadline = started_at + self._peer_timeout + (size + bytes_ahead) / MIN_BYTES_PER_SECOND

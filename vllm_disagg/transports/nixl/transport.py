@@ -51,7 +51,7 @@ from ...config import Config
 from ...errors import BadMessage, CopyFailed
 from ...kv.layout import NOTHING, RankLayout
 from ...kv.memory import ByteBuffer, DirectMemory, MemoryPlace
-from ...kv.runs import Runs, are_inside, cut, merged, runs_of, total_bytes
+from ...kv.runs import RunList, Runs, are_inside, cut, merged, runs_of, total_bytes
 from ...protocol.events import (
     PostRead,
     ReadCompleted,
@@ -140,12 +140,12 @@ class NixlReady:
 
 @dataclass
 class _LocatedPiece:
-    """A piece, with all its runs in the sender's memory."""
+    """A piece, with all its runs in the sender's memory; None: by the blocks of its posted read."""
 
     source: NixlSource
     transfer: str
     number: int
-    runs: Runs
+    runs: Runs | None
 
 
 class NixlTransport:
@@ -344,7 +344,7 @@ class NixlTransport:
             agent.remove(peer)
             raise BadMessage(f"metadata of {peer!r} for {info.agent!r}")
         source.agent_info = info
-        source.memory = notes.SenderMemory(info)
+        source.memory = notes.SenderMemory(info, self._memory.plane_places())
         source.state = PathState.TRYING
         source.probe = OneSidedProbe(time.monotonic())
 
@@ -386,7 +386,7 @@ class NixlTransport:
             self._lose(source, str(error))
             return
         runs = (runs_of([(buffer.address, size)]), runs_of([(address, size)]))
-        opened = self._read(source, runs, None, buffer)
+        opened = self._read(source, runs, size, None, buffer)
         # Ended within the call. An open one ends in `_poll_reads`.
         if opened is not None and opened.read is None:
             self._on_test_read(source, opened, time.monotonic())
@@ -488,14 +488,7 @@ class NixlTransport:
         if read.at_source is None or not is_waiting:
             return
         source = self._sources[read.source]
-        assert source.memory is not None, "the path is up"
-        try:
-            runs = source.memory.runs(read.at_source)
-        except BadMessage as error:
-            self._port.counters.bad_messages += 1
-            self._lose(source, f"piece {read.number} of {read.transfer}: {error}")
-            return
-        located = _LocatedPiece(source, read.transfer, read.number, runs)
+        located = _LocatedPiece(source, read.transfer, read.number, None)
         self._located.append(located)
 
     def _address_in_use(self, sender: str) -> str:
@@ -523,20 +516,40 @@ class NixlTransport:
         posted = self._posted.begin(piece.source.name, piece.transfer, piece.number)
         if posted is None:
             return  # late, repeated, cancelled, or another sender's
-        status = self._read_piece(piece.source, piece.runs, posted)
+        status = self._read_piece(piece, posted)
         if status is not None:
             yield self._posted.end(posted, status)
 
-    def _read_piece(
-        self,
-        source: NixlSource,
-        remote_runs: Runs,
-        posted: PostRead,
-    ) -> ReadStatus | None:
+    def _read_piece(self, piece: _LocatedPiece, posted: PostRead) -> ReadStatus | None:
         """Starts to read a piece; returns how the read has ended, or None while it is open.
 
         Reads straight into the blocks where both layouts agree, else into a registered buffer.
         """
+        source = piece.source
+        remote_runs = piece.runs
+        if remote_runs is None:
+            assert source.memory is not None and posted.at_source is not None, "by address"
+            try:
+                source.memory.check(posted.at_source)
+            except BadMessage as error:
+                self._port.counters.bad_messages += 1
+                self._lose(source, f"piece {posted.number} of {posted.transfer}: {error}")
+                return ReadStatus.CANCELLED
+            # Where blocks differ in layout, or ours have heads of other senders too, their bytes
+            # have to be rearranged or cut.
+            paired = None
+            if posted.remote_layout is None:
+                layer = posted.extent.layer
+                paired = source.memory.paired_runs(layer, posted.blocks, posted.at_source)
+            if paired is not None:
+                return self._read_into(source, posted, *paired, None)
+            remote_runs = source.memory.runs(posted.at_source)
+        return self._read_runs(source, remote_runs, posted)
+
+    def _read_runs(
+        self, source: NixlSource, remote_runs: Runs, posted: PostRead
+    ) -> ReadStatus | None:
+        """Starts to read these runs of the sender; returns as `_read_piece`."""
         assert self._ready is not None
         size = total_bytes(remote_runs)
         regions = self._ready.reads.agent.regions
@@ -557,8 +570,20 @@ class NixlTransport:
                 self._lose(source, f"registering {size} bytes for a read failed")
                 return ReadStatus.CANCELLED
             local_runs = runs_of([(buffer.address, size)])
-        runs = cut(local_runs, remote_runs)
-        opened = self._read(source, runs, posted, buffer)
+        local, remote = cut(local_runs, remote_runs)
+        return self._read_into(source, posted, local, remote, size, buffer)
+
+    def _read_into(
+        self,
+        source: NixlSource,
+        posted: PostRead,
+        local: RunList,
+        remote: RunList,
+        size: int,
+        buffer: ByteBuffer | None,
+    ) -> ReadStatus | None:
+        """Starts to read into local runs; returns as `_read_piece`."""
+        opened = self._read(source, (local, remote), size, posted, buffer)
         # Refused: nothing was written, and the path is down. The receiver requests the piece anew.
         if opened is None:
             return ReadStatus.CANCELLED
@@ -569,7 +594,8 @@ class NixlTransport:
     def _read(
         self,
         source: NixlSource,
-        runs: tuple[Runs, Runs],
+        runs: tuple[RunList, RunList],
+        size: int,
         posted: PostRead | None,
         buffer: ByteBuffer | None,
     ) -> OpenRead | None:
@@ -579,7 +605,7 @@ class NixlTransport:
         info = source.agent_info
         peer = RemotePeer(source.name, info.agent, info.place)
         try:
-            return reads.begin(peer, runs, posted, buffer)
+            return reads.begin(peer, runs, size, posted, buffer)
         except NixlRefused as error:
             self._lose(source, f"NIXL refused a read ({error})")
             # Free for others at once: nothing was posted that could still write into it.

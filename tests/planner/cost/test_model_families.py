@@ -11,7 +11,8 @@ from model_configs import MODELS, PublishedModel
 
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.planner.cost import families, hardware, model
-from vllm_disagg.planner.cost.latency import FITTED, InstanceShape, RooflineLatency
+from vllm_disagg.planner.cost.kernels import H100
+from vllm_disagg.planner.cost.latency import InstanceShape, RooflineLatency
 from vllm_disagg.planner.cost.sizes import KvLayers, ModelCosts
 
 LLAMA = {
@@ -132,7 +133,7 @@ def test_a_full_window_holds_no_more_and_is_not_slower() -> None:
     long = gemma.kv_capacity(memory, 0.92, 2, 1, 32_768)
     assert long == pytest.approx(short * 62 / (10 + 52 / 32), rel=1e-3)
     _, slope = RooflineLatency(gemma, hardware.gpu("h100"), InstanceShape(1)).decode(1, True)
-    assert slope == pytest.approx(FITTED.kv * 10 * 8192 / 3.35e12)
+    assert slope == pytest.approx(H100.attention.kv * 10 * 8192 / 3.35e12)
 
 
 def test_a_state_counts_once_for_a_sequence() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from statistics import mean
 
 import msgspec
 import pytest
 
 from benchmarks import planner_accuracy as accuracy
+from vllm_disagg.planner.cost import kernels
 from vllm_disagg.planner.cost.latency import FITTED, FITTED_GPUS, FITTED_PATH
 from vllm_disagg.planner.search.scenario import PerformanceSource
 
@@ -19,8 +21,15 @@ def runs() -> dict[accuracy.MeasuredRun, accuracy.RunTimes]:
     return accuracy.load()
 
 
+def predictable(
+    runs: dict[accuracy.MeasuredRun, accuracy.RunTimes],
+) -> list[tuple[accuracy.MeasuredRun, accuracy.RunTimes]]:
+    """Returns the runs that are not set apart."""
+    return [(run, times) for run, times in runs.items() if not run.is_doubtful]
+
+
 def test_all_runs_are_read(runs: dict[accuracy.MeasuredRun, accuracy.RunTimes]) -> None:
-    assert len(runs) == 529
+    assert len(runs) == 539
     assert {accuracy.GPUS[run.system] for run in runs} == set(FITTED_GPUS)
     assert all(0 < times.tpot < 1 and 0 < times.ttft < 120 for times in runs.values())
 
@@ -32,21 +41,55 @@ def test_the_coefficients_are_those_of_the_fit(
     assert found == pytest.approx(msgspec.structs.asdict(FITTED), rel=0.02)
 
 
-def test_no_coefficient_is_below_its_bound(
+def test_no_coefficient_is_negative(
     runs: dict[accuracy.MeasuredRun, accuracy.RunTimes],
 ) -> None:
-    """A GPU is not faster than its data sheet, whatever the runs."""
+    """Runs that are faster than the kernels leave nothing beside them."""
     quick = {run: times._replace(tpot=times.tpot / 100) for run, times in runs.items()}
-    found = accuracy.fit(quick)
-    assert min(found.weights, found.kv, found.flops, found.attention) == 1.0
-    assert min(msgspec.structs.astuple(found)) >= 0
+    assert set(msgspec.structs.astuple(accuracy.fit(quick))) == {0.0}
+
+
+def test_no_kernel_is_faster_than_the_data_sheet() -> None:
+    for times in kernels.MEASURED.values():
+        for product in times.products.values():
+            assert min(product.weights, product.flops) >= 1
+        for expert in times.experts.values():
+            assert min(expert.weights, expert.flops) >= 1
+        attention = times.attention
+        assert min(attention.kv, attention.kv_fp8, attention.prompt_flops) >= 1
+
+
+def test_runs_set_apart_are_few_and_named(
+    runs: dict[accuracy.MeasuredRun, accuracy.RunTimes],
+) -> None:
+    apart = [run for run in runs if run.is_doubtful]
+    assert len(apart) == 23
+    assert {(run.model, run.precision) for run in apart} == {
+        (accuracy.LLAMA_8B, "fp8"),
+        ("Qwen3-32B", "fp8"),
+    }
+    listed = accuracy.doubtful_table(runs, FITTED)
+    assert listed.count("\n") == 24
+    page = Path("docs/benchmarks/planner_accuracy.md").read_text()
+    assert all(line.split(" |")[0] in page for line in listed.splitlines()[2:])
+
+
+def test_a_run_is_simulated_as_its_script_served_it(
+    runs: dict[accuracy.MeasuredRun, accuracy.RunTimes],
+) -> None:
+    """InferenceX's scripts changed in April 2026: FP8 KV, and a step of two prompts."""
+    served = {run.settings for run in runs if run.model == "MiniMax-M2.5" and run.prompt == 1024}
+    assert served == {
+        accuracy.ServingSettings(False, 0.95, 8192),
+        accuracy.ServingSettings(True, 0.90, 2048),
+    }
 
 
 def test_errors_of_the_simulated_closed_loops_are_no_worse_than_they_were(
     runs: dict[accuracy.MeasuredRun, accuracy.RunTimes],
 ) -> None:
-    """Every 13th run, in the closed loop: all of them have 10.9 % of TPOT, before 26.8 %."""
-    some = dict(list(runs.items())[::EVERY])
+    """Every 13th run, in the closed loop: all of them have 8.0 % of TPOT, before 21.1 %."""
+    some = dict(predictable(runs)[::EVERY])
     after = {
         run: accuracy.simulated(run, accuracy.fitted(run, FITTED), FITTED_PATH) for run in some
     }
@@ -59,7 +102,7 @@ def test_errors_of_a_model_left_out_are_no_worse_than_they_were(
     runs: dict[accuracy.MeasuredRun, accuracy.RunTimes],
 ) -> None:
     """The fit to the other models, TPOT only."""
-    some = list(runs)[::EVERY]
+    some = [run for run, _ in predictable(runs)[::EVERY]]
     found = []
     for model in accuracy.CONFIGS:
         others = {run: times for run, times in runs.items() if run.model != model}
@@ -72,5 +115,5 @@ def test_errors_of_a_model_left_out_are_no_worse_than_they_were(
 
 
 def test_a_roofline_states_its_error() -> None:
-    assert "TPOT by 15% and TTFT by 39%" in PerformanceSource("roofline", "h100").words()
+    assert "TPOT by 9% and TTFT by 21%" in PerformanceSource("roofline", "h100").words()
     assert "on no l4: its error is not measured" in PerformanceSource("roofline", "l4").words()

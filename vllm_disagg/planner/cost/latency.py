@@ -19,6 +19,7 @@ from typing import Protocol
 import msgspec
 
 from .hardware import GpuType
+from .kernels import kernel_times
 from .sizes import ModelCosts, touched
 
 STAGE_HOP_SECONDS = 20e-6  # seconds to the next pipeline stage without bytes
@@ -136,40 +137,24 @@ class LinearLatency(msgspec.Struct, frozen=True):
 
 
 class StepCoefficients(msgspec.Struct, frozen=True):
-    """Coefficients of the terms of a step.
+    """Seconds of a step beside its kernels, fitted to measured runs of whole engines."""
 
-    Those of bytes and FLOPs are multiples of the data sheet's times, so they are 1 or more.
-    """
-
-    layer: float  # seconds of each layer: kernel launches, norms, scheduling
-    expert_layer: float  # seconds more of each layer with experts: routing and dispatch
-    sequence: float  # seconds of each sequence: sampling, block tables
-    weights: float
-    kv: float
-    flops: float
-    attention: float  # FLOPs of prompts' attention, at the BF16 rate
-    all_reduce: float  # seconds of an all-reduce without bytes
-    all_reduce_bytes: float
+    step: float  # scheduling, input preparation, sampling
+    sequence: float  # of each sequence: sampling, block tables, streaming
+    mixed_layer: float  # of each layer in a step with prompts, which runs without a full CUDA graph
 
 
-# Fitted by `make planner-accuracy` on 2026-11-23 to measured runs of vLLM 0.12 to 0.19:
+# Fitted by `make planner-accuracy` on 2026-11-25 to measured runs of vLLM 0.11 to 0.19:
 # docs/benchmarks/planner_accuracy.md has their source and the errors.
-FITTED = StepCoefficients(
-    layer=7.008e-05,
-    expert_layer=2.322e-05,
-    sequence=2.859e-05,
-    weights=1.066,
-    kv=1.153,
-    flops=1.164,
-    attention=5.341,
-    all_reduce=9.546e-07,
-    all_reduce_bytes=2.137,
-)
-FITTED_PATH = PathDelay(0.0444, 8.39e-06)
+FITTED = StepCoefficients(step=1.646e-3, sequence=1.742e-5, mixed_layer=1.62e-4)
+FITTED_PATH = PathDelay(0.0149, 1.1e-05)
 FITTED_GPUS = ("h100", "h200", "b200", "b300")
 # Mean relative errors of the runs of models that were left out of the fit.
-TPOT_ERROR_LEFT_OUT = 0.1453
-TTFT_ERROR_LEFT_OUT = 0.3927
+TPOT_ERROR_LEFT_OUT = 0.089
+TTFT_ERROR_LEFT_OUT = 0.2136
+
+PRODUCTS = 4  # matrix products of a layer: QKV, output, gate and up, down
+PRODUCTS_BESIDE_EXPERTS = 3  # QKV, output, router
 
 
 class InstanceShape(msgspec.Struct, frozen=True):
@@ -181,9 +166,10 @@ class InstanceShape(msgspec.Struct, frozen=True):
 
 
 class RooflineLatency:
-    """Step times as a sum of terms: bytes, FLOPs, layers, sequences, all-reduces.
+    """Step times as a sum of kernels, each with bytes, FLOPs and a constant, and of other work.
 
-    Each term is linear in its coefficient, so measured runs can fit them.
+    A token costs less in a step with more tokens: constants and experts are shared. The
+    bounds of the search rely on it.
 
     With data parallelism they are those of one rank, whose own GPUs compute its attention. Experts
     are shared among the ranks, and each rank is taken to have as many tokens as this one: vLLM's
@@ -197,81 +183,112 @@ class RooflineLatency:
         shape: InstanceShape,
         coefficients: StepCoefficients = FITTED,
     ) -> None:
-        tp = shape.tp
         self.pp = shape.pp
         self._dp = shape.dp
         self._model = model
-        self._coefficients: tuple[float, ...] = msgspec.structs.astuple(coefficients)
+        self._kernels = kernel_times(gpu.name)
         # The largest stage sets the time: an uneven pipeline is like one of fewer stages.
-        stages = 1 / model.stage_share(shape.pp)
-        ranks = tp * stages
-        speed = gpu.bandwidth * ranks
-        rate = gpu.rate(model.compute) * ranks
-        weights = model.dense * model.weight_bytes + model.head * model.embedding_bytes
-        self._weights = weights / speed
-        self._expert = model.expert * model.expert_bytes / (speed * shape.dp)
-        self._token = (2 * (model.dense + model.expert * model.active) + model.windowed) / rate
-        self._sequence = 2 * model.head / rate
-        self._square = model.attention / 2 / (gpu.flops * ranks)  # causal: half the square
-        self._kv_read = 0.0  # seconds for each token of context
-        self._bounded = model.state_bytes / speed  # full windows and states, for each sequence
+        self._stages = 1 / model.stage_share(shape.pp)
+        self._ranks = shape.tp * self._stages
+        self._layers = model.layers / self._stages
+        self._step = coefficients.step
+        self._mixed_step = coefficients.mixed_layer * self._layers
+        self._sequence = coefficients.sequence
+        self._token = 0.0  # of each token of a step
+        self._expert = 0.0  # of each routed expert that is read in a layer
+        self._add_products(gpu)
+        if model.experts:
+            self._add_experts(gpu, shape)
+        self._add_attention(gpu, shape.tp)
+        self._add_links(gpu, shape)
+        self._exchange = ExpertExchange(model, gpu, shape) if shape.dp > 1 else None
+
+    def _add_products(self, gpu: GpuType) -> None:
+        """Adds matrix products with the weights that every token uses, and the output head."""
+        model = self._model
+        speed = gpu.bandwidth * self._ranks
+        of = self._kernels.products
+        # A GPU without FLOPs of the type computes in BF16.
+        times = of["bf16"] if gpu.rate(model.compute) == gpu.flops else of[model.compute]
+        count = PRODUCTS_BESIDE_EXPERTS if model.experts else PRODUCTS
+        self._step += times.seconds * count * self._layers
+        self._step += times.weights * model.dense * model.weight_bytes / speed
+        rate = gpu.rate(model.compute) * self._ranks
+        self._token += times.flops * (2 * model.dense + model.windowed) / rate
+        self._step += of["bf16"].weights * model.head * model.embedding_bytes / speed
+        self._sequence += of["bf16"].flops * 2 * model.head / (gpu.flops * self._ranks)
+
+    def _add_experts(self, gpu: GpuType, shape: InstanceShape) -> None:
+        """Adds routed experts."""
+        model = self._model
+        of = self._kernels.experts
+        times = of["bf16"] if gpu.rate(model.compute) == gpu.flops else of[model.compute]
+        speed = gpu.bandwidth * self._ranks * shape.dp
+        self._step += times.seconds * self._layers
+        self._expert = times.weights * model.expert * model.expert_bytes / speed
+        chosen = model.expert * model.active
+        self._token += times.flops * 2 * chosen / (gpu.rate(model.compute) * self._ranks)
+        inner = model.expert / model.layers / 3 / model.hidden / shape.tp
+        moved = model.active * (3 * model.hidden + 4 * inner) * 2 * self._layers
+        self._token += times.activations * moved / gpu.bandwidth
+
+    def _add_attention(self, gpu: GpuType, tp: int) -> None:
+        """Adds attention of decodes and of prompts."""
+        model = self._model
+        times = self._kernels.attention
+        self._step += times.seconds * self._layers
+        self._mixed_step += times.prompt_seconds * self._layers
+        multiple = times.kv_fp8 if model.is_kv_fp8 else times.kv
+        slope = 0.0
+        # Full windows and states, for each sequence.
+        self._bounded = model.state_bytes / (gpu.bandwidth * self._ranks)
         for group in model.kv:
-            sharing = gpu.bandwidth * min(tp, group.heads) * stages
-            read = group.layers * group.token_bytes / sharing
+            sharing = gpu.bandwidth * min(tp, group.heads) * self._stages
+            read = multiple * group.layers * group.token_bytes / sharing
             if group.window:
                 self._bounded += read * group.window
             else:
-                self._kv_read += read
-        self._kv_read = max(self._kv_read, model.latent / (gpu.flops * ranks))
-        self._kv_slope = coefficients.kv * self._kv_read  # seconds of a step for each of them
-        self._square_seconds = coefficients.attention * self._square
-        self._layers = model.layers / stages
-        wire = model.hidden * 2 / gpu.peer
-        self._hop = STAGE_HOP_SECONDS if shape.pp > 1 else 0.0
-        across_nodes = tp * shape.pp > gpu.node
-        link = model.hidden * 2 / gpu.fabric if across_nodes else wire
-        self._hop_token = link if shape.pp > 1 else 0.0
-        # Two all-reduces a layer, rings: each rank sends 2(tp-1)/tp of the activations. An
-        # all-to-all takes the place of the second where experts are parallel.
-        reduces = 2 if shape.dp == 1 else 1
-        self._reduces = reduces * self._layers if tp > 1 else 0.0
-        self._reduce_token = reduces * self._layers * wire * 2 * (tp - 1) / tp
-        self._exchange = ExpertExchange(model, gpu, shape) if shape.dp > 1 else None
+                slope += read
+        flops = gpu.flops * self._ranks
+        self._slope = max(slope, model.latent / flops)  # of each token of context
+        heads = model.heads / min(tp, model.heads) * self._layers
+        self._decode = self._bounded + self._slope + times.head_seconds * heads
+        self._square = times.prompt_flops * model.attention / 2 / flops  # causal: half the square
 
-    def terms(
-        self, tokens: int, squares: float, n: int, contexts: float
-    ) -> tuple[float, float, float, float, float, float, float, float, float]:
-        """Returns what each coefficient multiplies, in the order of its fields.
+    def _add_links(self, gpu: GpuType, shape: InstanceShape) -> None:
+        """Adds all-reduces and the hops between pipeline stages.
 
-        The step has `tokens` prompt tokens and a token of each of `n` sequences.
+        Two all-reduces a layer: each rank sends 2(tp-1)/tp of the activations. An all-to-all takes
+        the place of the second where experts are parallel.
         """
         model = self._model
-        every = tokens + n
-        return (
-            self._layers,
-            self._layers if model.experts else 0.0,
-            float(n + (tokens > 0)),
-            self._weights + self._expert * touched(model, every * self._dp),
-            self._kv_read * (contexts + n) + self._bounded * n,
-            self._token * every + self._sequence * (n + (tokens > 0)),
-            self._square * squares,
-            self._reduces,
-            self._reduce_token * every,
-        )
+        tp = shape.tp
+        wire = model.hidden * 2 / gpu.peer
+        if tp > 1:
+            times = self._kernels.all_reduce
+            reduces = (2 if shape.dp == 1 else 1) * self._layers
+            self._step += times.seconds * reduces
+            self._token += times.sent * reduces * wire * 2 * (tp - 1) / tp
+        if shape.pp > 1:
+            across_nodes = tp * shape.pp > gpu.node
+            self._step += STAGE_HOP_SECONDS
+            self._token += model.hidden * 2 / gpu.fabric if across_nodes else wire
 
     def _seconds(self, tokens: int, squares: float, n: int, contexts: int) -> float:
-        """Returns the seconds of a step."""
-        found = 0.0
-        terms = self.terms(tokens, squares, n, contexts)
-        for coefficient, term in zip(self._coefficients, terms, strict=True):
-            found += coefficient * term
+        """Returns the seconds of a step with `tokens` prompt tokens and `n` decoding sequences."""
+        every = tokens + n
+        found = self._step + self._token * every + self._decode * n + self._slope * contexts
+        if tokens:
+            found += self._mixed_step + self._square * squares + self._sequence
+        if self._expert:
+            found += self._expert * touched(self._model, every * self._dp)
         if self._exchange:
             found += self._exchange.seconds(tokens, n)
-        return found + self._hop + self._hop_token * (tokens + n)
+        return found + self._sequence * n
 
     def decode(self, n: int, first: bool) -> tuple[float, float]:
         """Returns base and slope of a decode step, in seconds."""
-        return self._seconds(0, 0.0, n, 0), self._kv_slope
+        return self._seconds(0, 0.0, n, 0), self._slope
 
     def mixed(self, tokens: int, squares: float, n: int, contexts: int, first: bool) -> float:
         """Returns the seconds of a step with prompt tokens."""
@@ -282,11 +299,11 @@ class RooflineLatency:
 
         The price of a token falls with their number: constants and experts are shared.
         """
-        return self._seconds(tokens, 0.0, 0, 0) / tokens, self._square_seconds
+        return self._seconds(tokens, 0.0, 0, 0) / tokens, self._square
 
     def least_added_prompt(self) -> tuple[float, float]:
         """Returns the seconds of a token and of a square beside decodes."""
-        return self.least_prompt(MANY_TOKENS)[0], self._square_seconds
+        return self.least_prompt(MANY_TOKENS)[0], self._square
 
 
 class ExpertExchange:

@@ -16,11 +16,11 @@ import pytest
 from distserve_scenario import distserve_scenario
 
 from vllm_disagg import cli
-from vllm_disagg.planner.commands import flags, plan
-from vllm_disagg.planner.cost import hardware
+from vllm_disagg.planner.commands import flags, output, plan
+from vllm_disagg.planner.cost import hardware, speculative
 from vllm_disagg.planner.cost import model as known_model
 from vllm_disagg.planner.cost.latency import unloaded_prefill
-from vllm_disagg.planner.search.scenario import PerformanceSource
+from vllm_disagg.planner.search.scenario import PerformanceSource, Placement, ReplicaGroup
 from vllm_disagg.planner.simulation.simulator import Objective
 
 PATH = {"seconds": 0.005, "seconds_per_token": 0.0}
@@ -384,3 +384,69 @@ def test_other_commands_do_not_load_the_planner_and_the_planner_not_numpy() -> N
         "assert 'matplotlib' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+DRAFTING = [
+    *("--gpu", "h100", "--model", "llama-3.1-8b", "--workload", "700:40", "--ttft", "2"),
+    *("--tpot", "0.05", "--gpus", "2", "--jobs", "1", "--requests", "60", "--seeds", "1"),
+]
+DRAFTS = '{"method":"eagle3","num_speculative_tokens":2}'
+
+
+def test_plan_tells_what_drafts_do_to_tpot(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _json(capsys, "plan", *DRAFTING)["drafts"] is None
+    drafted = [*DRAFTING, "--speculative-config", DRAFTS, "--acceptance-length", "2.2"]
+    found = _json(capsys, "plan", *drafted)
+    effect = found["drafts"]
+    assert (effect["method"], effect["tokens"], effect["acceptance_length"]) == ("eagle3", 2, 2.2)
+    assert 0.45 < effect["tpot_alone"] / effect["tpot_alone_without"] < 0.7
+    assert "drafts: 2 by eagle3, 2.2 tokens a step" in found["setting"]["latency"]["decode"]
+    assert cli.main(["plan", *drafted]) == 0
+    printed = capsys.readouterr().out
+    alone = f"{1e3 * effect['tpot_alone']:.3g} ms, {1e3 * effect['tpot_alone_without']:.3g} ms"
+    assert f"drafts: 2 by eagle3, 2.2 a step: TPOT of a request alone {alone} without" in printed
+
+
+def test_commands_start_engines_that_draft() -> None:
+    source = PerformanceSource(
+        "roofline",
+        "h100",
+        known_model.load("llama-3.1-8b"),
+        hardware.gpu("h100"),
+        drafts=speculative.parse(DRAFTS, 2.2),
+    )
+    scenario = distserve_scenario("opt-13b", 0.2, 2, 60, 1)
+    scenario = msgspec.structs.replace(scenario, prefill=source, decode=source)
+    scenario = msgspec.structs.replace(scenario, distserve=False)
+    split = Placement(ReplicaGroup(1, 1, 1), ReplicaGroup(1, 1, 1))
+    together = Placement(ReplicaGroup(1, 1, 1), budget=8192)
+    for placement, engines in ((split, 2), (together, 1)):
+        lines = output.commands(scenario, placement, "m")
+        served = [line for line in lines if " vllm serve " in f" {line}"]
+        assert len(served) == engines
+        assert all(f"--speculative-config '{DRAFTS}'" in line for line in served)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--acceptance-length", "2"], "--acceptance-length goes with --speculative-config"),
+        (["--speculative-config", DRAFTS], "goes with --acceptance-length"),
+        (
+            ["--speculative-config", DRAFTS, "--acceptance-length", "2", "--itl", "1"],
+            "--itl goes without --speculative-config",
+        ),
+    ],
+)
+def test_flags_of_drafts_go_together(
+    capsys: pytest.CaptureFixture[str], words: list[str], told: str
+) -> None:
+    assert cli.main(["plan", *DRAFTING, *words]) == 2
+    printed = capsys.readouterr().err
+    assert told in printed and printed.count("\n") == 1
+
+
+def test_drafts_need_a_roofline(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--speculative-config", DRAFTS, "--acceptance-length", "2"]
+    assert cli.main(["plan", *QUICK, *words]) == 2
+    assert "--speculative-config goes with --gpu" in capsys.readouterr().err

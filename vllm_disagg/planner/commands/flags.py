@@ -11,7 +11,7 @@ import msgspec
 from ...errors import ConfigError
 from ...fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY, POLICY_NAMES
 from ...workloads import lengths
-from ..cost import distserve, hardware, known_models, model, profile
+from ..cost import distserve, hardware, known_models, model, profile, speculative
 from ..cost.latency import FITTED_PATH, LinearLatency, PathDelay
 from ..cost.sizes import ModelCosts
 from ..search import sample_size
@@ -119,6 +119,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("joint", "each"),
         help="all limits in one request, or each by itself"
         " (default: joint; each under DistServe's rules)",
+    )
+    add(
+        "--speculative-config",
+        metavar="JSON",
+        help="vLLM's flag: drafts of --gpu's engines, as"
+        ' {"method":"mtp","num_speculative_tokens":3}',
+    )
+    add(
+        "--acceptance-length",
+        metavar="TOKENS",
+        type=float,
+        help="tokens of an answer in a step with drafts, in the mean: vLLM logs it as the mean"
+        " acceptance length",
     )
     add(
         "--expert-parallel",
@@ -351,6 +364,8 @@ def _live_source(
         if getattr(args, flag):
             name = flag.replace("_", "-")
             raise ConfigError(f"--{name} goes with --{name.removeprefix('decode-')}")
+    if args.speculative_config:
+        raise ConfigError("--speculative-config goes with --gpu: --live measures drafts")
     loaded = model.load(args.model) if args.model else None
     source = PerformanceSource("live", "the running engines", loaded, fitted=latency)
     return "live", source, source, []
@@ -393,9 +408,13 @@ def _sources(
 def _check_source(args: argparse.Namespace) -> None:
     """Raises ConfigError unless one source is given, with flags that go with it."""
     given = [name for name in ("gpu", "profile", "coefficients") if getattr(args, name)]
-    for name in ("node_gpus", "node_links"):
+    for name in ("node_gpus", "node_links", "speculative_config"):
         if getattr(args, name) and not args.gpu:
             raise ConfigError(f"--{name.replace('_', '-')} goes with --gpu")
+    if args.acceptance_length is not None and not args.speculative_config:
+        raise ConfigError("--acceptance-length goes with --speculative-config")
+    if args.itl is not None and args.speculative_config:
+        raise ConfigError("--itl goes without --speculative-config: steps have several tokens")
     if args.profile and args.expert_parallel:
         raise ConfigError("--expert-parallel goes with --gpu and a model that has experts")
     if len(given) != 1:
@@ -406,6 +425,7 @@ def _check_source(args: argparse.Namespace) -> None:
 
 def _roofline(args: argparse.Namespace, name: str, loaded: ModelCosts) -> PerformanceSource:
     """Returns the roofline of a GPU type."""
+    config = args.speculative_config
     return PerformanceSource(
         kind="roofline",
         name=name,
@@ -413,6 +433,7 @@ def _roofline(args: argparse.Namespace, name: str, loaded: ModelCosts) -> Perfor
         gpu=_in_nodes(args, hardware.gpu(name)),
         path=FITTED_PATH,
         expert_parallel=args.expert_parallel,
+        drafts=speculative.parse(config, args.acceptance_length) if config else None,
     )
 
 

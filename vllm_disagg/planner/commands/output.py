@@ -7,8 +7,11 @@ import math
 import shlex
 from typing import Any
 
+import msgspec
+
 from ...fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY, KV_ROLES
 from ..cost import queueing
+from ..cost.latency import unloaded_decode
 from ..cost.sizes import ModelCosts
 from ..search.advice import Advice
 from ..search.optimizer import PlacementScore
@@ -146,6 +149,7 @@ def _colocated(scenario: Scenario, placement: Placement, model: str) -> list[str
     if not scenario.distserve:
         schedule += ["--max-num-seqs", str(limits.sequences)]
     schedule += _memory_flags(scenario, source, placement.prefill)
+    schedule += _draft_flags(source)
     lines = []
     proxy = ["vllm-disagg", "proxy", "--policy", scenario.policy]
     prefixes = _own_gpus(scenario, placement)
@@ -170,7 +174,7 @@ def _whole_prompts(scenario: Scenario, budget: int) -> list[str]:
 def _engine_flags(scenario: Scenario, source: PerformanceSource, group: ReplicaGroup) -> list[str]:
     """Returns the flags of an instance; DistServe's rules limit neither tokens nor sequences."""
     memory = _memory_flags(scenario, source, group)
-    memory += _length_flags(scenario)
+    memory += _length_flags(scenario) + _draft_flags(source)
     if scenario.distserve:
         return memory
     limits = scenario.limits(source)
@@ -181,6 +185,11 @@ def _engine_flags(scenario: Scenario, source: PerformanceSource, group: ReplicaG
 def _length_flags(scenario: Scenario) -> list[str]:
     """Returns the flag of the longest request, if it was given."""
     return ["--max-model-len", str(scenario.max_model_len)] if scenario.max_model_len else []
+
+
+def _draft_flags(source: PerformanceSource) -> list[str]:
+    """Returns the flag of speculative decoding, if it was given."""
+    return ["--speculative-config", source.drafts.config] if source.drafts else []
 
 
 def _limit_bytes(model: ModelCosts, tokens: int, group: ReplicaGroup, context: int) -> int:
@@ -251,7 +260,29 @@ def as_json(advice: Advice, model: str, with_rates: bool = False) -> dict[str, A
         "requests_needed": advice.missing or None,
         "considered": advice.considered,
         "by_rate": rate_table.as_json(advice) if with_rates else [],
+        "drafts": drafts(scenario, placement),
         "setting": describe(scenario),
+    }
+
+
+def drafts(scenario: Scenario, placement: Placement) -> dict[str, Any] | None:
+    """Describes speculative decoding and the TPOT of one request alone; None without it."""
+    _, source = scenario.sources(placement)
+    group = placement.decode or placement.prefill
+    if not source.drafts:
+        return None
+    prompts = scenario.samples()[0].prompts
+    context = round(sum(prompts) / len(prompts))
+    plain = msgspec.structs.replace(source, drafts=None)
+    with_drafts, without = (
+        unloaded_decode(of.latency(group.tp, group.pp, group.dp), context) for of in (source, plain)
+    )
+    return {
+        "method": source.drafts.method,
+        "tokens": source.drafts.tokens,
+        "acceptance_length": source.drafts.acceptance_length,
+        "tpot_alone": with_drafts,
+        "tpot_alone_without": without,
     }
 
 

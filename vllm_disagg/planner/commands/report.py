@@ -54,6 +54,7 @@ def text(found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, Late
         _verdict(found),
         "",
         *_table(found, document),
+        *_drafts(document),
         "",
     ]
     lines += _changes(found)
@@ -106,6 +107,17 @@ def _table(found: Advice, document: dict[str, Any]) -> list[str]:
         columns = f"{name:11}{value:>14}  {interval:16}{estimate:>12}{total:>9}{gpus:>6}"
         lines.append(f"{columns}  {placement}".rstrip())
     return lines
+
+
+def _drafts(document: dict[str, Any]) -> list[str]:
+    """Formats the effect of speculative decoding on TPOT; no line without it."""
+    found = document["drafts"]
+    if not found:
+        return []
+    tokens = f"{found['tokens']} by {found['method']}, {found['acceptance_length']:g} a step"
+    alone = f"{1e3 * found['tpot_alone']:.3g} ms"
+    without = f"{1e3 * found['tpot_alone_without']:.3g} ms without drafts"
+    return [f"drafts: {tokens}: TPOT of a request alone {alone}, {without}"]
 
 
 def _changes(found: Advice) -> list[str]:
@@ -287,7 +299,7 @@ def _page(
         _list(inputs),
         "<h2>Placements</h2>",
         _html_table(header, rows),
-        _list(_changes(found)),
+        _list([*_drafts(document), *_changes(found)]),
     ]
     for name, title in zip(PLOTS, TITLES, strict=True):
         data = base64.b64encode((folder / name).read_bytes()).decode()

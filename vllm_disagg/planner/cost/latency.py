@@ -215,8 +215,10 @@ class RooflineLatency:
         self._step += times.weights * model.dense * model.weight_bytes / speed
         rate = gpu.rate(model.compute) * self._ranks
         self._token += times.flops * (2 * model.dense + model.windowed) / rate
-        self._step += of["bf16"].weights * model.head * model.embedding_bytes / speed
-        self._sequence += of["bf16"].flops * 2 * model.head / (gpu.flops * self._ranks)
+        self._head_step = of["bf16"].weights * model.head * model.embedding_bytes / speed
+        self._head = of["bf16"].flops * 2 * model.head / (gpu.flops * self._ranks)
+        self._step += self._head_step
+        self._sequence += self._head
 
     def _add_experts(self, gpu: GpuType, shape: InstanceShape) -> None:
         """Adds routed experts."""
@@ -274,17 +276,22 @@ class RooflineLatency:
             self._step += STAGE_HOP_SECONDS
             self._token += model.hidden * 2 / gpu.fabric if across_nodes else wire
 
-    def _seconds(self, tokens: int, squares: float, n: int, contexts: int) -> float:
-        """Returns the seconds of a step with `tokens` prompt tokens and `n` decoding sequences."""
-        every = tokens + n
+    def _seconds(
+        self, tokens: int, squares: float, n: int, contexts: int, drafted: int = 0
+    ) -> float:
+        """Returns the seconds of a step with `tokens` prompt tokens and `n` decoding sequences.
+
+        Each sequence computes `drafted` tokens beside its last one, and reads its KV once.
+        """
+        every = tokens + n * (1 + drafted)
         found = self._step + self._token * every + self._decode * n + self._slope * contexts
         if tokens:
             found += self._mixed_step + self._square * squares + self._sequence
         if self._expert:
             found += self._expert * touched(self._model, every * self._dp)
         if self._exchange:
-            found += self._exchange.seconds(tokens, n)
-        return found + self._sequence * n
+            found += self._exchange.seconds(tokens, n * (1 + drafted))
+        return found + self._sequence * n + self._head * n * drafted
 
     def decode(self, n: int, first: bool) -> tuple[float, float]:
         """Returns base and slope of a decode step, in seconds."""
@@ -293,6 +300,16 @@ class RooflineLatency:
     def mixed(self, tokens: int, squares: float, n: int, contexts: int, first: bool) -> float:
         """Returns the seconds of a step with prompt tokens."""
         return self._seconds(tokens, squares, n, contexts)
+
+    def verify(self, n: int, drafted: int) -> tuple[float, float]:
+        """Returns base and slope of a decode step with drafted tokens of each sequence."""
+        return self._seconds(0, 0.0, n, 0, drafted), self._slope
+
+    def draft(self, n: int) -> tuple[float, float]:
+        """Returns base and slope of one run of a draft layer, which is like one of the model's."""
+        output = self._head_step + self._head * n
+        layer = (self._seconds(0, 0.0, n, 0) - output) / self._layers
+        return output + layer, self._slope / self._layers
 
     def least_prompt(self, tokens: int) -> tuple[float, float]:
         """Returns the seconds of a token and of a square in a full step.

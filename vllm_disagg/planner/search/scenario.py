@@ -30,6 +30,7 @@ from ..cost.latency import (
     unloaded_prefill,
 )
 from ..cost.sizes import ModelCosts
+from ..cost.speculative import SpeculativeDecoding, SpeculativeLatency
 from ..simulation.replica import SchedulingRules
 from ..simulation.simulator import Deployment, Handoff, Objective, ReplicaPool
 from ..simulation.workload import Arrivals, Workload, WorkloadSample
@@ -67,6 +68,7 @@ class PerformanceSource(msgspec.Struct, frozen=True):
     scale: float = 1.0  # on all times, from a refit
     expert_parallel: bool = False  # also data parallel instances with parallel experts
     max_model_len: int = 0  # vLLM starts only if the KV of one such request fits; 0: not given
+    drafts: SpeculativeDecoding | None = None  # of a roofline
 
     def shapes(self, gpus: int) -> list[tuple[int, int]]:
         """Lists (TP, PP) of instances of up to `gpus` GPUs that hold the weights and some KV."""
@@ -133,7 +135,8 @@ class PerformanceSource(msgspec.Struct, frozen=True):
             return distserve.latency(self.name, self.model.name, tp, pp)
         if not self.gpu:
             raise AssertionError("a roofline has a GPU")
-        return RooflineLatency(self.model, self.gpu, InstanceShape(tp, pp, dp))
+        found = RooflineLatency(self.model, self.gpu, InstanceShape(tp, pp, dp))
+        return SpeculativeLatency(found, self.drafts) if self.drafts else found
 
     def kv(self, tp: int, pp: int, dp: int = 1) -> int:
         """Returns the tokens of KV that an instance holds, or one of its data parallel ranks."""
@@ -160,7 +163,8 @@ class PerformanceSource(msgspec.Struct, frozen=True):
 
     def words(self) -> str:
         """Describes for people which constants were measured."""
-        return self._words() + (f", times {self.scale:.3g}" if self.scale != 1 else "")
+        words = self._words() + (f", times {self.scale:.3g}" if self.scale != 1 else "")
+        return words + (f"; drafts: {self.drafts.words()}" if self.drafts else "")
 
     def _words(self) -> str:
         """Describes the source without the factor of a refit."""

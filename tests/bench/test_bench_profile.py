@@ -6,6 +6,7 @@ tests/engine profiles a real engine.
 from __future__ import annotations
 
 import json
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,8 @@ import pytest
 
 from vllm_disagg import cli
 from vllm_disagg.bench import neighbours, profile, steps
-from vllm_disagg.bench.steps import DecodeProbe, PrefillProbe, StepSample
+from vllm_disagg.bench.steps import DecodeProbe, MixedProbe, PrefillProbe, Probe, StepSample
+from vllm_disagg.errors import ConfigError
 
 INFO = 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="20"} 1.0\n'
 STEP = 0.003  # seconds of any step
@@ -115,15 +117,15 @@ def measure_until(monkeypatch: pytest.MonkeyPatch, enough: Callable[[], bool]) -
     rounds = profile._rounds
 
     def patient_rounds(
-        plan: Sequence[PrefillProbe | DecodeProbe],
-        measure: Callable[[PrefillProbe | DecodeProbe], StepSample | None],
+        plan: Sequence[Probe],
+        measure: Callable[[Probe], StepSample | None],
         seconds: float,
         clock: Callable[[], float],
     ) -> profile.ProfileSamples:
         missing = set(plan)
         latest_end = clock() + LONGEST_PROFILE_SECONDS
 
-        def measure_and_count(probe: PrefillProbe | DecodeProbe) -> StepSample | None:
+        def measure_and_count(probe: Probe) -> StepSample | None:
             step = measure(probe)
             if step:
                 missing.discard(probe)
@@ -271,7 +273,7 @@ def test_rounds_end_in_time_and_say_what_they_had_no_time_for(
 ) -> None:
     now = 0.0
 
-    def measure(what: PrefillProbe | DecodeProbe) -> StepSample:
+    def measure(what: Probe) -> StepSample:
         nonlocal now
         now += sum(what.prompts) if isinstance(what, PrefillProbe) else 0
         return StepSample((1,), 1.0)
@@ -309,3 +311,114 @@ def test_a_path_grows_with_the_prompt() -> None:
     assert steps.path_line([(32, 0.004), (512, 0.002)]) == pytest.approx((0.003, 0.0))
     assert steps.path_line([(32, -0.001)]) == (0.0, 0.0) == steps.path_line([])
     assert steps.path_line([(100, 0.0), (200, 0.002)]) == (0.001, 0.0), "neither is negative"
+
+
+class SteppingEngine:
+    """Engine of one thread whose steps hold all waiting prompts and a token of each sequence."""
+
+    def __init__(self) -> None:
+        self._arrived: queue.Queue[SteppedRequest] = queue.Queue()
+        self.is_running = True
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def submit(self, prompts: list[list[int]], answer: int) -> queue.Queue[list[int]]:
+        """Starts a request. Returns the queue of its steps: the indices that got a token."""
+        request = SteppedRequest([len(prompt) for prompt in prompts], answer, queue.Queue())
+        self._arrived.put(request)
+        return request.steps
+
+    def _run(self) -> None:
+        running: list[SteppedRequest] = []
+        while self.is_running:
+            while not self._arrived.empty():
+                running.append(self._arrived.get())
+            if not running:
+                time.sleep(0.0005)
+                continue
+            computed = sum(sum(one.lengths) for one in running if not one.given)
+            decoding = any(one.given for one in running)
+            time.sleep(STEP + TOKEN * computed + (BESIDE if computed and decoding else 0.0))
+            for one in running:
+                one.given += 1
+                one.steps.put(list(range(len(one.lengths))))
+            running = [one for one in running if one.given < one.answer]
+
+
+class SteppedRequest:
+    """Prompts in a scripted engine."""
+
+    def __init__(self, lengths: list[int], answer: int, steps: queue.Queue[list[int]]) -> None:
+        self.lengths = lengths
+        self.answer = answer
+        self.steps = steps
+        self.given = 0  # tokens
+
+
+BESIDE = 0.02  # seconds more of a step with prompts and decodes
+
+
+class Stepping(Scripted):
+    """Server of an engine whose requests share steps."""
+
+    engine: SteppingEngine
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.refuse:
+            self._answer(400, json.dumps({"error": {"message": self.refuse}}))
+            return
+        steps_of = self.engine.submit(body["prompt"], body["max_tokens"])
+        self.send_response(200)
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        for _ in range(body["max_tokens"]):
+            self._tokens(range(len(steps_of.get())))
+        self._chunk(b"data: [DONE]\n\n")
+        self._chunk(b"")
+
+
+def stepping(engine: type[Scripted]) -> SteppingEngine:
+    found = SteppingEngine()
+    engine.do_POST = Stepping.do_POST  # type: ignore[assignment, method-assign]
+    engine.engine = found  # type: ignore[attr-defined]
+    return found
+
+
+def test_a_prompt_beside_decodes_is_measured_with_its_step(
+    engine: tuple[str, type[Scripted]],
+) -> None:
+    url, kind = engine
+    running = stepping(kind)
+    profiler = profile.InstanceProfiler(url, "tiny")
+    profiler.warm_up()
+    probe = MixedProbe(DecodeProbe(4, 16, 64), 512)
+    found = []
+    latest_end = time.monotonic() + LONGEST_PROFILE_SECONDS
+    while len(found) < 5 and time.monotonic() < latest_end:
+        if step := profiler.measure(probe):
+            found.append(step)
+    running.is_running = False
+    whole = STEP + TOKEN * 512 + BESIDE
+    seconds = min(step.seconds for step in found)  # other work only makes it longer
+    assert whole <= seconds + 0.001
+    assert all(len(step.lengths) == 4 and min(step.lengths) > 16 for step in found)
+    # Without the step's start at the token before, it would be the time since the prompt's arrival.
+    assert seconds < whole + 2 * STEP or seconds < 2 * whole
+
+
+def test_an_engine_that_refuses_the_decodes_ends_the_wait(
+    engine: tuple[str, type[Scripted]],
+) -> None:
+    url, kind = engine
+    kind.refuse = "no room"
+    with pytest.raises(ConfigError, match="no room"):
+        profile.InstanceProfiler(url, "tiny").measure(MixedProbe(DecodeProbe(2, 16, 64), 32))
+
+
+def test_a_mixed_point_is_the_median_of_its_probe() -> None:
+    samples = profile.ProfileSamples()
+    probe = MixedProbe(DecodeProbe(2, 16, 64), 32)
+    for seconds in (0.03, 0.01, 0.02):
+        samples.add(probe, StepSample((20, 21), seconds))
+    assert samples.mixed() == [{"tokens": [32], "contexts": [20, 21], "seconds": 0.02}]
+    assert samples.fewest() == 3

@@ -8,6 +8,7 @@ from vllm_disagg.bench import steps
 from vllm_disagg.bench.steps import (
     MIN_SHARED_STEPS,
     DecodeProbe,
+    MixedProbe,
     PrefillProbe,
     StepSample,
     TokenEvent,
@@ -63,7 +64,10 @@ def test_a_plan_fits_the_instance(limit: int, kv_tokens: int, budget: int | None
     plan = steps.plan(limit, kv_tokens, budget)
     assert len(set(plan)) == len(plan)
     for what in plan:
-        if isinstance(what, DecodeProbe):
+        if isinstance(what, MixedProbe):
+            held = what.decodes.batch * (what.decodes.context + what.decodes.answer)
+            assert held + what.prompt <= kv_tokens and what.prompt < limit
+        elif isinstance(what, DecodeProbe):
             assert (
                 what.context + what.answer <= limit
                 and what.batch * (what.context + what.answer) <= kv_tokens
@@ -77,3 +81,36 @@ def test_a_plan_fits_the_instance(limit: int, kv_tokens: int, budget: int | None
     assert sum(isinstance(what, DecodeProbe) for what in plan) >= 3
     assert sum(isinstance(what, PrefillProbe) for what in plan) >= 3
     assert MIN_SHARED_STEPS > 2 and StepSample((1,), 0.1).lengths == (1,)
+
+
+def test_a_mixed_step_runs_from_the_token_before_to_the_prompts_first() -> None:
+    """Both sequences get a token with the prompt's first, at 1.5; the step began at 1.0."""
+    events = [TokenEvent(time, 1) for time in (0.8, 0.9, 1.0, 1.5, 1.6)]
+    later = [TokenEvent(event.time + 0.001, 1) for event in events]
+    found = steps.mixed_step(10, [events, later], 1.501, 0.01)
+    assert found is not None
+    assert found.lengths == (13, 13) and found.seconds == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("end", [1.2, 0.8, 9.0])
+def test_no_token_with_the_prompts_first_is_no_mixed_step(end: float) -> None:
+    """In the middle of a gap, at the first token, and after the answer."""
+    events = [TokenEvent(time, 1) for time in (0.8, 0.9, 1.0, 1.5, 1.6)]
+    assert steps.mixed_step(10, [events], end, 0.01) is None
+
+
+def test_tokens_that_come_together_are_no_mixed_step() -> None:
+    events = [TokenEvent(0.8, 1), TokenEvent(1.5, 2)]
+    assert steps.mixed_step(10, [events], 1.5, 0.01) is None
+
+
+def test_mixed_probes_fit_a_step_and_the_cache() -> None:
+    probes = [one for one in steps.plan(4096, 10_000, 2048) if isinstance(one, MixedProbe)]
+    assert {one.decodes.batch for one in probes} == {1, 8, 32}
+    assert all(one.prompt + one.decodes.batch <= 2048 for one in probes)
+    assert max(one.prompt for one in probes) == 2047
+    small = [one for one in steps.plan(4096, 1000, 2048) if isinstance(one, MixedProbe)]
+    assert small and all(
+        one.decodes.batch * (one.decodes.context + one.decodes.answer) + one.prompt <= 900
+        for one in small
+    )

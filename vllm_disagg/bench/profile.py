@@ -14,8 +14,10 @@ import random
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from urllib.parse import urlsplit
 from .. import http_client
 from ..errors import ConfigError, DisaggError
 from . import instance, neighbours, steps
-from .steps import PROBE_TOKEN_IDS, DecodeProbe, PrefillProbe, StepSample
+from .steps import PROBE_TOKEN_IDS, DecodeProbe, MixedProbe, Probe, StepSample
 from .stream import complete
 
 # Of a point, for a useful median; also the least number of points of each kind, for a useful fit.
@@ -41,10 +43,13 @@ class ProfileSamples:
         # Seconds of the step alone, by the lengths of prompts that had waited for it.
         self._queued: dict[tuple[int, ...], list[float]] = {}
         self._decode: dict[DecodeProbe, list[StepSample]] = {}
+        self._mixed: dict[MixedProbe, list[StepSample]] = {}
 
-    def add(self, probe: PrefillProbe | DecodeProbe, step: StepSample) -> None:
+    def add(self, probe: Probe, step: StepSample) -> None:
         """Adds one measurement."""
-        if isinstance(probe, DecodeProbe):
+        if isinstance(probe, MixedProbe):
+            self._mixed.setdefault(probe, []).append(step)
+        elif isinstance(probe, DecodeProbe):
             self._decode.setdefault(probe, []).append(step)
         elif probe.ahead:
             self._queued.setdefault(step.lengths, []).append(step.seconds)
@@ -56,6 +61,7 @@ class ProfileSamples:
         counts = [len(times) for times in self._alone.values()]
         counts += [len(times) for times in self._queued.values()]
         counts += [len(steps) for steps in self._decode.values()]
+        counts += [len(steps) for steps in self._mixed.values()]
         return min(counts, default=0)
 
     def path(self) -> dict[str, float]:
@@ -91,10 +97,25 @@ class ProfileSamples:
         """Returns the median decode point of each probe."""
         points: list[dict[str, object]] = []
         for measured in self._decode.values():
-            ordered = sorted(measured, key=lambda step: step.seconds)
-            step = ordered[(len(ordered) - 1) // 2]
+            step = _middle(measured)
             points.append({"contexts": list(step.lengths), "seconds": round(step.seconds, 6)})
         return points
+
+    def mixed(self) -> list[dict[str, object]]:
+        """Returns the median point of each prompt beside decodes."""
+        points: list[dict[str, object]] = []
+        for probe, measured in self._mixed.items():
+            step = _middle(measured)
+            contexts = list(step.lengths)
+            seconds = round(step.seconds, 6)
+            points.append({"tokens": [probe.prompt], "contexts": contexts, "seconds": seconds})
+        return points
+
+
+def _middle(measured: Sequence[StepSample]) -> StepSample:
+    """Returns the median sample."""
+    ordered = sorted(measured, key=lambda step: step.seconds)
+    return ordered[(len(ordered) - 1) // 2]
 
 
 class InstanceProfiler:
@@ -110,8 +131,10 @@ class InstanceProfiler:
         """Warms up, and measures the shortest step."""
         self._gap = max(0.001, min(self._first_tokens([16])[0] for _ in range(5)) / 4)
 
-    def measure(self, probe: PrefillProbe | DecodeProbe) -> StepSample | None:
+    def measure(self, probe: Probe) -> StepSample | None:
         """Measures a probe once. Returns None if the answers do not show a step."""
+        if isinstance(probe, MixedProbe):
+            return self._mixed_step(probe)
         if isinstance(probe, DecodeProbe):
             prompts = [self._prompt(probe.context) for _ in range(probe.batch)]
             answers = complete(self._url, self._model, prompts, probe.answer)
@@ -121,10 +144,29 @@ class InstanceProfiler:
         lengths = (probe.ahead, *probe.prompts)
         return steps.batch_step(lengths, self._first_tokens(lengths), self._gap)
 
-    def _first_tokens(self, lengths: Sequence[int]) -> list[float]:
-        """Returns the seconds to the first token of each of several prompts sent together."""
+    def _mixed_step(self, probe: MixedProbe) -> StepSample | None:
+        """Sends a prompt while a batch decodes, and measures the step that computes it."""
+        batch = probe.decodes
+        prompts = [self._prompt(batch.context) for _ in range(batch.batch)]
+        origin = time.monotonic()
+        decoding = threading.Event()
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(
+                complete, self._url, self._model, prompts, batch.answer, origin, decoding.set
+            )
+            running.add_done_callback(lambda _: decoding.set())  # a failure ends the wait too
+            decoding.wait()
+            end = self._first_tokens([probe.prompt], origin)[0]
+            answers = running.result()
+        return steps.mixed_step(batch.context, answers, end, self._gap)
+
+    def _first_tokens(self, lengths: Sequence[int], origin: float | None = None) -> list[float]:
+        """Returns the times of the first tokens of several prompts sent together.
+
+        They are in seconds since the prompts were sent, or since `origin`.
+        """
         prompts = [self._prompt(length) for length in lengths]
-        answers = complete(self._url, self._model, prompts, 1)
+        answers = complete(self._url, self._model, prompts, 1, origin)
         return [events[0].time for events in answers]
 
     def _prompt(self, length: int) -> list[int]:
@@ -204,6 +246,7 @@ def run(args: argparse.Namespace) -> int:
         "path": samples.path(),
         "prefill": samples.prefill(),
         "decode": samples.decode(),
+        "mixed": samples.mixed(),
     }
     for kind in ("prefill", "decode"):
         if len(points[kind]) < MIN_MEASUREMENTS:
@@ -225,14 +268,14 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _rounds(
-    plan: Sequence[PrefillProbe | DecodeProbe],
-    measure: Callable[[PrefillProbe | DecodeProbe], StepSample | None],
+    plan: Sequence[Probe],
+    measure: Callable[[Probe], StepSample | None],
     seconds: float,
     clock: Callable[[], float],
 ) -> ProfileSamples:
     """Repeats the plan until `seconds` are over; later rounds skip points that would end late."""
     samples = ProfileSamples()
-    durations = dict[PrefillProbe | DecodeProbe, float]()
+    durations = dict[Probe, float]()
     started_at = clock()
     printed_at = started_at
     number = 0
@@ -268,10 +311,17 @@ def _report(points: dict[str, Any], fewest: int, path: str) -> None:
             mean = round(statistics.mean(lengths))
             milliseconds = 1000 * row["seconds"]
             print(f"{kind:8} {len(lengths):4} x {mean:6} tokens {milliseconds:10.2f} ms")
+    for row in points["mixed"]:
+        sequences = f"{len(row['contexts']):4} x {round(statistics.mean(row['contexts'])):6}"
+        milliseconds = 1000 * row["seconds"]
+        print(f"mixed    {sequences} tokens {milliseconds:10.2f} ms beside {row['tokens'][0]}")
     fixed = 1e3 * points["path"]["seconds"]
     per_token = 1e6 * points["path"]["seconds_per_token"]
     print(f"path of a request: {fixed:.2f} ms + {per_token:.2f} us/token")
-    counts = f"{len(points['prefill'])} points of prefill, {len(points['decode'])} of decode"
+    counts = ", ".join(
+        f"{len(points[kind])} points of {name}"
+        for kind, name in (("prefill", "prefill"), ("decode", "decode"), ("mixed", "both"))
+    )
     print(f"{counts}, KV cache of {points['kv_tokens']} tokens: {path}")
     if fewest < MIN_MEASUREMENTS:
         _say(

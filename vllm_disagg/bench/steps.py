@@ -19,6 +19,9 @@ BURST_GAP_RATIO = 0.25  # of the mean gap between tokens; a lower median means b
 DEFAULT_BUDGET_TOKENS = 2048  # of a step, if the budget is not given
 MAX_PROMPT_TOKENS = 16_384  # of a measured prompt
 MIN_CHUNK_TOKENS = 256  # of a prompt in one step, while other sequences decode
+# Of sequences that decode beside a prompt: long enough that they outlast its way to the engine.
+MIXED_ANSWER_TOKENS = 64
+MIXED_CONTEXT_TOKENS = 16
 
 
 class TokenEvent(NamedTuple):
@@ -46,6 +49,16 @@ class DecodeProbe(NamedTuple):
     answer: int  # tokens of each answer
 
 
+class MixedProbe(NamedTuple):
+    """A batch of sequences that decode, and a prompt that arrives meanwhile."""
+
+    decodes: DecodeProbe
+    prompt: int  # tokens, computed in one step
+
+
+Probe = PrefillProbe | DecodeProbe | MixedProbe
+
+
 class StepSample(NamedTuple):
     """A measured step: lengths of its sequences, and its seconds."""
 
@@ -53,7 +66,7 @@ class StepSample(NamedTuple):
     seconds: float
 
 
-def plan(limit: int, kv_tokens: int, budget: int | None) -> list[PrefillProbe | DecodeProbe]:
+def plan(limit: int, kv_tokens: int, budget: int | None) -> list[Probe]:
     """Plans the probes of an instance, small ones first.
 
     `limit` is its longest request and `budget` its tokens per step.
@@ -77,7 +90,22 @@ def plan(limit: int, kv_tokens: int, budget: int | None) -> list[PrefillProbe | 
             request = context + answer
             if request <= limit and batch * request <= 0.9 * kv_tokens:
                 decodes.append(DecodeProbe(batch, context, answer))
-    return sorted([*singles, *batches, *decodes], key=_relative_cost)
+    mixed = _mixed_probes(limit, kv_tokens, room)
+    return sorted([*singles, *batches, *decodes, *mixed], key=_relative_cost)
+
+
+def _mixed_probes(limit: int, kv_tokens: int, room: int) -> list[MixedProbe]:
+    """Plans steps of one prompt beside decodes, for prompts that fit a step of `room` tokens."""
+    found = []
+    for batch in (1, 8, 32):
+        for prompt in _doubling(32, room - batch):
+            decodes = DecodeProbe(batch, MIXED_CONTEXT_TOKENS, MIXED_ANSWER_TOKENS)
+            request = decodes.context + decodes.answer
+            held = batch * request + prompt
+            is_wide = prompt in (32, 128, 512, 2048) or prompt == room - batch
+            if is_wide and max(request, prompt + 1) <= limit and held <= 0.9 * kv_tokens:
+                found.append(MixedProbe(decodes, prompt))
+    return found
 
 
 def _doubling(first: int, last: int) -> list[int]:
@@ -89,13 +117,15 @@ def _doubling(first: int, last: int) -> list[int]:
     return [*lengths, last] if last > 0 else []
 
 
-def _relative_cost(probe: PrefillProbe | DecodeProbe) -> float:
+def _relative_cost(probe: Probe) -> float:
     """Estimates the duration of a probe relative to others, in tokens of a prompt.
 
     A decode step counts as 64 tokens.
     """
     if isinstance(probe, PrefillProbe):
         return sum(probe.prompts) + probe.ahead
+    if isinstance(probe, MixedProbe):
+        return probe.prompt + _relative_cost(probe.decodes)
     return probe.batch * probe.context + 64 * probe.answer
 
 
@@ -169,3 +199,22 @@ def decode_step(context: int, answers: Sequence[Sequence[TokenEvent]]) -> StepSa
     if statistics.median(gaps) < BURST_GAP_RATIO * statistics.mean(gaps):
         return None
     return StepSample(tuple(lengths), statistics.median(gaps))
+
+
+def mixed_step(
+    context: int, answers: Sequence[Sequence[TokenEvent]], end: float, gap: float
+) -> StepSample | None:
+    """Returns the step that ended at `end` with a prompt's first token, and the contexts in it.
+
+    `end` and the answers have one clock. The answers' tokens of that step arrive at most `gap`
+    seconds from it. Returns None if a sequence had no token then, or several at once.
+    """
+    lengths = []
+    seconds = []
+    for events in answers:
+        at = min(range(len(events)), key=lambda index: abs(events[index].time - end))
+        if not at or events[at].tokens > 1 or abs(events[at].time - end) > gap:
+            return None
+        lengths.append(context + sum(event.tokens for event in events[:at]))
+        seconds.append(events[at].time - events[at - 1].time)
+    return StepSample(tuple(lengths), statistics.median(seconds))

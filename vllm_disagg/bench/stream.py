@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http.client
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -30,10 +30,17 @@ _decode = msgspec.json.Decoder(_CompletionChunk).decode
 
 
 def complete(
-    url: str, model: str, prompts: Sequence[Sequence[int]], answer: int
+    url: str,
+    model: str,
+    prompts: Sequence[Sequence[int]],
+    answer: int,
+    origin: float | None = None,
+    on_decoding: Callable[[], None] | None = None,
 ) -> list[list[TokenEvent]]:
     """Returns the token arrivals of each prompt, in seconds since the request was sent.
 
+    With `origin` they are in seconds since that reading of the monotonic clock. `on_decoding` is
+    called at each token from the first of the last prompt on.
     Raises ConfigError if the server refuses the request, and DisaggError if the answer is
     incomplete.
     """
@@ -51,13 +58,13 @@ def complete(
     connection = connect(url, READ_TIMEOUT_SECONDS)
     try:
         connection.connect()
-        started_at = time.monotonic()
+        started_at = time.monotonic() if origin is None else origin
         connection.request("POST", "/v1/completions", body, headers())
         response = connection.getresponse()
         if response.status != 200:
             message = _message(response.read())
             raise ConfigError(f"{url} refused a request: {response.status}: {message}")
-        return _read(response, len(prompts), answer, started_at)
+        return _read(response, len(prompts), answer, started_at, on_decoding)
     except (OSError, http.client.HTTPException) as error:
         raise DisaggError(f"{url} stopped answering: {reason(error)}") from None
     finally:
@@ -65,7 +72,11 @@ def complete(
 
 
 def _read(
-    response: http.client.HTTPResponse, count: int, answer: int, started_at: float
+    response: http.client.HTTPResponse,
+    count: int,
+    answer: int,
+    started_at: float,
+    on_decoding: Callable[[], None] | None,
 ) -> list[list[TokenEvent]]:
     """Reads the stream of `count` answers of `answer` tokens each."""
     events: list[list[TokenEvent]] = [[] for _ in range(count)]
@@ -86,6 +97,8 @@ def _read(
                 raise DisaggError(f"an answer has index {choice.index}, with {count} prompts")
             if choice.token_ids:
                 events[choice.index].append(TokenEvent(now, len(choice.token_ids)))
+        if on_decoding and all(events):
+            on_decoding()
     if any(sum(event.tokens for event in answers) != answer for answers in events):
         raise DisaggError(
             f"an answer ended early, or had no token ids (vLLM {OLDEST_VLLM} or newer is needed)"

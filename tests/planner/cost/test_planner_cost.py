@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -346,3 +347,62 @@ def test_kv_may_be_fp8_by_flag() -> None:
     narrow = model.load("llama-3.1-8b", "fp8")
     assert narrow.is_kv_fp8 and narrow.kv_per_token == plain.kv_per_token / 2
     assert narrow.parameters == plain.parameters
+
+
+def _mixed_points(longer: float) -> list[dict[str, object]]:
+    """Steps of one prompt beside decodes that take `longer` seconds than both apart."""
+    return [
+        {
+            "tokens": [n],
+            "contexts": [100] * k,
+            # The constant of a decode, 0.01, is within the prompt's, 0.02.
+            "seconds": 0.02 + 1e-4 * n + 1e-8 * n * n + 1e-6 * 100 * k + 1e-4 * k + longer,
+        }
+        for n in (64, 512, 2048)
+        for k in (1, 8)
+    ]
+
+
+@pytest.mark.parametrize("longer", [0.015, 0.0, -0.015])
+def test_prompts_beside_decodes_take_as_long_as_was_measured(longer: float, tmp_path: Path) -> None:
+    """The fit adds what was measured longer; it takes nothing away, so that bounds hold."""
+    path = tmp_path / "points.json"
+    path.write_text(json.dumps(_points(mixed=_mixed_points(longer))))
+    fit = profile.fit(profile.load(str(path)))
+    fixed, per_token, per_sequence = fit.latency.beside
+    assert fixed == pytest.approx(max(0.0, longer), rel=1e-3, abs=1e-6)
+    assert per_token == pytest.approx(0.0, abs=1e-8) and per_sequence == pytest.approx(0, abs=1e-6)
+    alone = profile.fit(profile.load(str(_without_mixed(tmp_path))))
+    assert fit.latency.mixed(512, 512.0**2, 8, 800, True) == pytest.approx(
+        alone.latency.mixed(512, 512.0**2, 8, 800, True) + fixed
+    )
+    assert fit.latency.mixed(512, 512.0**2, 0, 0, True) == pytest.approx(
+        alone.latency.mixed(512, 512.0**2, 0, 0, True)
+    )
+    assert fit.phases() == ["prefill", "decode", "mixed"] and alone.phases() == fit.phases()[:2]
+    if longer >= 0:
+        assert fit.worst("mixed") < 1e-3
+
+
+def _without_mixed(folder: Path) -> Path:
+    path = folder / "without.json"
+    path.write_text(json.dumps(_points()))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("point", "words"),
+    [
+        ({"tokens": [], "contexts": [1], "seconds": 1.0}, r"mixed\[0\] has no prompt"),
+        ({"tokens": [1], "contexts": [], "seconds": 1.0}, r"mixed\[0\] has no prompt"),
+        ({"tokens": [1], "contexts": [0], "seconds": 1.0}, r"mixed\[0\] has no prompt"),
+        ({"tokens": [1], "contexts": [1], "seconds": 0.0}, r"mixed\[0\].seconds is 0.0"),
+    ],
+)
+def test_a_wrong_mixed_point_is_refused(
+    point: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "points.json"
+    path.write_text(json.dumps(_points(mixed=[point])))
+    with pytest.raises(ConfigError, match=words):
+        profile.load(str(path))

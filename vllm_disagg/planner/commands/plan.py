@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     document = output.as_json(found, planned.model, with_rates=bool(args.report or args.json))
     document["seconds"] = round(time.monotonic() - started_at, 2)
     document["fits"] = {
-        path: {"worst_error": {phase: fit.worst(phase) for phase in ("prefill", "decode")}}
+        path: {"worst_error": {phase: fit.worst(phase) for phase in fit.phases()}}
         for path, fit in planned.fits
     }
     if args.report:

@@ -158,10 +158,13 @@ def _fit_lines(fits: Sequence[tuple[str, LatencyFit]]) -> list[str]:
     """Formats the coefficients and the residuals of each fit, one line for each phase."""
     lines = []
     for path, fit in fits:
-        for phase in ("prefill", "decode"):
+        for phase in fit.phases():
             if phase == "prefill":
                 coefficients = fit.latency.prefill
                 units = ("token", "token^2")
+            elif phase == "mixed":
+                coefficients = fit.latency.beside
+                units = ("token of prompts beside", "sequence")
             else:
                 coefficients = fit.latency.small
                 units = ("token of context", "sequence")

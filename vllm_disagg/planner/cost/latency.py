@@ -94,6 +94,7 @@ class LinearLatency(msgspec.Struct, frozen=True):
     Prefill takes a + b*tokens + c*squares, decode A + B*contexts + C*n. From `threshold` sequences
     on `large` replaces `small`. `stage` is added to each stage of a prefill, `overhead` to the
     first stage of any step, and `overhead_token` to the first stage for each token of the batch.
+    A step with prompts beside `n` sequences takes `beside` longer: a + b*tokens + c*n.
     """
 
     pp: int
@@ -105,6 +106,7 @@ class LinearLatency(msgspec.Struct, frozen=True):
     overhead: float = 0.0
     overhead_token: float = 0.0
     chunk: int = 1 << 60  # tokens of a step: longer prompts pay `a` for each
+    beside: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def decode(self, n: int, first: bool) -> tuple[float, float]:
         """Returns base and slope of a decode step, in seconds."""
@@ -120,6 +122,8 @@ class LinearLatency(msgspec.Struct, frozen=True):
         if n:  # the weights are read once for both
             floor, per_context, per_sequence = self.small if n < self.threshold else self.large
             whole += max(0.0, floor - a) + per_context * (contexts + n) + per_sequence * n
+            fixed, per_token, per_decode = self.beside
+            whole += fixed + per_token * tokens + per_decode * n
         time = whole / self.pp + self.stage
         return time + self.overhead + self.overhead_token * (tokens + contexts) if first else time
 

@@ -22,6 +22,7 @@ Coefficients = tuple[float, float, float]
 
 # Version 1 had the path of a request in the times of steps.
 PROFILE_VERSION = 2
+MIN_MIXED_POINTS = 3  # for a fit of steps with prompts beside decodes
 
 
 class _ProfileVersion(msgspec.Struct, frozen=True):
@@ -40,6 +41,14 @@ class PrefillPoint(msgspec.Struct, frozen=True):
 class DecodePoint(msgspec.Struct, frozen=True):
     """Contexts of the running sequences, and the seconds of one step."""
 
+    contexts: list[int]
+    seconds: float
+
+
+class MixedPoint(msgspec.Struct, frozen=True):
+    """Prompts computed beside decoding sequences, and the seconds of the step."""
+
+    tokens: list[int]
     contexts: list[int]
     seconds: float
 
@@ -65,6 +74,7 @@ class ProfilePoints(msgspec.Struct, frozen=True, kw_only=True):
     path: ProfilePath
     prefill: list[PrefillPoint]
     decode: list[DecodePoint]
+    mixed: list[MixedPoint] = []
 
 
 class FitResidual(msgspec.Struct, frozen=True):
@@ -82,6 +92,10 @@ class LatencyFit(msgspec.Struct, frozen=True):
 
     latency: LinearLatency
     residuals: list[FitResidual]
+
+    def phases(self) -> list[str]:
+        """Lists the phases that have points, in their order."""
+        return list(dict.fromkeys(residual.phase for residual in self.residuals))
 
     def worst(self, phase: str) -> float:
         """Largest relative error of one phase."""
@@ -135,6 +149,16 @@ def _problem(points: ProfilePoints) -> str:
                 return f"{place}.{field} is {found}, not a list of lengths of 1 or more"
             if not 0 < seconds < float("inf"):
                 return f"{place}.seconds is {seconds}, not more than 0"
+    return _mixed_problem(points.mixed)
+
+
+def _mixed_problem(points: Sequence[MixedPoint]) -> str:
+    """Returns the first invalid field of the mixed points, or an empty text."""
+    for number, point in enumerate(points):
+        if min([*point.tokens, *point.contexts, len(point.tokens), len(point.contexts)]) < 1:
+            return f"mixed[{number}] has no prompt, no context, or one without tokens"
+        if not 0 < point.seconds < float("inf"):
+            return f"mixed[{number}].seconds is {point.seconds}, not more than 0"
     return ""
 
 
@@ -159,7 +183,31 @@ def fit(points: ProfilePoints) -> LatencyFit:
         residuals.append(_residual("prefill", point.tokens, point.seconds, prefill, row))
     for step, row in zip(points.decode, decode_rows, strict=True):
         residuals.append(_residual("decode", step.contexts, step.seconds, decode, row))
-    return LatencyFit(LinearLatency(1, prefill, decode, decode, chunk=chunk), residuals)
+    latency = LinearLatency(1, prefill, decode, decode, chunk=chunk)
+    latency = msgspec.structs.replace(latency, beside=_beside(points.mixed, latency))
+    for mixed in points.mixed:
+        fitted = _mixed_seconds(mixed, latency)
+        sizes = [*mixed.tokens, *mixed.contexts]
+        error = fitted / mixed.seconds - 1
+        residuals.append(FitResidual("mixed", sizes, mixed.seconds, fitted, error))
+    return LatencyFit(latency, residuals)
+
+
+def _mixed_seconds(point: MixedPoint, latency: LinearLatency) -> float:
+    """Returns the seconds of a step with prompts beside decodes."""
+    squares = float(sum(n * n for n in point.tokens))
+    count = len(point.contexts)
+    return latency.mixed(sum(point.tokens), squares, count, sum(point.contexts), True)
+
+
+def _beside(points: Sequence[MixedPoint], latency: LinearLatency) -> Coefficients:
+    """Fits what prompts beside decodes take longer than both apart, if they do."""
+    if len(points) < MIN_MIXED_POINTS:
+        return 0.0, 0.0, 0.0
+    rows = [[1, sum(point.tokens), len(point.contexts)] for point in points]
+    seconds = [point.seconds for point in points]
+    lacking = [point.seconds - _mixed_seconds(point, latency) for point in points]
+    return non_negative(rows, seconds, lacking)
 
 
 def _residual(
@@ -170,9 +218,14 @@ def _residual(
     return FitResidual(phase, sizes, seconds, fitted, fitted / seconds - 1)
 
 
-def non_negative(rows: Sequence[Sequence[int]], seconds: Sequence[float]) -> Coefficients:
+def non_negative(
+    rows: Sequence[Sequence[int]],
+    seconds: Sequence[float],
+    wanted: Sequence[float] | None = None,
+) -> Coefficients:
     """Returns the three coefficients >= 0 with the least sum of squared relative errors.
 
+    They fit `seconds`, or `wanted` with errors relative to `seconds`.
     The result is exact. The optimum is an unconstrained least squares over the terms that are not
     zero in it, so all seven sets of terms are tried.
     """
@@ -181,17 +234,16 @@ def non_negative(rows: Sequence[Sequence[int]], seconds: Sequence[float]) -> Coe
     weights = 1 / np.asarray(seconds, dtype=float)
     matrix = np.asarray(rows, dtype=float) * weights[:, None]
     scale = np.abs(matrix).max(axis=0)
+    targets = np.asarray(seconds if wanted is None else wanted, dtype=float) * weights
     best = np.zeros(3)
-    least = float("inf")
+    least = float((targets**2).sum())
     for size in (3, 2, 1):
         for terms in combinations(range(3), size):
             columns = list(terms)
-            found, *_ = np.linalg.lstsq(
-                matrix[:, columns] / scale[columns], np.ones(len(rows)), rcond=None
-            )
+            found, *_ = np.linalg.lstsq(matrix[:, columns] / scale[columns], targets, rcond=None)
             full = np.zeros(3)
             full[columns] = found / scale[columns]
-            error = float(((matrix @ full - 1) ** 2).sum())
+            error = float(((matrix @ full - targets) ** 2).sum())
             if (found >= 0).all() and error < least - 1e-12:
                 best = full
                 least = error

@@ -20,7 +20,7 @@
 # make bench-proxy  what the proxy costs, beside vllm-router
 # make goodput   requests a second within their objectives: 1 prefill + 1 decode beside 2 colocated engines and NixlConnector
 # make bench-transport  what the transports move, beside a plain copy, raw pyzmq and NixlConnector's reads
-# make routers   real engines behind vllm-router and, with TOY_PROXY=its script, vLLM's toy proxy
+# make routers   real engines behind vllm-router, Ray Serve and, with TOY_PROXY=its script, vLLM's toy proxy
 # make house     this tree's words, density and rooms, measured; the last line is JSON
 # make clean     everything that make has made
 
@@ -124,8 +124,15 @@ $(VENV)/.mooncake: $(VENV)/.ours
 wide: setup $(VENV)/.mooncake
 	$(BIN)/python -m pytest -W default tests/engine -m wide
 
-routers: setup $(VENV)/.peers
-	$(BIN)/python -m pytest -W default tests/engine/test_routers.py
+# Kernels of CPUs without bfloat16 give a prompt other bits in another batch: there the engines compute in float32.
+routers: setup $(VENV)/.peers .venv-ray/.done
+	ENGINE_DTYPE=$(if $(shell grep -m1 -o avx512_bf16 /proc/cpuinfo),,float32) RAY_PYTHON=$(CURDIR)/.venv-ray/bin/python \
+		$(BIN)/python -m pytest -W default tests/engine/test_routers.py
+
+.venv-ray/.done:
+	@$(PYTHON) -m venv .venv-ray
+	@.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check 'ray[serve]==2.60.0' aiohttp
+	@touch $@
 
 chaos: setup
 	$(BIN)/python -m pytest -W default tests/engine/test_failover.py -s

@@ -1,12 +1,17 @@
 """Our engines behind routers of others, unchanged: exact answers, and all KV travels, once.
 
-vllm-router (VLLM_ROUTER names the program, else that of `make .venv-router`) and vLLM's own toy
-proxy (TOY_PROXY names its script, from vLLM's tests). A router that is not there is skipped.
+vllm-router (VLLM_ROUTER names the program, else that of `make .venv-router`), vLLM's own toy proxy
+(TOY_PROXY names its script, from vLLM's tests) and a minimal application of Ray Serve (RAY_PYTHON
+names a Python with `ray[serve]`). A router that is not there is skipped.
+
+On CPUs without instructions for bfloat16 run it with ENGINE_DTYPE=float32, as `make routers` does:
+there a prompt gets other bits in another batch, and plain vLLM differs from plain vLLM.
 """
 
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import signal
 import sys
@@ -17,6 +22,7 @@ from pathlib import Path
 
 import pytest
 from asking import (
+    TIMEOUT_SECONDS,
     Body,
     Record,
     ask,
@@ -25,6 +31,7 @@ from asking import (
     english,
     expect_exact_or_clean,
     expect_same,
+    record,
     tokens,
 )
 from conftest import Main
@@ -37,6 +44,8 @@ pytestmark = pytest.mark.wide
 
 VLLM_ROUTER = Path(os.environ.get("VLLM_ROUTER", ROOT / ".venv-router/bin/vllm-router"))
 TOY_PROXY = Path(os.environ.get("TOY_PROXY", "/nowhere"))
+RAY_PYTHON = Path(os.environ.get("RAY_PYTHON", "/nowhere"))
+RAY_APP = Path(__file__).parent / "ray_pd_app.py"
 RUNS = 4  # of each length, at the same time
 CHATS = 8
 
@@ -81,7 +90,15 @@ def toy_proxy(main: Main) -> Router:
     return Router(main, "toy-proxy", command, port, "/healthcheck")
 
 
-@pytest.fixture(params=[vllm_router, toy_proxy], ids=lambda make: make.__name__)
+def ray_serve(main: Main) -> Router:
+    if not RAY_PYTHON.exists():
+        pytest.skip("no Ray Serve: RAY_PYTHON names a Python with ray[serve]")
+    port = free_port()
+    command = [str(RAY_PYTHON), str(RAY_APP), str(port), main.prefill.url, main.decode.url]
+    return Router(main, "ray-serve", command, port, "/health")
+
+
+@pytest.fixture(params=[vllm_router, toy_proxy, ray_serve], ids=lambda make: make.__name__)
 def router(main: Main, request: pytest.FixtureRequest) -> Iterator[Router]:
     made: Router = request.param(main)
     main.machine.start(made)
@@ -120,21 +137,57 @@ def test_a_hundred_answers_behind_a_router(main: Main, router: Router) -> None:
     wait("their KV arrives, too", lambda: main.decode.received > before, 5)
 
 
+def ask_in_trouble(url: str, asked: Body) -> Record:
+    """Returns the answer; a broken connection, and each status but 200, is an explicit error."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=TIMEOUT_SECONDS)
+    try:
+        header = {"content-type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(asked), header)
+        answer = connection.getresponse()
+        text = answer.read()
+    except (ConnectionError, http.client.HTTPException) as error:
+        return Record(599, error=f"error: {error}")
+    finally:
+        connection.close()
+    if answer.status != 200:
+        return Record(answer.status, error=f"error: {text!r}")
+    return record(answer.status, json.loads(text))
+
+
+def check_in_trouble(main: Main, router: Router, fault: Callable[[], None], name: str) -> None:
+    """Sends requests of which most are under way when the fault comes; all are exact or clean."""
+    asked = [body(tokens(1500 + at, f"{name} {router.name} {at}"), 24) for at in range(8)]
+    plain = at_once(lambda one: ask(main.plain.url, one), asked)
+    timer = threading.Timer(0.5, fault)
+    timer.start()
+    ours = at_once(lambda one: ask_in_trouble(router.url, one), asked)
+    timer.join()
+    for one, expected in zip(ours, plain, strict=True):
+        expect_exact_or_clean(one, expected)
+
+
 def test_a_p_that_freezes_behind_a_router(main: Main, router: Router) -> None:
     def freeze() -> None:
         main.prefill.signal(signal.SIGSTOP)
         time.sleep(5)
         main.prefill.signal(signal.SIGCONT)
 
-    asked = [body(tokens(1500 + at, f"frozen {router.name} {at}"), 24) for at in range(8)]
-    plain = at_once(lambda one: ask(main.plain.url, one), asked)
-    timer = threading.Timer(0.5, freeze)
-    timer.start()
-    ours = at_once(lambda one: ask(router.url, one), asked)
-    timer.join()
-    for one, expected in zip(ours, plain, strict=True):
-        expect_exact_or_clean(one, expected)
+    check_in_trouble(main, router, freeze, "frozen")
     main.expect_well(1)
+
+
+def test_a_p_that_is_killed_and_started_again_behind_a_router(main: Main, router: Router) -> None:
+    check_in_trouble(main, router, lambda: main.prefill.signal(signal.SIGKILL), "killed")
+    main.prefill.stop(gently=0)
+    main.machine.start_again(main.prefill)
+    main.legs.close()
+    main.legs = main.new_legs()
+    main.expect_well(1)
+    before = main.decode.received
+    for at in range(4):
+        asked = body(tokens(700 + at, f"after {router.name} {at}"), 24)
+        expect_same(ask(router.url, asked), ask(main.plain.url, asked))
+    wait("KV of the new P arrives", lambda: main.decode.received > before, 5)
 
 
 def test_p_between_the_legs(main: Main) -> None:

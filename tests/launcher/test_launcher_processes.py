@@ -115,7 +115,11 @@ class Up:
         eventually(lambda: len(self.leaders()) == 2)
 
     def end(self) -> tuple[int, str]:
-        said = self.process.communicate(timeout=SECONDS)[1]
+        try:
+            said = self.process.communicate(timeout=SECONDS)[1]
+        except subprocess.TimeoutExpired:
+            self.process.kill()  # the guard ends its children
+            raise
         return self.process.returncode, said
 
     def left(self) -> list[object]:

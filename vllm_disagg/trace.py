@@ -17,6 +17,16 @@ MAX_TRACE_ENTRIES = 4000  # of all transfers
 MAX_LOGGED_ENTRIES = 50  # of one failed transfer
 
 
+# By type, those that may be long.  By a table, because each event and action is looked at.
+_LISTS: dict[type, dict[str, object]] = {
+    events.BlocksSummed: {"layers": []},
+    events.PostRead: {"blocks": [], "at_source": None},
+    messages.Progress: {"blocks": []},
+    messages.ReadComplete: {"extents": []},
+    messages.Confirm: {"sums": []},
+}
+
+
 class TransferTrace:
     """The last events and actions of all transfers of one worker, in order."""
 
@@ -72,15 +82,8 @@ def _without_lists(entry: object) -> object:
 
     A peer chooses the length of the lists in its messages.
     """
-    match entry:
-        case events.BlocksSummed():
-            return msgspec.structs.replace(entry, layers=[])
-        case messages.Progress() if entry.blocks:
-            return msgspec.structs.replace(entry, blocks=[])
-        case events.PostRead():
-            return msgspec.structs.replace(entry, blocks=[], at_source=None)
-        case messages.ReadComplete() if entry.extents:
-            return msgspec.structs.replace(entry, extents=[])
-        case messages.Confirm() if entry.sums:
-            return msgspec.structs.replace(entry, sums=[])
-    return entry
+    emptied = _LISTS.get(type(entry))
+    if emptied is None or not any(getattr(entry, name) for name in emptied):
+        return entry
+    without: object = msgspec.structs.replace(entry, **emptied)  # type: ignore[type-var]
+    return without

@@ -39,9 +39,9 @@ def places(layers: list[list[Plane]], blocks: list[int]) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("few_runs", [0, 1000])
+@pytest.mark.parametrize("few_blocks", [0, 1000])
 @given(data=st.data())
-def test_each_byte_goes_to_its_place(few_runs: int, data: st.DataObject) -> None:
+def test_each_byte_goes_to_its_place(few_blocks: int, data: st.DataObject) -> None:
     rows = data.draw(st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=2), max_size=3))
     shift = data.draw(st.integers(0, 2))
     ours = [[data.draw(planes(number)) for number in layer] for layer in rows]
@@ -52,7 +52,7 @@ def test_each_byte_goes_to_its_place(few_runs: int, data: st.DataObject) -> None
     layer = data.draw(st.integers(0, len(rows)))
     layer_end = data.draw(st.integers(layer, len(rows)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paired_planes, "FEW_RUNS", few_runs)
+        patch.setattr(paired_planes, "FEW_BLOCKS", few_blocks)
         paired = PairedPlanes(ours, theirs, shift)
         found = paired.runs(layer, layer_end, our_blocks, their_blocks)
     if layer == layer_end:
@@ -77,11 +77,11 @@ def dense(base: int) -> Plane:
     return Plane(base, 64, 1, 64, 64)
 
 
-@pytest.mark.parametrize("few_runs", [0, 1000])
+@pytest.mark.parametrize("few_blocks", [0, 1000])
 def test_neighbours_of_both_sides_are_one_run(
-    monkeypatch: pytest.MonkeyPatch, few_runs: int
+    monkeypatch: pytest.MonkeyPatch, few_blocks: int
 ) -> None:
-    monkeypatch.setattr(paired_planes, "FEW_RUNS", few_runs)
+    monkeypatch.setattr(paired_planes, "FEW_BLOCKS", few_blocks)
     paired = PairedPlanes([[dense(0)], [dense(9000)]], [[dense(1000)], [dense(5000)]], 0)
     found = paired.runs(0, 2, [4, 5, 6, 8, 9], [1, 2, 4, 5, 6])
     assert found is not None

@@ -6,31 +6,33 @@ One calculation finds the runs of both sides.  They have common lengths then, wi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 
 from .planes import Plane
-from .runs import RunList
+from .runs import RunList, Runs
 
-# Up to so many, Python finds the runs: numpy's code costs more than they do, where another program
-# has displaced it from the CPU's caches (docs/benchmarks/transports.md).
-FEW_RUNS = 256
+# Up to so many blocks of planes, Python finds the runs: numpy's code costs more than they do, where
+# another program has displaced it from the CPU's caches (docs/benchmarks/transports.md).
+FEW_BLOCKS = 512
 
 
-class _PairedRow(NamedTuple):
-    """One row of each block in a plane of both sides."""
+class _Form(NamedTuple):
+    """How the blocks lie in one row of both sides; strides are in bytes."""
 
-    our_base: int
     our_stride: int
-    their_base: int
     their_stride: int
     row_bytes: int
 
 
-class _PairedLayer(NamedTuple):
-    rows: list[_PairedRow]
-    is_dense: bool  # no gap between neighbouring blocks, on both sides
+class _Rows(NamedTuple):
+    """Rows of one form: the addresses of block 0 on both sides."""
+
+    form: _Form
+    our_bases: list[int]
+    their_bases: list[int]
 
 
 class _Spans(NamedTuple):
@@ -47,17 +49,44 @@ class PairedPlanes:
     Both are by layer, in wire order.  Our layer 0 is their layer `shift`.
     """
 
+    # Addresses are in lists of their own: a read finds them displaced from the CPU's caches, and
+    # an object for each plane would be one more access of memory.
     def __init__(
         self,
         ours: Sequence[Sequence[Plane]],
         theirs: Sequence[Sequence[Plane]],
         shift: int,
     ) -> None:
-        # None: a layer of which the peer has none, or one with blocks of another form.
-        self._layers: list[_PairedLayer | None] = []
-        for number, planes in enumerate(ours, shift):
-            is_there = 0 <= number < len(theirs)
-            self._layers.append(_paired(planes, theirs[number]) if is_there else None)
+        self._our_bases: list[int] = []
+        self._their_bases: list[int] = []
+        self._forms: list[_Form] = []
+        # By layer, and behind the last one: the number of rows before it.
+        self._firsts = [0]
+        # Layers of which the peer has none, or has blocks of another form.
+        self._unpaired: set[int] = set()
+        for layer, planes in enumerate(ours):
+            number = layer + shift
+            if not 0 <= number < len(theirs) or not self._add_layer(planes, theirs[number]):
+                self._unpaired.add(layer)
+            self._firsts.append(len(self._forms))
+        # By row: the first one behind it of another form.
+        self._alike_until: list[int] = []
+        for _, series in groupby(self._forms):
+            count = len(list(series))
+            self._alike_until += [len(self._alike_until) + count] * count
+
+    def _add_layer(self, ours: Sequence[Plane], theirs: Sequence[Plane]) -> bool:
+        """Adds the rows of a layer; returns False if its blocks have other rows at the peer."""
+        our_rows = [(plane.rows, plane.row_bytes) for plane in ours]
+        if our_rows != [(plane.rows, plane.row_bytes) for plane in theirs]:
+            return False
+        for our, their in zip(ours, theirs, strict=True):
+            form = _Form(our.block_stride, their.block_stride, our.row_bytes)
+            for row in range(our.rows):
+                self._our_bases.append(our.base + row * our.row_stride)
+                self._their_bases.append(their.base + row * their.row_stride)
+                self._forms.append(form)
+        return True
 
     def runs(
         self,
@@ -70,55 +99,34 @@ class PairedPlanes:
 
         None if the blocks of both sides differ in form or number.
         """
-        rows: list[_PairedRow] = []
-        is_dense = True
-        for paired in self._layers[layer:layer_end]:
-            if paired is None:
-                return None
-            rows += paired.rows
-            is_dense &= paired.is_dense
-        if not rows or len(our_blocks) != len(their_blocks):
+        first, end = self._firsts[layer], self._firsts[layer_end]
+        is_paired = self._unpaired.isdisjoint(range(layer, layer_end))
+        if first == end or not is_paired or len(our_blocks) != len(their_blocks):
             return None
-        size = sum(row.row_bytes for row in rows) * len(our_blocks)
-        spans = _spans(our_blocks, their_blocks, is_dense)
-        if len(rows) * len(spans.counts) > FEW_RUNS:
-            return *_many_runs(rows, spans), size
-        ours = [
-            (row.our_base + our * row.our_stride, count * row.row_bytes)
-            for row in rows
-            for our, count in zip(spans.ours, spans.counts, strict=True)
-        ]
-        theirs = [
-            (row.their_base + their * row.their_stride, count * row.row_bytes)
-            for row in rows
-            for their, count in zip(spans.theirs, spans.counts, strict=True)
-        ]
-        return ours, theirs, size
+        find = _few_runs
+        if (end - first) * len(our_blocks) > FEW_BLOCKS:
+            find = _many_runs
+        size = 0
+        found: list[tuple[RunList, RunList]] = []
+        # Most rows are alike.
+        while first < end:
+            stop = min(end, self._alike_until[first])
+            form = self._forms[first]
+            rows = _Rows(form, self._our_bases[first:stop], self._their_bases[first:stop])
+            found.append(find(rows, _spans(form, our_blocks, their_blocks)))
+            size += (stop - first) * form.row_bytes * len(our_blocks)
+            first = stop
+        if len(found) == 1:
+            return *found[0], size
+        return _joined([ours for ours, _ in found]), _joined([theirs for _, theirs in found]), size
 
 
-def _paired(ours: Sequence[Plane], theirs: Sequence[Plane]) -> _PairedLayer | None:
-    """Returns the rows of one layer; None if its blocks have other rows at the peer."""
-    if len(ours) != len(theirs):
-        return None
-    rows: list[_PairedRow] = []
-    for our, their in zip(ours, theirs, strict=True):
-        if (our.rows, our.row_bytes) != (their.rows, their.row_bytes):
-            return None
-        for row in range(our.rows):
-            our_base = our.base + row * our.row_stride
-            their_base = their.base + row * their.row_stride
-            strides = our.block_stride, their.block_stride
-            rows.append(_PairedRow(our_base, strides[0], their_base, strides[1], our.row_bytes))
-    is_dense = all(row.our_stride == row.row_bytes == row.their_stride for row in rows)
-    return _PairedLayer(rows, is_dense)
-
-
-def _spans(our_blocks: Sequence[int], their_blocks: Sequence[int], is_dense: bool) -> _Spans:
+def _spans(form: _Form, our_blocks: Sequence[int], their_blocks: Sequence[int]) -> _Spans:
     """Returns the series of neighbours on both sides.
 
     Blocks with gaps between them are series of one.
     """
-    if not is_dense:
+    if not form.our_stride == form.their_stride == form.row_bytes:
         return _Spans(our_blocks, their_blocks, [1] * len(our_blocks))
     ours: list[int] = []
     theirs: list[int] = []
@@ -136,13 +144,34 @@ def _spans(our_blocks: Sequence[int], their_blocks: Sequence[int], is_dense: boo
     return _Spans(ours, theirs, counts)
 
 
-def _many_runs(rows: list[_PairedRow], spans: _Spans) -> tuple[RunList, RunList]:
-    of_rows = np.array(rows, np.int64).T[:, :, None]
-    our_bases, our_strides, their_bases, their_strides, row_bytes = of_rows
-    our_blocks, their_blocks, counts = (np.array(numbers, np.int64) for numbers in spans)
-    ours = np.empty((len(rows), len(counts), 2), np.int64)
-    theirs = np.empty_like(ours)
-    ours[:, :, 0] = our_bases + our_blocks * our_strides
-    theirs[:, :, 0] = their_bases + their_blocks * their_strides
-    ours[:, :, 1] = theirs[:, :, 1] = counts * row_bytes
-    return ours.reshape(-1, 2), theirs.reshape(-1, 2)
+def _few_runs(rows: _Rows, spans: _Spans) -> tuple[RunList, RunList]:
+    form = rows.form
+    sizes = [count * form.row_bytes for count in spans.counts]
+    ours = [(block * form.our_stride, size) for block, size in zip(spans.ours, sizes, strict=True)]
+    theirs = [
+        (block * form.their_stride, size) for block, size in zip(spans.theirs, sizes, strict=True)
+    ]
+    return (
+        [(base + start, size) for base in rows.our_bases for start, size in ours],
+        [(base + start, size) for base in rows.their_bases for start, size in theirs],
+    )
+
+
+def _many_runs(rows: _Rows, spans: _Spans) -> tuple[RunList, RunList]:
+    sizes = np.array(spans.counts, np.int64) * rows.form.row_bytes
+    return (
+        _at_bases(rows.our_bases, spans.ours, rows.form.our_stride, sizes),
+        _at_bases(rows.their_bases, spans.theirs, rows.form.their_stride, sizes),
+    )
+
+
+def _at_bases(bases: list[int], blocks: Sequence[int], stride: int, sizes: Runs) -> Runs:
+    made = np.empty((len(bases), len(blocks), 2), np.int64)
+    made[:, :, 0] = np.array(bases, np.int64)[:, None] + np.array(blocks, np.int64) * stride
+    made[:, :, 1] = sizes
+    return made.reshape(-1, 2)
+
+
+def _joined(parts: list[RunList]) -> RunList:
+    """Returns the runs of rows of several forms as one list."""
+    return np.concatenate([np.array(part, np.int64).reshape(-1, 2) for part in parts])

@@ -141,7 +141,7 @@ class Agent:
         self._memory = memory
         memory.prepare_thread()
         # Imported here: the package is optional, and importing it loads UCX.
-        with _nixl_errors(), _ucx_environment(config, memory.place):
+        with _NIXL_ERRORS, _ucx_environment(config, memory.place):
             api = importlib.import_module("nixl._api")
             settings = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
             self._agent: Any = api.nixl_agent(name, settings)
@@ -166,7 +166,7 @@ class Agent:
 
     def buffer(self, size: int) -> ByteBuffer:
         """Returns new memory, registered as long as the agent exists."""
-        with _nixl_errors():
+        with _NIXL_ERRORS:
             made = self._memory.new_buffer(size)
             self._register(runs_of([(made.address, size)]))
         self._buffers.append(made)
@@ -174,12 +174,12 @@ class Agent:
 
     def metadata(self) -> bytes:
         """Returns the data that a peer needs to read from this agent."""
-        with _nixl_errors():
+        with _NIXL_ERRORS:
             return bytes(self._agent.get_agent_metadata())
 
     def add(self, metadata: bytes) -> str:
         """Adds a peer to read from, by its metadata; returns its name."""
-        with _nixl_errors():
+        with _NIXL_ERRORS:
             name = self._agent.add_remote_agent(metadata)
         # A name of the peer's choice, in any bytes: the caller compares it with the expected one.
         return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
@@ -187,7 +187,7 @@ class Agent:
     def remove(self, peer: str) -> None:
         """Removes a peer, from which no read is open."""
         # NIXL may have removed the peer already.
-        with contextlib.suppress(NixlError), _nixl_errors():
+        with contextlib.suppress(NixlError), _NIXL_ERRORS:
             self._agent.remove_remote_agent(peer)
 
     def read(self, peer: str, local: RunList, remote: RunList, place: MemoryPlace) -> Read | None:
@@ -205,14 +205,14 @@ class Agent:
         read = Read(handle)
         # Before posting: a read whose posting fails may be under way, and `close` must release it.
         self._open.add(read)
-        with _nixl_errors():
+        with _NIXL_ERRORS:
             return None if self._ended(read, self._agent.transfer(handle)) else read
 
     def request(self, peer: str, local: RunList, remote: RunList, place: MemoryPlace) -> Any:
         """Returns NIXL's handle of a read that is not posted; see `read`."""
         # No prepared lists of all blocks: they save a tenth of a millisecond of 8,192 descriptors
         # (benchmarks/gpu_descriptors.py), and both ends would have to lay blocks out alike.
-        with _nixl_errors():
+        with _NIXL_ERRORS:
             local_descriptors = self._descriptors(local, self.place)
             remote_descriptors = self._descriptors(remote, place)
             return self._agent.initialize_xfer("READ", local_descriptors, remote_descriptors, peer)
@@ -234,7 +234,7 @@ class Agent:
 
         Raises NixlError if it has failed; then parts of it may still be under way.
         """
-        with _nixl_errors():
+        with _NIXL_ERRORS:
             return self._ended(read, self._agent.check_xfer_state(read.handle))
 
     def _ended(self, read: Read, status: str) -> bool:
@@ -250,7 +250,7 @@ class Agent:
     def progress(self) -> None:
         """Lets UCX work for peers that need it."""
         # NIXL has no call for progress alone; looking for notifications includes it.
-        with _nixl_errors():
+        with _NIXL_ERRORS:
             self._agent.get_new_notifs()
 
     def close(self) -> None:
@@ -261,7 +261,7 @@ class Agent:
         self._memory.prepare_thread()
         for read in self._open:
             # Raises for an active read. One that cannot be cancelled ends with the agent.
-            with contextlib.suppress(NixlError), _nixl_errors():
+            with contextlib.suppress(NixlError), _NIXL_ERRORS:
                 read.handle.release()
             read.handle = None
         self._open.clear()
@@ -357,15 +357,19 @@ def zmq_speed(size: int = 8 << 20, times: int = 3) -> float:
     return size / best_seconds
 
 
-@contextlib.contextmanager
-def _nixl_errors() -> Iterator[None]:
+class _NixlErrors:
     """Turns all exceptions of the library, which have no common base, into NixlError."""
-    try:
-        yield
-    except NixlError:
-        raise
-    except Exception as error:
-        raise NixlError(f"{type(error).__name__}: {error}") from error
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, NixlError):
+            raise NixlError(f"{type(error).__name__}: {error}") from error
+
+
+# One for all calls: it has no state, and a read enters it three times.
+_NIXL_ERRORS = _NixlErrors()
 
 
 @contextlib.contextmanager

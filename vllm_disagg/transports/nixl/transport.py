@@ -643,18 +643,18 @@ class NixlTransport:
     # Both halves ----------------------------------------------------------------------------------
     def poll_events(self, ready: Collection[object]) -> Iterator[TransportEvent]:
         """Advances closings, paths and reads, and yields the events of that."""
+        # First: all other work would only delay the bytes.
+        while self._located:
+            piece = self._located.popleft()
+            yield from self._begin_read(piece)
         now = time.monotonic()
-        # First: where the last reads of a failed agent have ended, their requests need not wait.
+        # Where the last reads of a failed agent have ended, their requests need not wait.
         for posted in self._closings.ended_reads():
             yield self._posted.end(posted, ReadStatus.CANCELLED)
         yield from self._sender.poll_events()
         self._use_made_agent(now)
         for source in list(self._sources.values()):
             self._advance(source, now)
-        # After the paths: a probe that has just failed may have closed the agent.
-        while self._located:
-            piece = self._located.popleft()
-            yield from self._begin_read(piece)
         yield from self._poll_reads(now)
         # Before the cancelled reads: the receiver posts these anew, at the address that holds then.
         while self._events:

@@ -83,6 +83,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=STACKS, default=STACKS)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--seconds", type=float, default=15.0, help="of each run (default: 15)")
+    parser.add_argument(
+        "--dtype", default="bfloat16", help="of the engines; float32 on CPUs without AVX-512"
+    )
     parser.add_argument("--save", metavar="FILE", default="", help="JSON file of all rows")
     args = parser.parse_args()
     if args.cost:
@@ -105,7 +108,7 @@ def main() -> int:
 
 def run_stack(name: str, args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Starts a stack and compares prediction and measurement for each workload."""
-    stack = Stack(name, "bfloat16")
+    stack = Stack(name, args.dtype)
     logs = folder / name
     logs.mkdir()
     try:

@@ -14,13 +14,14 @@ steps at once. All times are in seconds. The first stage may take longer than th
 
 from __future__ import annotations
 
+from math import expm1
 from typing import Protocol
 
 import msgspec
 
 from .hardware import GpuType
 from .kernels import kernel_times
-from .sizes import ModelCosts, touched
+from .sizes import ModelCosts
 
 STAGE_HOP_SECONDS = 20e-6  # seconds to the next pipeline stage without bytes
 # Of a dispatch and a combine together, without bytes. With it and the bytes that leave a node,
@@ -188,7 +189,6 @@ class RooflineLatency:
         coefficients: StepCoefficients = FITTED,
     ) -> None:
         self.pp = shape.pp
-        self._dp = shape.dp
         self._model = model
         self._kernels = kernel_times(gpu.name)
         # The largest stage sets the time: an uneven pipeline is like one of fewer stages.
@@ -199,7 +199,8 @@ class RooflineLatency:
         self._mixed_step = coefficients.mixed_layer * self._layers
         self._sequence = coefficients.sequence
         self._token = 0.0  # of each token of a step
-        self._expert = 0.0  # of each routed expert that is read in a layer
+        self._experts = 0.0  # of all routed experts
+        self._log_miss = model.log_miss * shape.dp
         self._add_products(gpu)
         if model.experts:
             self._add_experts(gpu, shape)
@@ -231,7 +232,8 @@ class RooflineLatency:
         times = of["bf16"] if gpu.rate(model.compute) == gpu.flops else of[model.compute]
         speed = gpu.bandwidth * self._ranks * shape.dp
         self._step += times.seconds * self._layers
-        self._expert = times.weights * model.expert * model.expert_bytes / speed
+        stored = model.expert * model.experts * model.expert_bytes
+        self._experts = times.weights * stored / speed
         chosen = model.expert * model.active
         self._token += times.flops * 2 * chosen / (gpu.rate(model.compute) * self._ranks)
         inner = model.expert / model.layers / 3 / model.hidden / shape.tp
@@ -291,8 +293,8 @@ class RooflineLatency:
         found = self._step + self._token * every + self._decode * n + self._slope * contexts
         if tokens:
             found += self._mixed_step + self._square * squares + self._sequence
-        if self._expert:
-            found += self._expert * touched(self._model, every * self._dp)
+        if self._experts:  # as `touched`, in the innermost loop of the search
+            found -= self._experts * expm1(every * self._log_miss)
         if self._exchange:
             found += self._exchange.seconds(tokens, n * (1 + drafted))
         return found + self._sequence * n + self._head * n * drafted

@@ -71,6 +71,11 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the bytes of KV and states that a sequence of `tokens` tokens holds."""
         return sum(group.held_bytes(tokens) for group in self.kv) + self.state_bytes
 
+    @property
+    def log_miss(self) -> float:
+        """Logarithm of the share of experts that a token does not read in a layer."""
+        return math.log1p(-min(self.active / self.experts, 1 - 1e-12)) if self.experts else 0.0
+
     def stage_share(self, pp: int) -> float:
         """Returns the share of the layers in the largest of `pp` pipeline stages."""
         return math.ceil(self.layers / pp) / self.layers
@@ -100,7 +105,4 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
 
 def touched(model: ModelCosts, tokens: int) -> float:
     """Returns the mean number of experts that `tokens` read in a layer, with random routing."""
-    if not model.experts:
-        return 0.0
-    share = min(model.active / model.experts, 1 - 1e-12)
-    return model.experts * -math.expm1(tokens * math.log1p(-share))
+    return model.experts * -math.expm1(tokens * model.log_miss)

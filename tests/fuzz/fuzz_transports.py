@@ -22,7 +22,7 @@ from vllm_disagg.config import Config
 from vllm_disagg.errors import BadMessage
 from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.memory import HostBuffer, HostMemory, MemoryPlace, hasher
-from vllm_disagg.kv.runs import Runs, are_inside, joined, runs_of, total_bytes
+from vllm_disagg.kv.runs import RunList, Runs, are_inside, joined, runs_of, total_bytes
 from vllm_disagg.protocol.events import (
     BlocksAtSource,
     PostRead,
@@ -280,8 +280,9 @@ class ScriptedAgent:
     def remove(self, peer: str) -> None:
         """Removes a peer."""
 
-    def read(self, peer: str, local: Runs, remote: Runs, place: MemoryPlace) -> Read | None:
+    def read(self, peer: str, ours: RunList, theirs: RunList, place: MemoryPlace) -> Read | None:
         """Checks both ends of a read; a read of the test region gets the nonce."""
+        local, remote = runs_of(ours), runs_of(theirs)
         own = [*self.regions.tolist(), *((b.address, b.size) for b in self._buffers)]
         if total_bytes(local) != total_bytes(remote) or (local[:, 1] != remote[:, 1]).any():
             raise AssertionError("a read of unequal lengths")

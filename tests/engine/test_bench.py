@@ -67,7 +67,7 @@ def test_bench_finds_a_goodput(main: Main, capsys: pytest.CaptureFixture[str]) -
 def test_profile_measures_a_plain_engine_and_one_of_ours(main: Main, tmp_path: Path) -> None:
     for engine in (main.plain, main.prefill):
         path = tmp_path / f"{engine.name}.json"
-        words = ["--output", str(path), "--seconds", "30", "--max-num-batched-tokens", str(CHUNK)]
+        words = ["--output", str(path), "--seconds", "15", "--max-num-batched-tokens", str(CHUNK)]
         assert cli.main(["profile", engine.url, *words]) == 0
         points = json.loads(path.read_text())
         assert points["model"] == "tiny" and points["kv_tokens"] > 10_000

@@ -11,6 +11,8 @@ from direct import Legs
 from engines import BLOCK, Engine, Proxy, wait
 from test_exact import needed
 
+pytestmark = pytest.mark.wide
+
 
 class Tp2:
     """Two engines on separate cores: vLLM's workers spin while they wait, and starve others."""

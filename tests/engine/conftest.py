@@ -52,7 +52,7 @@ LAST += [
     "test_lora",
     "test_transports",
 ]
-LAST += ["test_compress", "test_operators", "test_roles"]
+LAST += ["test_compress", "test_operators", "test_roles", "test_two_machines"]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -966,6 +966,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("handover: a grant counts as one", "fleet/handovers.py", "USE = \"handover\"", "USE = \"grant\"", "tests/fleet/test_handovers.py"),
     ("handover: NixlConnector would read", "fleet/handovers.py", "return {TOKEN_KEY: token}", "return {DECODE_FLAG: True, TOKEN_KEY: token}", "tests/connector/test_handover.py"),
     ("P cuts an image at the end of a prompt", "kv_connectors/admission.py", "        if self._leaves_out_last and compat.ends_in_image(request):\n", "        if False:\n", "tests/connector/test_scheduler_side.py"),
+    ("a model's images that attend to later tokens are not found", "kv_connectors/connector.py", "if getattr(vllm_config.model_config, \"is_mm_prefix_lm\", False):", "if False:", "tests/connector/test_connector.py"),
     ("images that attend to later tokens travel", "kv_connectors/admission.py", "        if self.computes_images and request.mm_features:\n", "        if False:\n", "tests/connector/test_scheduler_side.py"),
     ("a MultiConnector within another one starts", "kv_connectors/early_check.py", "        elif settings_in(_Child(child)):\n", "        elif False:\n", "tests/connector/test_early_check.py"),
     ("scales of the KV cache differ by engine", "kv_connectors/supported.py", "getattr(vllm_config.cache_config, \"calculate_kv_scales\", False)", "False", "tests/connector/test_compatibility.py"),

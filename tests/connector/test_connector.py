@@ -117,10 +117,13 @@ def test_an_engine_that_drafts_computes_seeded_requests(
     monkeypatch.setattr(compat, "before_adapters_load", lambda note: None)
     role = SimpleNamespace(kv_role="kv_consumer")
     engine: Any = SimpleNamespace(_kv_transfer_config=role)
-    vllm_config: Any = SimpleNamespace(speculative_config=speculative)
+    # In the case without drafts the model's images attend to later tokens.
+    model = SimpleNamespace(is_mm_prefix_lm=speculative is None)
+    vllm_config: Any = SimpleNamespace(speculative_config=speculative, model_config=model)
     caches: Any = SimpleNamespace(kv_cache_groups=GROUPS, num_blocks=10)
     DisaggConnector._create_scheduler(engine, Config(), KEY, vllm_config, caches)
     assert engine._scheduler._admission.computes_seeded is (speculative is not None)
+    assert engine._scheduler._admission.computes_images is (speculative is None)
     has_limit = engine._scheduler._legs.cache.max_load_blocks is not None
     assert has_limit is (speculative is not None)
     assert engine._scheduler._may_sleep
@@ -149,7 +152,10 @@ def test_a_rank_in_step_never_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
         data_parallel_hybrid_lb=False,
     )
     vllm_config: Any = SimpleNamespace(
-        speculative_config=None, parallel_config=parallel, kv_transfer_config=transfer
+        speculative_config=None,
+        parallel_config=parallel,
+        kv_transfer_config=transfer,
+        model_config=SimpleNamespace(),
     )
     engine: Any = SimpleNamespace(_kv_transfer_config=transfer)
     caches: Any = SimpleNamespace(kv_cache_groups=GROUPS, num_blocks=10)

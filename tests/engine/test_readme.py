@@ -114,7 +114,7 @@ class Shell:
             env=self.env,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,  # only ends a command that hangs
         )
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
         return done.stdout

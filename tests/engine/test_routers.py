@@ -5,7 +5,7 @@ vllm-router (VLLM_ROUTER names the program, else that of `make .venv-router`), v
 names a Python with `ray[serve]`). A router that is not there is skipped.
 
 On CPUs without instructions for bfloat16 run it with ENGINE_DTYPE=float32, as `make routers` does:
-there a prompt gets other bits in another batch, and plain vLLM differs from plain vLLM.
+in bfloat16 a token gets other bits in a chunk of a prompt than in the whole one, so near ties flip.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ WAITING   := $(addprefix tests/,proxy doctor unit deploy soak launcher bench tra
 COMPUTING := $(addprefix tests/,protocol kv fleet connector planner workloads transports/collective simulation scheduler_worlds property gpu fuzz)
 QUICK     := $(WAITING) $(COMPUTING)
 
-.PHONY: setup demo check static quick-waiting quick-computing coverage test processes-nixl processes-others some-mutants wide routers chaos versions gpu-proof page-proof operator-proof fuzz fuzz-engines worlds world-faults mutants bench bench-proxy bench-transport goodput planner-accuracy soak house clean
+.PHONY: setup demo check static quick-waiting quick-computing coverage test processes some-mutants wide routers chaos versions gpu-proof page-proof operator-proof fuzz fuzz-engines worlds world-faults mutants bench bench-proxy bench-transport goodput planner-accuracy soak house clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.ours
@@ -104,14 +104,11 @@ coverage: setup
 
 # The transports mostly wait for deadlines; faults are planted meanwhile, in what time they leave.
 test: check
-	+@$(MAKE) --no-print-directory -j3 --output-sync=target processes-nixl processes-others some-mutants
+	+@$(MAKE) --no-print-directory -j2 --output-sync=target processes some-mutants
 	$(BIN)/python -m pytest tests/engine -m "not chaos and not wide"
 
-processes-nixl: setup
-	$(BIN)/python -m pytest $(wildcard tests/transports/processes/test_nixl*.py)
-
-processes-others: setup
-	$(BIN)/python -m pytest $(filter-out $(wildcard tests/transports/processes/test_nixl*.py),$(wildcard tests/transports/processes/test_*.py))
+processes: setup
+	$(BIN)/python -m pytest tests/transports/processes
 
 some-mutants: setup
 	nice -n 10 $(BIN)/python tests/mutants.py --jobs 1 --parts $(PARTS)

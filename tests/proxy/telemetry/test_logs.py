@@ -230,9 +230,14 @@ def test_json_lines_have_time_level_and_exception() -> None:
 def test_lines_of_a_worker_name_it(
     log_format: LogFormat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    set_up("info", log_format, 1)
-    logging.getLogger("a").warning("said")
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    level = root.level
+    try:
+        set_up("info", log_format, 1)
+        logging.getLogger("a").warning("said")
+    finally:
+        root.setLevel(level)  # for the tests behind this one
     (line,) = capsys.readouterr().err.splitlines()
     if log_format == "json":
         assert json.loads(line)["worker"] == 1 and json.loads(line)["message"] == "said"

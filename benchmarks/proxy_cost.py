@@ -5,6 +5,7 @@ the case that its D dies.
     python benchmarks/proxy_cost.py --router PATH [--rounds N] [--save NAME]
     python benchmarks/proxy_cost.py --streams 10000
     python benchmarks/proxy_cost.py --viewer [--rounds N]
+    python benchmarks/proxy_cost.py --long-prompts 150 [--rounds N]
 
 Each round measures, one proxy after the other: CPU of a P/D request with a body of 200 B, 16 KB and
 400 KB (8 clients, each with one request at a time); CPU of a streamed token (64 streams of 300
@@ -19,6 +20,9 @@ the last line is one JSON object with the ratios ours/router.
 
 `--viewer`: CPU of a P/D request of 200 B through ours while one viewer has the status page's feed
 open, beside no viewer, in turn; and the CPU of a viewer of a proxy without requests.
+
+`--long-prompts N`: TTFT of streams with bodies of 220 KB, from N clients with one request each,
+through ours and through the router, minus the median of the same load on D alone.
 """
 
 from __future__ import annotations
@@ -53,6 +57,9 @@ STEP = 10
 LATENCIES = 300
 VIEWED_REQUESTS = 15_000  # for seconds: one event a second, and CPU is counted in 10 ms
 IDLE_SECONDS = 4
+LONG_BYTES = 220_000
+LONG_TOKENS, LONG_STEP = 20, 100  # tokens of an answer; milliseconds of a step
+LONG_REQUESTS = 5  # of each client and round
 
 
 @dataclass
@@ -395,6 +402,51 @@ def compare_viewer(rounds: int) -> None:
     print(json.dumps(result))
 
 
+async def first_tokens(port: int, clients: int) -> list[float]:
+    """Returns the TTFT of long prompts, in seconds, with all clients at work."""
+    data = request(body(LONG_BYTES, stream=True, max_tokens=LONG_TOKENS, seed=LONG_STEP))
+    seconds: list[float] = []
+
+    async def run(number: int) -> None:
+        # Clients that began together would go on in step.
+        await asyncio.sleep(number / clients * LONG_TOKENS * LONG_STEP / 1e3)
+        client = await Client.connect("127.0.0.1", port)
+        for _ in range(LONG_REQUESTS):
+            sent_at = time.perf_counter()
+            began = asyncio.get_running_loop().create_future()
+            end = client.ask(data, began)
+            await asyncio.wait((began, end), return_when=asyncio.FIRST_COMPLETED)
+            seconds.append(time.perf_counter() - sent_at)
+            if not await end:
+                raise SystemExit("a request failed")
+        client.close()
+
+    await asyncio.gather(*(run(number) for number in range(clients)))
+    return seconds
+
+
+def compare_long_prompts(clients: int, rounds: int, router: str) -> None:
+    """Measures the TTFT that the proxies add to long prompts."""
+    with proxies(["ours", "router"], router) as (urls, made):
+        decode = int(urls["decode"][0].rpartition(":")[2])
+        for _ in range(rounds):
+            base = statistics.median(uvloop.run(first_tokens(decode, clients)))
+            for proxy in made:
+                before = proxy.cpu()
+                seconds = uvloop.run(first_tokens(proxy.port, clients))
+                proxy.add("cpu_us", (proxy.cpu() - before) / len(seconds) * 1e6)
+                proxy.latencies += [second - base for second in seconds]
+    result: dict[str, object] = {"clients": clients, "bytes": LONG_BYTES, "rounds": rounds}
+    for proxy in made:
+        quantiles = statistics.quantiles(proxy.latencies, n=100)
+        result[proxy.name] = {
+            "added_ms_p50": round(quantiles[49] * 1e3, 2),
+            "added_ms_p99": round(quantiles[98] * 1e3, 2),
+            "cpu_us_a_request": round(proxy.median("cpu_us")),
+        }
+    print(json.dumps(result))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -408,6 +460,9 @@ def main() -> None:
     parser.add_argument(
         "--viewer", action="store_true", help="only: the cost of a viewer of the status page"
     )
+    parser.add_argument(
+        "--long-prompts", type=int, default=0, metavar="N", help="only: 220 KB from N clients"
+    )
     args = parser.parse_args()
     os.sched_setaffinity(0, CORES[:-1] or CORES)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave nothing running
@@ -417,6 +472,8 @@ def main() -> None:
         compare_viewer(args.rounds)
     elif not Path(args.router).is_file():
         sys.exit(f"proxy_cost: no vllm-router at {args.router}; `make bench` installs one")
+    elif args.long_prompts:
+        compare_long_prompts(args.long_prompts, args.rounds, args.router)
     else:
         compare(args.rounds, args.router, args.save)
 

@@ -262,7 +262,7 @@ def test_by_hand(shell: Shell) -> None:
 
 def test_plan(shell: Shell) -> None:
     (plan,) = find("plan")
-    (shell.folder / "trace.jsonl").write_text("".join(TRACE % (at * 200) for at in range(2500)))
+    (shell.folder / "trace.jsonl").write_text("".join(TRACE % (at * 200) for at in range(4000)))
     said = shell.run(plan)
     assert "vllm serve meta-llama/Llama-3.1-70B" in said, said
     assert list(shell.folder.glob("out*"))

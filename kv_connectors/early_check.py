@@ -60,14 +60,6 @@ def check(extra: dict[str, Any]) -> None:
     keys.load(settings.key_file, insecure=settings.insecure)
 
 
-class _Child:
-    """A child of MultiConnector, with the fields of a transfer's configuration."""
-
-    def __init__(self, fields: dict[str, Any]) -> None:
-        self.kv_connector = fields.get("kv_connector")
-        self.kv_connector_extra_config = fields.get("kv_connector_extra_config")
-
-
 def settings_in(transfer: Any) -> list[dict[str, Any]]:
     """Returns the settings of each use of this connector, also as a child of MultiConnector.
 
@@ -75,11 +67,15 @@ def settings_in(transfer: Any) -> list[dict[str, Any]]:
     """
     if transfer is None:
         return []
-    if transfer.kv_connector == CONNECTOR:
-        return [_settings(transfer.kv_connector_extra_config)]
-    if transfer.kv_connector != "MultiConnector":
+    return _settings_of(transfer.kv_connector, transfer.kv_connector_extra_config)
+
+
+def _settings_of(connector: object, extra: object) -> list[dict[str, Any]]:
+    if connector == CONNECTOR:
+        return [_settings(extra)]
+    if connector != "MultiConnector":
         return []
-    children = _settings(transfer.kv_connector_extra_config).get("connectors", [])
+    children = _settings(extra).get("connectors", [])
     if not isinstance(children, list):
         raise ConfigError(
             f"kv_connector_extra_config: connectors of MultiConnector is {children!r},"
@@ -92,13 +88,14 @@ def settings_in(transfer: Any) -> list[dict[str, Any]]:
                 f"kv_connector_extra_config: connectors of MultiConnector has {child!r},"
                 " but each must be an object with kv_connector"
             )
-        if child.get("kv_connector") == CONNECTOR:
-            found.append(_settings(child.get("kv_connector_extra_config")))
-        elif settings_in(_Child(child)):
+        name = child.get("kv_connector")
+        used = _settings_of(name, child.get("kv_connector_extra_config"))
+        if used and name != CONNECTOR:
             raise ConfigError(
                 f"kv_connector_extra_config: {CONNECTOR} is in a MultiConnector that {_IS_NESTED}:"
                 " make it a child of the outer one"
             )
+        found += used
     if found:
         _refuse_siblings([child.get("kv_connector") for child in children])
     return found

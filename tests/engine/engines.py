@@ -32,7 +32,6 @@ FLAGS = [
     "tiny",
 ]
 # The dtype of all engines, unless a test chooses one; empty for the model's, which is bfloat16.
-# In bfloat16 some CPUs give a token other bits in a chunk of a prompt, and near ties flip.
 DTYPE = os.environ.get("ENGINE_DTYPE", "")
 FLAGS += ["--dtype", DTYPE] if DTYPE else []
 ELEMENT_BYTES = 4 if DTYPE == "float32" else 2

@@ -4,8 +4,7 @@ vllm-router (VLLM_ROUTER names the program, else that of `make .venv-router`), v
 (TOY_PROXY names its script, from vLLM's tests) and a minimal application of Ray Serve (RAY_PYTHON
 names a Python with `ray[serve]`). A router that is not there is skipped.
 
-On CPUs without instructions for bfloat16 run it with ENGINE_DTYPE=float32, as `make routers` does:
-in bfloat16 a token gets other bits in a chunk of a prompt than in the whole one, so near ties flip.
+On CPUs without instructions for bfloat16 `make routers` runs it with ENGINE_DTYPE=float32.
 """
 
 from __future__ import annotations

@@ -13,8 +13,6 @@ half were made.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
 import multiprocessing
 import random
@@ -28,8 +26,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(Path(__file__).with_name("inside"))]
 
+import heap_counts  # noqa: E402
 import numpy as np  # noqa: E402
 
 from kv_connectors import transports  # noqa: E402
@@ -49,24 +48,6 @@ AT_ONCE = 8
 LOOK_SECONDS = 0.0005
 LIMIT_SECONDS = 60.0  # of one round of transfers
 KEY = keys.FleetKey(b"k" * keys.KEY_BYTES)
-MALLINFO_FIELDS = (
-    "arena",
-    "ordblks",
-    "smblks",
-    "hblks",
-    "hblkhd",
-    "usmblks",
-    "fsmblks",
-    "uordblks",
-    "fordblks",
-    "keepcost",
-)
-
-
-class MallInfo(ctypes.Structure):
-    """The struct of glibc's mallinfo2."""
-
-    _fields_ = [(name, ctypes.c_size_t) for name in MALLINFO_FIELDS]
 
 
 class Reading(NamedTuple):
@@ -80,15 +61,8 @@ class Reading(NamedTuple):
 
 def read(transfers: int) -> Reading:
     """Measures this process, its free pages returned."""
-    gc.collect()
-    libc = ctypes.CDLL("libc.so.6")
-    libc.malloc_trim(0)
-    libc.mallinfo2.restype = MallInfo
-    info = libc.mallinfo2()
-    status = Path("/proc/self/status").read_text()
-    rss = next(line for line in status.splitlines() if line.startswith("VmRSS"))
-    allocated = (info.uordblks + info.hblkhd) // 1024
-    return Reading(transfers, int(rss.split()[1]), allocated, sys.getallocatedblocks())
+    found = heap_counts.counts(trims=True)
+    return Reading(transfers, found["rss_kib"], found["allocated_kib"], found["blocks"])
 
 
 def memory() -> HostMemory:

@@ -55,10 +55,10 @@ def ray_python() -> str:
         if not (folder / "done").exists():
             venv.create(folder, with_pip=True, clear=True)
             _run([str(command), "-m", "pip", "install", "--quiet", RAY_PACKAGE])
-            (packages,) = folder.glob("lib/python*/site-packages")
-            # Behind its own packages, some of which are newer.
-            (packages / "behind.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
             (folder / "done").touch()
+        (packages,) = folder.glob("lib/python*/site-packages")
+        # Behind its own packages, some of which are newer.
+        (packages / "behind.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     except (OSError, subprocess.CalledProcessError) as error:
         raise MissingToolError(f"{RAY_PACKAGE} cannot be had here: {error}") from None
     return str(command)

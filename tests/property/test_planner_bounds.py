@@ -98,10 +98,11 @@ def test_a_shortlist_has_the_best_of_all_placements(monkeypatch: pytest.MonkeyPa
     scenario = _roofline_scenario(5, 150)
     placements = optimizer.disaggregated(scenario)
     criteria = (scenario.criterion.units, optimizer.of_budget)
-    brute = optimizer.search_by(scenario, placements, 0, 1, _quiet, {}, criteria)
+    kinds = [optimizer.Candidates(dict.fromkeys(placements, 0.0), _quiet)]
+    brute = optimizer.search_kinds(scenario, kinds, 0, 1, criteria)[0]
     monkeypatch.setattr(optimizer, "MAX_SIMULATED_PLACEMENTS", 0)
     monkeypatch.setattr(optimizer, "SHORTLIST_PLACEMENTS", 10)
-    short = optimizer.search_by(scenario, placements, 1, 1, _quiet, {}, criteria)
+    short = optimizer.search_kinds(scenario, kinds, 1, 1, criteria)[0]
     for units, found, best in zip(criteria, short, brute, strict=True):
         assert len(best) > 20
         # Both values from one sample: a shortlist's finalists are simulated longer.

@@ -80,11 +80,24 @@ def test_the_most_in_all_may_be_less_per_gpu() -> None:
 
 
 def test_processes_change_nothing() -> None:
+    """Nor does it to search both kinds at the same time, each with progress of its own."""
     scenario = distserve_scenario("opt-13b", 0.2, 3, 60, 2)
-    placements = optimizer.disaggregated(scenario)
-    assert optimizer.search(scenario, placements, 2, 2, _check_progress) == optimizer.search(
-        scenario, placements, 2, 1, _check_progress
-    )
+    criteria = (scenario.criterion.units,)
+    listed = (optimizer.disaggregated(scenario), optimizer.colocated(scenario))
+    totals: list[set[int]] = [set(), set()]
+    kinds = []
+    for placements, seen in zip(listed, totals, strict=True):
+
+        def progress(done: int, total: int, best: object, seen: set[int] = seen) -> None:
+            assert done <= total
+            seen.add(total)
+
+        kinds.append(optimizer.Candidates(dict.fromkeys(placements, 0.0), progress))
+    both = optimizer.search_kinds(scenario, kinds, 2, 2, criteria)
+    alone = [optimizer.search(scenario, each, 2, 1, _check_progress) for each in listed]
+    assert [one[0] for one in both] == alone
+    assert all(alone)
+    assert totals == [{len(each)} for each in listed]
 
 
 def test_a_bisection_ends_only_after_a_failure_and_brackets_the_threshold() -> None:

@@ -78,7 +78,7 @@ class CapacityBounds:
 
     def __init__(self, scenario: Scenario, samples: Sequence[WorkloadSample]) -> None:
         self._scenario = scenario
-        self._samples = samples
+        self.samples = samples
         self._works: dict[tuple[object, ...], list[list[SideWork]]] = {}
         self._requests: list[RequestWork] = []
 
@@ -97,7 +97,7 @@ class CapacityBounds:
         """Returns the mean over samples of the least bound of both sides."""
         sides = self._sides(placement)
         rates = []
-        for seed, sample in enumerate(self._samples):
+        for seed, sample in enumerate(self.samples):
             counted = sample.counted
             span = sum(sample.gaps[counted.start + 1 : counted.stop])
             bounds = [float("inf")]
@@ -133,7 +133,7 @@ class CapacityBounds:
             kv = self._scenario.kv_tokens(source, shape)
             latency = latency_of(source, shape)
             if not self._requests:
-                self._requests = [RequestWork(self._scenario, s) for s in self._samples]
+                self._requests = [RequestWork(self._scenario, s) for s in self.samples]
             found = []
             for requests in self._requests:
                 if kind == "prompts":

@@ -58,8 +58,6 @@ USUAL_LOAD = 0.9  # of the capacity, which large deployments reach: the first pr
 MIN_PARALLEL_REQUESTS = 20_000  # of all samples: fewer than MIN_PARALLEL placements share processes
 MIN_PARALLEL = 4
 
-NO_RATES: Mapping[Placement, float] = {}
-
 Units = Callable[[Placement], float]
 
 
@@ -321,98 +319,109 @@ def _order_by(units: Units) -> Callable[[PlacementScore], tuple[float, Placement
     return order
 
 
+class Candidates(msgspec.Struct, frozen=True):
+    """Placements of one kind to search.
+
+    `rates` has requests/s per GPU near which the goodput of each is sought; 0 if not known.
+    """
+
+    rates: Mapping[Placement, float]
+    progress: ProgressCallback
+
+
+class KindSearch:
+    """Search of one kind: its placements in the order of simulation, and its best so far."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        kind: Candidates,
+        bounds: CapacityBounds,
+        keep: int,
+        criteria: Sequence[Units],
+    ) -> None:
+        self.rates = dict(kind.rates)
+        self.leaders = Leaders(scenario, keep, criteria)
+        self._progress = kind.progress
+        self._done = 0
+        chosen = set(kind.rates)
+        most = MAX_SIMULATED_PLACEMENTS
+        if not any(place.decode for place in chosen):
+            most = MAX_SIMULATED_COLOCATED
+        if keep and len(chosen) > most:
+            listed = list(chosen)
+            chosen = {place for units in criteria for place in shortlist(listed, bounds, units)}
+            for place in chosen:
+                self.rates[place] = USUAL_LOAD * bounds.capacity(place) / place.gpus
+
+        def order(placement: Placement) -> tuple[int, float, Placement]:
+            value = estimate(scenario, placement, bounds.samples[0]) * placement.gpus
+            return _pipeline_stages(placement), -value / criteria[0](placement), placement
+
+        self.ordered = sorted(chosen, key=order)
+
+    def record(self, score: PlacementScore | None) -> None:
+        """Records the result of a placement."""
+        self._done += 1
+        self.leaders.add(score)
+        self._progress(self._done, len(self.ordered), self.leaders.best)
+
+
 def search(
     scenario: Scenario,
     placements: Iterable[Placement],
     keep: int,
     jobs: int,
     progress: ProgressCallback,
-    near: Mapping[Placement, float] = NO_RATES,
 ) -> list[PlacementScore]:
-    """Returns the `keep` best placements by the scenario's criterion, as `search_by`."""
-    units = scenario.criterion.units
-    return search_by(scenario, placements, keep, jobs, progress, near, (units,))[0]
+    """Returns the `keep` best placements by the scenario's criterion, as `search_kinds`."""
+    kind = Candidates(dict.fromkeys(placements, 0.0), progress)
+    return search_kinds(scenario, [kind], keep, jobs, (scenario.criterion.units,))[0][0]
 
 
-def search_by(
-    scenario: Scenario,
-    placements: Iterable[Placement],
-    keep: int,
-    jobs: int,
-    progress: ProgressCallback,
-    near: Mapping[Placement, float],
-    criteria: Sequence[Units],
-) -> list[list[PlacementScore]]:
-    """Returns the `keep` best placements of each criterion, without those that have no goodput.
+def search_kinds(
+    scenario: Scenario, kinds: Sequence[Candidates], keep: int, jobs: int, criteria: Sequence[Units]
+) -> list[list[list[PlacementScore]]]:
+    """Returns for each kind the `keep` best placements of each criterion.
 
-    With `keep` 0 it returns all of them and prunes nothing. `near` is as of `evaluate`.
+    Those without goodput are left out. With `keep` 0 all others are returned, and nothing is
+    pruned. The kinds share the processes: one does not wait for the last placements of another.
     """
     samples = scenario.samples()
     bounds = CapacityBounds(scenario, samples)
-    chosen = set(placements)
-    rates = dict(near)
-    most = MAX_SIMULATED_PLACEMENTS
-    if not any(place.decode for place in chosen):
-        most = MAX_SIMULATED_COLOCATED
-    if keep and len(chosen) > most:
-        listed = list(chosen)
-        chosen = {place for units in criteria for place in shortlist(listed, bounds, units)}
-        for place in chosen:
-            rates[place] = USUAL_LOAD * bounds.capacity(place) / place.gpus
-
-    def order(placement: Placement) -> tuple[int, float, Placement]:
-        value = estimate(scenario, placement, samples[0]) * placement.gpus
-        return _pipeline_stages(placement), -value / criteria[0](placement), placement
-
-    ordered = sorted(chosen, key=order)
-    leaders = Leaders(scenario, keep, criteria)
-    total = len(ordered)
-    done = 0
-
-    def record_score(score: PlacementScore | None) -> None:
-        nonlocal done
-        done += 1
-        leaders.add(score)
-        progress(done, total, leaders.best)
-
+    searches = [KindSearch(scenario, kind, bounds, keep, criteria) for kind in kinds]
     requests = scenario.requests * scenario.seeds
     least = MIN_PARALLEL if requests < MIN_PARALLEL_REQUESTS else 2
-    if jobs <= 1 or total < least:
-        for placement in ordered:
-            floor = leaders.floor(placement)
-            rate = rates.get(placement, 0.0)
-            record_score(evaluate(scenario, placement, samples, floor, rate, bounds))
+    if jobs <= 1 or sum(len(one.ordered) for one in searches) < least:
+        for one in searches:
+            for placement in one.ordered:
+                floor = one.leaders.floor(placement)
+                rate = one.rates.get(placement, 0.0)
+                one.record(evaluate(scenario, placement, samples, floor, rate, bounds))
     else:
-        _search_in_processes(scenario, ordered, jobs, leaders.floor, record_score, rates)
-    return leaders.ranked()
+        _search_in_processes(scenario, searches, jobs)
+    return [one.leaders.ranked() for one in searches]
 
 
-def _search_in_processes(
-    scenario: Scenario,
-    ordered: Iterable[Placement],
-    jobs: int,
-    floor: Units,
-    record_score: Callable[[PlacementScore | None], None],
-    near: Mapping[Placement, float],
-) -> None:
+def _search_in_processes(scenario: Scenario, searches: Sequence[KindSearch], jobs: int) -> None:
     """Evaluates in `jobs` processes, each placement with the floor of the moment."""
     context = get_context("spawn")  # inherits no locks and no threads
-    pending: set[Future[PlacementScore | None]] = set()
-    waiting = iter(ordered)
+    pending: dict[Future[PlacementScore | None], KindSearch] = {}
+    waiting = iter([(one, placement) for one in searches for placement in one.ordered])
     with ProcessPoolExecutor(jobs, context, _init_worker, (scenario,)) as pool:
         try:
             while True:
-                for placement in waiting:
-                    rate = near.get(placement, 0.0)
-                    least = floor(placement)
-                    pending.add(pool.submit(_evaluate_in_worker, placement, least, rate))
+                for one, placement in waiting:
+                    rate = one.rates.get(placement, 0.0)
+                    least = one.leaders.floor(placement)
+                    future = pool.submit(_evaluate_in_worker, placement, least, rate)
+                    pending[future] = one
                     if len(pending) > jobs:
                         break
                 if not pending:
                     return
-                finished, pending = wait(pending, return_when=FIRST_COMPLETED)
-                for future in finished:
-                    record_score(future.result())
+                for future in wait(pending, return_when=FIRST_COMPLETED).done:
+                    pending.pop(future).record(future.result())
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

@@ -22,6 +22,7 @@ from ..simulation.simulator import simulate
 from .bounds import CapacityBounds
 from .optimizer import (
     USUAL_LOAD,
+    Candidates,
     PlacementScore,
     ProgressCallback,
     colocated,
@@ -29,7 +30,7 @@ from .optimizer import (
     estimate,
     of_budget,
     ranked,
-    search_by,
+    search_kinds,
 )
 from .scenario import EDGE_SHARE, Placement, Scenario
 
@@ -85,32 +86,19 @@ def search_fixed(
     scenario: Scenario, keep: int, jobs: int, progress: ProgressFactory
 ) -> SearchResult:
     """Searches all placements with the scenario's own samples."""
-    found = []
-    for placements, kind in (
+    kinds = []
+    for placements, name in (
         (disaggregated(scenario), "disaggregated"),
         (colocated(scenario), "colocated"),
     ):
-        rates = dict.fromkeys(placements, 0.0)
-        found.append(_search(scenario, rates, keep, jobs, progress(kind)))
-    return _result(scenario, found, keep)
+        kinds.append(Candidates(dict.fromkeys(placements, 0.0), progress(name)))
+    return _search(scenario, kinds, keep, jobs)
 
 
-def _search(
-    scenario: Scenario,
-    rates: dict[Placement, float],
-    keep: int,
-    jobs: int,
-    progress: ProgressCallback,
-) -> list[list[PlacementScore]]:
-    """Searches placements by the scenario's criterion and by the goodput of all GPUs."""
+def _search(scenario: Scenario, kinds: Sequence[Candidates], keep: int, jobs: int) -> SearchResult:
+    """Searches both kinds by the scenario's criterion and by the goodput of all GPUs."""
     criteria = (scenario.criterion.units, of_budget)
-    return search_by(scenario, rates, keep, jobs, progress, rates, criteria)
-
-
-def _result(
-    scenario: Scenario, found: Sequence[list[list[PlacementScore]]], keep: int
-) -> SearchResult:
-    """Builds a result from the searches of both kinds."""
+    found = search_kinds(scenario, kinds, keep, jobs, criteria)
     (split, split_large), (together, together_large) = found
     large = sorted([*split_large, *together_large], key=lambda score: -score.total)
     return SearchResult(scenario, split, together, ranked(scenario, large, keep, of_budget))
@@ -135,13 +123,13 @@ def search_sized(
         sized = grown(scenario, max(found.scenario.requests, _wanted(found)))
         if sized == found.scenario:
             break
-        scores = []
-        for best, kind in ((found.split, "disaggregated"), (found.together, "colocated")):
-            is_split = kind == "disaggregated"
+        kinds = []
+        for best, name in ((found.split, "disaggregated"), (found.together, "colocated")):
+            is_split = name == "disaggregated"
             large = [s for s in found.large if bool(s.placement.decode) == is_split]
             rates = _near_rates(found.scenario, [*best, *large])
-            scores.append(_search(sized, rates, keep, jobs, progress(f"{kind} finalists")))
-        found = _result(sized, scores, keep)
+            kinds.append(Candidates(rates, progress(f"{name} finalists")))
+        found = _search(sized, kinds, keep, jobs)
     return SearchResult(found.scenario, found.split[:keep], found.together[:keep], found.large)
 
 

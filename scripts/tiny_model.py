@@ -1,9 +1,10 @@
 """Writes a tiny model with random weights, for tests and demos: tiny_model.py KIND OUT_DIR.
 
 KIND: dense, heavy (about 100 KB of KV cache a token, so that transfers show), or another kind of KV
-cache: sliding (Gemma 3), oss (GPT-OSS), mla (DeepSeek V2), moe (Mixtral), mamba (Mamba 2), linear
-(Qwen3-Next), zamba (Zamba2), images (BLIP-2). vLLM's CPU build serves all of them with
---enforce-eager. qwen3-8b: that model's shape but for its vocabulary (14 GB, for a GPU).
+cache: sliding (Gemma 3), shared (Gemma 3n), gemma4, oss (GPT-OSS), mla (DeepSeek V2), moe
+(Mixtral), mamba (Mamba 2), linear (Qwen3-Next), zamba (Zamba2), images (BLIP-2). vLLM's CPU build
+serves all of them with --enforce-eager. qwen3-8b: that model's shape but for its vocabulary (14 GB,
+for a GPU).
 
 The weights are drawn with `initializer_range` 0.08. With the usual 0.02 a random model repeats one
 token, and half of all changes to a prompt do not change its answer, so wrong KV would go unseen;
@@ -48,6 +49,26 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "sliding": (
         "Gemma3TextConfig",
         {"head_dim": 32, "sliding_window": 128, "sliding_window_pattern": 2},
+    ),
+    # the last four layers use KV of earlier ones, each of its own kind
+    "shared": (
+        "Gemma3nTextConfig",
+        {
+            **{"num_hidden_layers": 8, "num_kv_shared_layers": 4, "sliding_window": 128},
+            **{"layer_types": ["sliding_attention", "full_attention"] * 4, "head_dim": 32},
+            **{"hidden_size_per_layer_input": 32, "laurel_rank": 16, "tie_word_embeddings": True},
+        },
+    ),
+    # layers that share KV, and heads of full attention that differ in number and size
+    "gemma4": (
+        "Gemma4TextConfig",
+        {
+            **{"num_hidden_layers": 8, "num_kv_shared_layers": 4, "sliding_window": 128},
+            **{"layer_types": ["sliding_attention", "full_attention"] * 4, "head_dim": 32},
+            **{"global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+            **{"hidden_size_per_layer_input": 32, "enable_moe_block": True, "num_experts": 4},
+            **{"top_k_experts": 2, "moe_intermediate_size": 64},
+        },
     ),
     "oss": (
         "GptOssConfig",
@@ -144,6 +165,8 @@ def of_text(kind: str, words: Any, folder: Path) -> Any:
     words.save_pretrained(folder)
     name, differs = KINDS[kind]
     size = {**SIZE, **differs, "vocab_size": len(words)}
+    if "hidden_size_per_layer_input" in size:
+        size["vocab_size_per_layer_input"] = len(words)
     if kind == "mamba":  # has no attention
         size = {
             n: v

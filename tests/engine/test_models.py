@@ -48,6 +48,8 @@ NGRAM = (
 MODELS = ROOT / ".cache/models"
 EXACT = {
     "sliding": ["sliding"],  # Gemma 3: windows and full attention
+    "shared": ["shared"],  # Gemma 3n: layers that use other layers' KV
+    "gemma4": ["gemma4"],  # the same, and heads of two sizes
     "oss": ["oss"],  # GPT-OSS: windows, full attention, sinks, experts
     "moe": ["moe"],  # Mixtral
     "mamba": ["mamba", "--no-enable-prefix-caching"],  # Mamba 2: states

@@ -10,7 +10,7 @@ vllm-disagg key "$key"
 engine() { # port role core
   VLLM_CPU_OMP_THREADS_BIND=$3 vllm serve "$model" --host 127.0.0.1 --port "$1" --kv-transfer-config "{
     \"kv_connector\": \"DisaggConnector\", \"kv_role\": \"$2\", \"kv_load_failure_policy\": \"recompute\",
-    \"kv_connector_extra_config\": {\"key_file\": \"$key\"}}" &
+    \"kv_connector_extra_config\": {\"key_file\": \"$key\"}}" --disable-access-log-for-endpoints=/health,/metrics &
 }
 engine 8100 kv_producer 0
 engine 8200 kv_consumer 1

@@ -19,7 +19,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from pods import VARIABLE
 from vllm_disagg import __version__, cli, config
-from vllm_disagg.fleet.conventions import KV_ROLES
+from vllm_disagg.fleet.conventions import KV_ROLES, QUIET_ACCESS_LOG_FLAG
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -161,13 +161,31 @@ def test_engines_get_the_clients_keys_of_the_guides(clients: list[str], tmp_path
     assert read == ["--api-key", *clients]
 
 
-def test_every_engine_reads_the_clients_keys() -> None:
+def engine_commands() -> list[list[str]]:
+    """Returns the words of each command that starts an engine; Ray's are the launcher's."""
     compose = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())
     unit = (DEPLOY / "systemd" / "vllm-disagg-engine@.service").read_text()
     commands = [compose["services"][role]["command"] for role in ENGINES]
     commands += [container(role)["args"] for role in ENGINES]
-    commands.append(unit.split())
-    places = [words[words.index("--config") + 1].rpartition("/") for words in commands]
+    return [*commands, unit.split()]
+
+
+@pytest.mark.parametrize("words", engine_commands())
+def test_no_engine_logs_the_proxys_health_checks(words: list[str]) -> None:
+    """They are four a second."""
+    assert QUIET_ACCESS_LOG_FLAG in words
+
+
+@pytest.mark.parametrize("guide", ["README.md", "docs/how-to/start-by-hand.md"])
+def test_typed_engines_are_as_quiet(guide: str) -> None:
+    text = (ROOT / guide).read_text()
+    assert text.count("\nvllm serve ") == text.count(f"' {QUIET_ACCESS_LOG_FLAG}\n") == 2
+
+
+def test_every_engine_reads_the_clients_keys() -> None:
+    compose = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())
+    unit = (DEPLOY / "systemd" / "vllm-disagg-engine@.service").read_text()
+    places = [words[words.index("--config") + 1].rpartition("/") for words in engine_commands()]
     names = {name for _, _, name in places}
     assert names == {"engine-keys.yaml"}
     assert {folder for folder, _, _ in places} == {"/run/secrets", "/etc/vllm-disagg", "%d"}

@@ -16,6 +16,9 @@ NEWEST_VLLM = Version("0.33")
 # vLLM's `kv_role` by the role of an instance.
 KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 
+# A flag of each `vllm serve`: the proxy requests these paths four times a second.
+QUIET_ACCESS_LOG_FLAG = "--disable-access-log-for-endpoints=/health,/metrics"
+
 # Routing policies of the proxy and of the planner's simulation; `proxy/routing/policies.py`
 # describes them.
 PolicyName = Literal["prefix_aware", "least_loaded", "power_of_two", "round_robin"]

@@ -12,7 +12,7 @@ import msgspec
 
 from ..errors import ConfigError
 from ..fleet import keys
-from ..fleet.conventions import KV_ROLES
+from ..fleet.conventions import KV_ROLES, QUIET_ACCESS_LOG_FLAG
 from .machine import MachineFacts
 
 # Flags of vLLM that the launcher sets, and the alternative of each.
@@ -26,8 +26,6 @@ REFUSED_FLAGS = {
 }
 # A rank with so many cores leaves one to threads that are not OpenMP's.
 MIN_CORES_TO_SPARE_ONE = 4
-# The proxy requests these paths four times a second.
-QUIET_ACCESS_LOG_FLAG = "--disable-access-log-for-endpoints=/health,/metrics"
 PROXY = "proxy"  # name of its child
 OVERHEAD_GIB = 2  # of a worker, besides weights and KV cache
 

@@ -9,6 +9,7 @@ import pytest
 from distserve_scenario import distserve_scenario
 
 from vllm_disagg.errors import ConfigError
+from vllm_disagg.fleet.conventions import QUIET_ACCESS_LOG_FLAG
 from vllm_disagg.planner.commands import flags, output
 from vllm_disagg.planner.cost import hardware, model
 from vllm_disagg.planner.search import advice, optimizer
@@ -257,6 +258,7 @@ def test_commands_give_each_instance_gpus_of_its_own() -> None:
         "CUDA_VISIBLE_DEVICES=2,3",
         "CUDA_VISIBLE_DEVICES=4",
     ]
+    assert all(f" {QUIET_ACCESS_LOG_FLAG} " in line for line in engines)
     two = Placement(ReplicaGroup(1, 1, 2), None)
     second = output.commands(scenario, two, "m")[1]
     assert second.startswith("CUDA_VISIBLE_DEVICES=1 vllm serve")

@@ -9,7 +9,12 @@ from typing import Any
 
 import msgspec
 
-from ...fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY, KV_ROLES
+from ...fleet.conventions import (
+    DEFAULT_POLICY,
+    DEFAULT_PREFILL_CONCURRENCY,
+    KV_ROLES,
+    QUIET_ACCESS_LOG_FLAG,
+)
 from ..cost import queueing
 from ..cost.latency import unloaded_decode
 from ..cost.sizes import ModelCosts
@@ -72,7 +77,7 @@ def commands(scenario: Scenario, placement: Placement, model: str) -> list[str]:
                 "kv_connector_extra_config": {"key_file": "fleet.key"},
             }
             extra = ["--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))]
-            argv = [*_serve(model, group, base + n), *engine, *extra]
+            argv = [*_serve(model, group, base + n), *engine, QUIET_ACCESS_LOG_FLAG, *extra]
             lines.append(next(prefixes) + shlex.join(argv))
             proxy += [flag, f"http://127.0.0.1:{base + n}"]
     return [*lines, shlex.join(proxy)]

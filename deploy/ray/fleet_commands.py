@@ -44,5 +44,5 @@ def proxy(settings: FleetSettings, address: str, admin_key: str) -> ChildCommand
     argv += ["--host", address, "--port", str(settings.port), "--key-file", settings.key_file]
     if settings.api_key_file:
         argv += ["--api-key-file", settings.api_key_file]
-    argv += settings.proxy_args
+    argv += ["--access-log=-", *settings.proxy_args]  # each request with its id, beside the log
     return ChildCommand(plan.PROXY, argv, {ADMIN_KEY: admin_key}, address, settings.port, "/health")

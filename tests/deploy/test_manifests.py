@@ -57,6 +57,22 @@ def test_the_proxys_flags_are_flags() -> None:
         assert dict(label.split("=") for label in selector) == labels
 
 
+def proxy_commands() -> list[list[str]]:
+    """Returns the words of each command that starts a proxy; test_ray.py has Ray's."""
+    compose = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())
+    unit = (DEPLOY / "systemd" / "vllm-disagg-proxy.service").read_text()
+    command = re.search(r"^ExecStart=\S+vllm-disagg (.*)$", unit, re.MULTILINE)
+    assert command
+    pod = ["proxy", *expanded(container("proxy")["args"])]
+    return [compose["services"]["proxy"]["command"], pod, command[1].split()]
+
+
+@pytest.mark.parametrize("words", proxy_commands())
+def test_the_proxys_log_has_each_request(words: list[str]) -> None:
+    """Without an access log a request that succeeds leaves no line with its id."""
+    assert parse(words).access_log == "-"
+
+
 @pytest.mark.parametrize("name", [*ENGINES, "proxy"])
 def test_the_drain_ends_before_the_pod_is_killed(name: str) -> None:
     command = container(name)["lifecycle"]["preStop"]["exec"]["command"]

@@ -35,7 +35,7 @@ import fleet_settings
 from fleet_members import EXPIRY_SECONDS, FleetMembers
 from fleet_process import ProcessFailed, ReplicaProcess
 from fleet_settings import FleetSettings
-from vllm_disagg import drain
+from vllm_disagg import cli, drain
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet import keys
 from vllm_disagg.launcher import guard, plan
@@ -222,6 +222,12 @@ def test_with_a_key_engines_and_proxy_listen_at_the_node(
     proxy = fleet_commands.proxy(keyed, host, "admin")
     assert proxy.argv[proxy.argv.index("--api-key-file") + 1] == str(tmp_path / "api.key")
     assert proxy.env == {keys.ADMIN_KEY: "admin"} and proxy.url == "http://192.0.2.7:8000"
+
+
+@pytest.mark.parametrize(("given", "used"), [([], "-"), (["--access-log=/f"], "/f")])
+def test_the_proxys_log_has_each_request(good: dict[str, Any], given: list[str], used: str) -> None:
+    words = fleet_commands.proxy(settings({**good, "proxy_args": given}), "127.0.0.1", "admin").argv
+    assert cli._parser("proxy").parse_args(words[3:]).access_log == used
 
 
 # Scaling ------------------------------------------------------------------------------------------

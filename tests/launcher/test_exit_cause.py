@@ -24,7 +24,11 @@ DEAD = (
     " died unexpectedly, shutting down client."
 )
 ROOT = "(APIServer pid=5) EngineDeadError: EngineCore encountered an issue. See root cause above."
-HARMLESS = (ULIMIT, PROXY, INFO)
+ACCESS = (
+    '{"time":1763784002.1,"id":"a","client":"10.0.0.2","method":"POST","path":"/v1/completions",'
+    '"status":400,"mode":"refused","outcome":"client_error"}'
+)
+HARMLESS = (ULIMIT, PROXY, INFO, ACCESS)
 
 
 def explained(lines: tuple[str, ...], code: int) -> str:

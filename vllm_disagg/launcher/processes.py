@@ -28,9 +28,11 @@ from .plan import ChildCommand
 PREFIX_COLOURS = (36, 33, 35, 32, 34)  # ANSI colours, on a terminal
 # A line that names the cause of an exit; vLLM's last errors only refer to an earlier one.
 CAUSE_PATTERN = re.compile(r"died unexpectedly|\b\w*(Error|Exception): (?!cancelled$|.*root cause)")
-# Log lines below ERROR, of vLLM and of the proxy; a warning may name an error.
+# Log lines below ERROR, of vLLM and of the proxy; a warning may name an error. So may a line of
+# the access log.
 HARMLESS_PATTERN = re.compile(
     r"(^|\) )(DEBUG|INFO|WARNING) \d\d-\d\d |^\d{4}-\d\d-\d\d [\d:,]+ (DEBUG|INFO|WARNING) "
+    r'|^\{"time":[\d.]+,"id":'
 )
 LOCK_FILE = "up.pid"  # in --log-dir; locked by the `up` that writes there, and has its pid
 TROUBLE_PATTERN = re.compile(r"error|killed", re.IGNORECASE)

@@ -46,12 +46,45 @@ def install() -> None:
 
     @wraps(complete)
     def check_and_complete(self: Any) -> None:
-        for extra in settings_in(self.kv_transfer_config):
+        found = settings_in(self.kv_transfer_config)
+        if not found:
+            complete(self)
+            return
+        for extra in found:
             check(extra)
+        _refuse_offloading_flag(self.cache_config)
+        images = getattr(self.model_config, "multimodal_config", None)
+        takes_embeddings = getattr(images, "enable_mm_embeds", False)
         complete(self)
+        if images is not None:
+            _require_embeddings(images, takes_embeddings)
 
     check_and_complete.checks_settings = True  # type: ignore[attr-defined]
     VllmConfig.__post_init__ = check_and_complete  # type: ignore[method-assign]
+
+
+def _refuse_offloading_flag(cache: Any) -> None:
+    """Raises ConfigError for a flag with which vLLM would put another connector in this place.
+
+    vLLM does so without a word, and makes the role `kv_both`.
+    """
+    if getattr(cache, "kv_offloading_size", None) is not None:
+        raise ConfigError(
+            f"--kv-offloading-size takes {CONNECTOR} out of --kv-transfer-config: start without"
+            f" it, with MultiConnector of {CONNECTOR} and OffloadingConnector"
+        )
+
+
+def _require_embeddings(images: Any, takes_embeddings: bool) -> None:
+    """Restores the user's choice about images that are sent as embeddings.
+
+    vLLM 0.32 lets an engine that loads KV take such images, and take them without their numbers:
+    its own connectors never compute a prompt there. This one may, and an image without numbers
+    would end the engine. `takes_embeddings`: `--enable-mm-embeds` as given.
+    """
+    images.enable_mm_embeds = takes_embeddings
+    if hasattr(images, "allow_missing_mm_embeddings"):  # new in 0.32
+        images.allow_missing_mm_embeddings = False
 
 
 def check(extra: dict[str, Any]) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.config import KVTransferConfig, VllmConfig
+from transformers import Blip2Config
+from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, VllmConfig
 
 import kv_connectors
 from kv_connectors import early_check
@@ -70,6 +71,69 @@ def test_right_settings_and_other_connectors_pass(
     VllmConfig(kv_transfer_config=use({"lease": "soon"}, "NixlConnector"))
     VllmConfig()
     assert len(completed) == 3
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the folder of a model that takes images; it has no weights."""
+    folder = tmp_path_factory.mktemp("images")
+    text = {"model_type": "opt", "hidden_size": 32, "num_attention_heads": 2}
+    architectures = ["Blip2ForConditionalGeneration"]
+    Blip2Config(text_config=text, architectures=architectures).save_pretrained(folder)
+    return folder
+
+
+def model(folder: Path, **flags: Any) -> ModelConfig:
+    path = str(folder)
+    return ModelConfig(
+        model=path, tokenizer=path, skip_tokenizer_init=True, dtype="float32", **flags
+    )
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
+@pytest.mark.parametrize("is_child", [False, True])
+def test_images_as_embeddings_need_their_numbers(
+    images: Path, role: Any, is_child: bool, chosen: bool
+) -> None:
+    """An engine that computes a prompt with an image without numbers would end."""
+    kv_connectors.register()
+    own = {"insecure": True}
+    transfer = KVTransferConfig(
+        kv_connector="MultiConnector" if is_child else "DisaggConnector",
+        kv_role=role,
+        kv_connector_extra_config=(
+            {"connectors": [{**CHILD, "kv_connector_extra_config": own}]} if is_child else own
+        ),
+    )
+    made = VllmConfig(
+        model_config=model(images, enable_mm_embeds=chosen), kv_transfer_config=transfer
+    )
+    found: Any = made.model_config.multimodal_config
+    assert found.enable_mm_embeds is chosen
+    assert not getattr(found, "allow_missing_mm_embeddings", False)
+
+
+def test_images_of_other_connectors_are_left_to_vllm(images: Path) -> None:
+    kv_connectors.register()
+    transfer = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_consumer")
+    made: Any = VllmConfig(model_config=model(images), kv_transfer_config=transfer)
+    assert made.model_config.multimodal_config.enable_mm_embeds
+
+
+@pytest.mark.parametrize("is_child", [False, True])
+def test_the_flag_that_replaces_the_connector_is_refused(is_child: bool) -> None:
+    kv_connectors.register()
+    own = {"insecure": True}
+    transfer = use(own)
+    if is_child:
+        child = {**CHILD, "kv_connector_extra_config": own}
+        transfer = use({"connectors": [child]}, "MultiConnector")
+    cache = CacheConfig(kv_offloading_size=1)
+    with pytest.raises(ConfigError, match="MultiConnector of DisaggConnector and Offloading"):
+        VllmConfig(cache_config=cache, kv_transfer_config=transfer)
+    VllmConfig(cache_config=cache, kv_transfer_config=use({}, "OffloadingConnector"))
+    VllmConfig(cache_config=cache)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from asking import Body, ask, english, expect_same
 from conftest import Machine
 from direct import with_grant
@@ -74,6 +75,38 @@ def test_a_hundred_chats_through_the_proxy(pair: Pair, machine: Machine) -> None
         "images that change nothing show nothing"
     )
     wait("KV moves", lambda: pair.decode.metric("vllm:disagg_load_seconds_count") > 80, 5)
+    machine.stop(proxy)
+
+
+def packed(numbers: torch.Tensor) -> str:
+    """Returns a tensor as clients send it."""
+    written = io.BytesIO()
+    torch.save(numbers, written)
+    return base64.b64encode(written.getvalue()).decode()
+
+
+def test_images_as_embeddings_are_refused_as_by_plain_vllm(pair: Pair, machine: Machine) -> None:
+    """An image without numbers ended D, where vLLM 0.32 lets engines that load KV take it."""
+    proxy = Proxy(machine.folder, pair.prefill, pair.decode, name="embeds-proxy")
+    machine.start(proxy)
+    for number, sent in enumerate(
+        [
+            {},
+            None,
+            {"image_grid_thw": packed(torch.tensor([1, 4, 4]))},
+            {"image_embeds": packed(torch.ones(16, 128))},
+            packed(torch.ones(16, 128)),
+        ]
+    ):
+        part = {"type": "image_embeds", "image_embeds": sent}
+        asked = chat(english(300, f"embeds {number}"))
+        asked["messages"][0]["content"].insert(0, part)
+        plain = ask(pair.plain.url, asked, CHAT)
+        assert plain.status == 400
+        for url in (pair.decode.url, pair.prefill.url, proxy.url):
+            expect_same(ask(url, asked, CHAT), plain, f"{sent} at {url}")
+    alive = chat(english(300, "after the embeds"), image("after the embeds"))
+    expect_same(ask(pair.decode.url, alive, CHAT), ask(pair.plain.url, alive, CHAT))
     machine.stop(proxy)
 
 

@@ -68,7 +68,13 @@ OVERVIEW = [
     Panel(
         "Instances up",
         "none",
-        [Query("sum by (role) (max by (url, role) (vllm_disagg_instance_up))", "{{role}}")],
+        [
+            Query(
+                "sum by (role) (max by (url, role)"
+                " (vllm_disagg_instance_up * (1 - vllm_disagg_instance_leaving)))",
+                "{{role}}",
+            )
+        ],
         "stat",
         4,
     ),

@@ -16,6 +16,7 @@ from vllm_disagg.doctor import proxy_checks, server_client
 from vllm_disagg.doctor.findings import Report, Status
 from vllm_disagg.doctor.metrics_page import MetricsPage
 from vllm_disagg.fleet.keys import ADMIN_KEY
+from vllm_disagg.proxy.membership.members import SWEEP_SECONDS
 
 KEY_NAMES = (ADMIN_KEY, "VLLM_API_KEY", "OPENAI_API_KEY")
 
@@ -162,7 +163,28 @@ def test_a_dead_instance_and_a_drained_one() -> None:
     monkey.undo()
     assert found[0].startswith("WARN readiness: no prefill instance can be used")
     assert "FAIL prefill: refuses connections" in found[1] and "; start it" in found[1]
-    assert found[2].startswith("WARN prefill: it is drained; POST it to /disagg/instances again")
+    assert found[2].startswith("WARN prefill: it is drained; end the drain: POST ")
+
+
+def test_the_only_prefill_instance_is_drained() -> None:
+    """The remedy is to end the drain: another instance would not be missing."""
+
+    async def examine() -> Report:
+        async with proxy(lambda it: None, admin_key="root") as it:
+            headers = {"content_type": "application/json", "authorization": "Bearer root"}
+            for prefill in it.prefills:
+                body = b'{"url": "%s"}' % prefill.url.encode()
+                reply = await it.ask("POST", "/disagg/instances/drain", body, **headers)
+                assert reply.status == 200
+            await asyncio.sleep(2 * SWEEP_SECONDS)
+            return await report_on("--proxy", f"http://127.0.0.1:{it.port}")
+
+    with pytest.MonkeyPatch().context() as monkey:
+        monkey.setenv(ADMIN_KEY, "root")
+        found = troubles(run(examine()))
+    assert found[0].startswith("WARN readiness: no prefill instance can be used")
+    assert [line.partition(";")[0] for line in found[1:]] == ["WARN prefill: it is drained"] * 2
+    assert all("; end the drain: " in line for line in found[1:])
 
 
 @pytest.mark.parametrize(

@@ -412,6 +412,12 @@ class Proxy(Process):
             for row in json.loads(get(self.url, "/disagg/instances", 5.0, ADMIN)[1])
         }
 
+    def is_drained(self, url: str) -> bool:
+        """Returns whether an instance has left, or is drained and has no request."""
+        rows = json.loads(get(self.url, "/disagg/instances", 5.0, ADMIN)[1])
+        found = [row for row in rows if row["url"] == url]
+        return all(row["leaving"] and not row["in_flight"] for row in found)
+
     def change(self, method: str, path: str, **fields: str) -> None:
         """Changes the fleet by the admin API."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)

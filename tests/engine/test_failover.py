@@ -166,14 +166,14 @@ def disturb(machine: Machine, proxy: Proxy, load: Load, engine: Engine) -> None:
 
 
 def replace(machine: Machine, proxy: Proxy, load: Load, old: Engine) -> Engine:
-    """Drains an instance by the admin API, stops it when it is gone, and adds a new one."""
+    """Drains an instance by the admin API, stops it when it is idle, and adds a new one."""
     role = "kv_producer" if old.name.startswith("P") else "kv_consumer"
     new = Engine(
         f"{old.name}new", machine.folder, role=role, cpu=old.env["VLLM_CPU_OMP_THREADS_BIND"]
     )
     load.phases.append(Phase(f"{old.name} drained"))
     proxy.change("POST", "/disagg/instances/drain", url=old.url)
-    wait(f"{old.name} has left", lambda: old.url not in proxy.members(), 60)
+    wait(f"{old.name} is idle", lambda: proxy.is_drained(old.url), 60)
     machine.stop(old)
     time.sleep(QUIET)
     load.phases.append(Phase(f"{new.name} starts and joins"))

@@ -8,7 +8,7 @@ from packaging.version import InvalidVersion, Version
 from ..fleet.conventions import NEWEST_VLLM, OLDEST_VLLM
 from ..fleet.keys import ADMIN_KEY
 from ..proxy.requests.admin import INSTANCES_PATH
-from ..proxy.routing.instance_report import InstanceReport
+from ..proxy.routing.instance_report import DRAINED, InstanceReport
 from ..proxy.routing.readiness import Readiness
 from . import remedies
 from .findings import Report
@@ -163,8 +163,11 @@ def examine_instance(report: Report, row: InstanceReport) -> None:
     name = f"{row.role} {row.url}"
     count = len(report.findings)
     since = f" (since {row.state_since})"
-    if row.leaving:
-        report.warn(name, "it is drained", "POST it to /disagg/instances again, or DELETE it")
+    if row.why_not == DRAINED:
+        body = f'{{"url": "{row.url}", "role": "{row.role}"}}'
+        report.warn(name, "it is drained", f"end the drain: POST {body} to {INSTANCES_PATH}")
+    elif row.leaving:
+        report.warn(name, f"it {row.why_not}", "name it again, or wait for its last request")
     elif row.why_not and "do not fit" not in row.why_not:
         report.fail(name, row.why_not + since, remedies.of_instance(row.why_not))
     if row.breaker != "closed" and "rests" not in row.why_not:

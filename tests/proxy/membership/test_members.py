@@ -14,6 +14,7 @@ from vllm_disagg.errors import BadGrant, ConfigError
 from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.fleet.registration import Registration, RegistrationNote, sign
 from vllm_disagg.proxy.http.addresses import parse_networks
+from vllm_disagg.proxy.membership.members import SWEEP_SECONDS
 from vllm_disagg.proxy.membership.reconcile import Member, MembershipChanges, reconcile
 from vllm_disagg.proxy.membership.registry import EXPIRY_SECONDS, Registry
 from vllm_disagg.proxy.membership.sources import parse_fleet, parse_name
@@ -32,7 +33,14 @@ P1_AS_D = Member("http://p1", "decode")
         ([P1], [], {"a": [P1]}, ["http://p1"], MembershipChanges(leave=[P1])),
         ([], [P1], {"a": [P1]}, ["http://p1"], MembershipChanges()),
         ([], [P1], {"a": [P1]}, [], MembershipChanges(resume=[P1])),
-        ([], [], {"a": [P1, P2]}, ["http://p1"], MembershipChanges(add=[P2])),
+        (
+            [],
+            [],
+            {"a": [P1, P2]},
+            ["http://p1"],
+            MembershipChanges(add=[P2], add_drained=[P1]),
+        ),
+        ([], [P1], {"a": [P1_AS_D]}, ["http://p1"], MembershipChanges()),  # not gone yet
         ([P1], [], {"a": [P1_AS_D]}, [], MembershipChanges(leave=[P1])),  # leaves first
         ([], [P1], {"a": [P1_AS_D]}, [], MembershipChanges()),  # not gone yet
         ([], [], {"a": [P1_AS_D]}, [], MembershipChanges(add=[P1_AS_D])),
@@ -154,12 +162,69 @@ async def test_instances_are_added_drained_and_removed() -> None:
         assert w.d.url in await rows(w), "it has a request still"
         release.set()
         assert (await client.receive()).complete
-        await until(lambda: gone(w, w.d.url))
+        await until(lambda: idle_and_drained(w, w.d.url))
         assert (await change(w, "POST", "/disagg/instances", url=w.d.url, role="decode"))[0] == 200
         await until(lambda: usable(w, w.d.url))
         assert (await change(w, "DELETE", "/disagg/instances", url=d.url))[0] == 200
         await until(lambda: gone(w, d.url))
         assert (await change(w, "DELETE", "/disagg/instances", url=d.url))[0] == 404
+
+
+async def idle_and_drained(w: World, url: str) -> bool:
+    row = (await rows(w))[url]
+    return (row["why_not"], row["in_flight"]) == ("drained", 0)
+
+
+async def test_a_drained_instance_stays_listed_until_its_drain_ends() -> None:
+    """An operator must see hours later why an instance gets no request."""
+    async with world(prefill=2, decode=1, admin_key="root") as w:
+        url = w.p.url
+        assert (await change(w, "POST", "/disagg/instances/drain", url=url))[0] == 200
+        await asyncio.sleep(2 * SWEEP_SECONDS)
+        row = (await rows(w))[url]
+        assert (row["leaving"], row["usable"], row["why_not"]) == (True, False, "drained")
+        assert (row["in_flight"], row["role"]) == (0, "prefill")
+        assert await w.metric("vllm_disagg_instance_leaving", url) == 1
+        assert await w.metric("vllm_disagg_instance_up", url) == 1
+        assert (await w.get("/readiness")).json() == {
+            "prefill": 1,
+            "decode": 1,
+            "instances": {url: "drained"},
+        }
+        asked = len(w.p.calls)
+        for _ in range(3):
+            assert (await w.post()).status == 200
+        assert len(w.p.calls) == asked
+        await w.p.stop()
+        await until(lambda: answers_no_more(w, url))
+        assert (await rows(w))[url]["why_not"] == "drained"
+        await w.p.start()
+        assert (await change(w, "POST", "/disagg/instances", url=url, role="prefill"))[0] == 200
+        await until(lambda: usable(w, url))
+        assert not await w.metric("vllm_disagg_instance_leaving", url)
+
+
+async def answers_no_more(w: World, url: str) -> bool:
+    return await w.metric("vllm_disagg_instance_up", url) == 0
+
+
+async def test_an_instance_that_no_source_names_says_so_while_it_leaves() -> None:
+    async with world(prefill=0, decode=1, admin_key="root") as w, engines("decode") as (d,):
+
+        async def endless(call: Call) -> None:
+            await call.stream()
+            await call.forever()
+
+        assert (await change(w, "POST", "/disagg/instances", url=d.url, role="decode"))[0] == 200
+        await w.until_ready()
+        w.d.script = d.script = endless
+        await w.start(stream=True)
+        await w.start(stream=True)
+        await until(lambda: d.calls)
+        assert (await change(w, "DELETE", "/disagg/instances", url=d.url))[0] == 200
+        row = (await rows(w))[d.url]
+        assert (row["usable"], row["in_flight"]) == (False, 1)
+        assert row["why_not"] == "leaves, since no source names it"
 
 
 async def test_who_waits_for_an_instance_that_leaves_is_told() -> None:
@@ -194,7 +259,7 @@ async def test_removing_at_once_cuts() -> None:
         await client.reader.readuntil(b"data: a\n\n")
         assert (await change(w, "DELETE", "/disagg/instances", url=w.d.url, now=True))[0] == 200
         rest = await client.reader.readuntil(b"0\r\n\r\n")
-        assert b'"error"' in rest and await gone(w, w.d.url)
+        assert b'"error"' in rest and await idle_and_drained(w, w.d.url)
 
 
 async def gone(w: World, url: str) -> bool:

@@ -125,11 +125,15 @@ class Members:
         return url in self._drained
 
     async def _sweep(self) -> None:
-        """Removes leaving instances without requests, until cancelled."""
+        """Removes leaving instances without requests, until cancelled.
+
+        A drained instance stays while a source names it in its role.
+        """
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             for instance in list(self._fleet.leaving):
-                if not instance.active_requests:
+                is_listed = self._fleet.drained.get(instance.url) == instance.named_role
+                if not instance.active_requests and not is_listed:
                     self._remove(instance)
 
     def close(self) -> None:
@@ -155,7 +159,9 @@ class Members:
             self._fleet.instances.append(leaving[member])
             log.info("instance %s (%s) stays: it is named again", member.url, member.role)
         for member in changes.add:
-            self._add(member, self._tasks)
+            self._add(member, self._fleet.instances, self._tasks)
+        for member in changes.add_drained:
+            self._add(member, self._fleet.leaving, self._tasks)
         self._on_change()
 
     def _drained_roles(self) -> dict[str, Role]:
@@ -183,12 +189,13 @@ class Members:
             instance.active_requests,
         )
 
-    def _add(self, member: Member, tasks: asyncio.TaskGroup) -> None:
+    def _add(self, member: Member, place: list[Instance], tasks: asyncio.TaskGroup) -> None:
+        """Adds an instance to `place`: the fleet's used or its leaving instances."""
         instance = Instance(member.url, member.role)
         # The first worker may have changed it before this one heard of it.
         instance.take_role(self._roles.get(member.url, member.role))
         self._pools[member.url] = self._connect(member.url, self.is_named(member.url))
-        self._fleet.instances.append(instance)
+        place.append(instance)
         self._watches[member.url] = tasks.create_task(self._watch(instance))
         sources = self.sources(member.url)
         if sources != ["flags"]:
@@ -202,4 +209,4 @@ class Members:
         self._watches.pop(instance.url).cancel()
         self._pools.pop(instance.url).close()
         log.info("instance %s (%s) has left", instance.url, instance.role)
-        self._settle()  # it may be wanted in another role
+        self._settle()  # it may be wanted in another role, or listed as drained

@@ -7,7 +7,8 @@ An instance is wanted while any source names it and the admin API has not draine
                     ^                            |
                     '------(wanted again)--------'
 
-A leaving instance gets no new request; running ones end.
+A leaving instance gets no new request; running ones end. A drained one that a source still names is
+not removed: it stays among the leaving ones, so that operators see it, until its drain ends.
 
 A source that fails to answer keeps its last answer; only an answer takes instances away.
 """
@@ -32,6 +33,7 @@ class MembershipChanges(msgspec.Struct, frozen=True):
     """Lists the changes that turn the present fleet into the wanted one."""
 
     add: list[Member] = []
+    add_drained: list[Member] = []  # named and drained: joins the leaving ones
     resume: list[Member] = []  # was leaving, is wanted again
     leave: list[Member] = []
     conflicts: list[str] = []  # messages for the log
@@ -63,8 +65,10 @@ def reconcile(
                 )
     right = [member for member, _ in chosen.values() if member.url not in drained]
     present_urls = {member.url for member in (*here, *leaving)}
+    missing = [member for member, _ in chosen.values() if member.url not in present_urls]
     return MembershipChanges(
-        add=[member for member in right if member.url not in present_urls],
+        add=[member for member in missing if member.url not in drained],
+        add_drained=[member for member in missing if member.url in drained],
         resume=[member for member in right if member in leaving],
         leave=[member for member in here if member not in right],
         conflicts=conflicts,

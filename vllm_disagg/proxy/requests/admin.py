@@ -4,9 +4,10 @@
     GET    /disagg/status           the whole status; with /stream once a second (likewise)
     POST   /disagg/instances        add an instance, or end its drain
                                     {"url": ..., "role": "prefill" | "decode"}
-    POST   /disagg/instances/drain  send it no new requests; it stays listed
+    POST   /disagg/instances/drain  send it no new requests; it stays listed until the drain ends
                                     {"url": ...}
-    DELETE /disagg/instances        drain, then remove; with "now", abort its running requests
+    DELETE /disagg/instances        drain, then remove unless a source names it; with "now", abort
+                                    its running requests
                                     {"url": ..., "now": false}
     POST   /disagg/register         an engine registers itself (`vllm_disagg.fleet.registration`)
 

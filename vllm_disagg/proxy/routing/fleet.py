@@ -303,9 +303,9 @@ class Fleet:
 
     instances: list[Instance] = field(default_factory=list)
     choices: int = 0  # how many choices of instances were made
-    # Instances that get no new requests, kept until their running requests have ended.
+    # Instances that get no new requests, kept until their running requests and drains have ended.
     leaving: list[Instance] = field(default_factory=list)
-    # Instances that a source names and the admin API has drained, also after they have left.
+    # Instances that a source names and the admin API has drained, by URL with their named role.
     drained: dict[str, Role] = field(default_factory=dict)
 
     def with_role(self, role: Role) -> list[Instance]:

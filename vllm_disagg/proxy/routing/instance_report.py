@@ -13,6 +13,8 @@ import msgspec
 from .fleet import Connector, Fleet, Instance, Role, mismatch
 
 BreakerState = Literal["closed", "open", "half-open"]
+DRAINED = "drained"  # why an instance is not used, until the admin API ends its drain
+UNNAMED = "leaves, since no source names it"
 
 
 class Misfit(msgspec.Struct, frozen=True):
@@ -70,6 +72,7 @@ class Clock(msgspec.Struct, frozen=True):
 def report(fleet: Fleet, instance: Instance, clock: Clock) -> InstanceReport:
     """Returns the row of one instance."""
     usable = instance.is_usable(clock.loop)
+    is_leaving = instance in fleet.leaving
     pairs_with, misfits = partners(fleet, instance)
     failure = None
     if instance.last_failure:
@@ -78,11 +81,11 @@ def report(fleet: Fleet, instance: Instance, clock: Clock) -> InstanceReport:
         url=instance.url,
         role=instance.role,
         connector_role=instance.engine.role if instance.engine else "",
-        usable=usable and (instance.role == "decode" or instance.can_transfer),
+        usable=usable and not is_leaving and (instance.role == "decode" or instance.can_transfer),
         why_not=why_not(fleet, instance, usable),
         incarnation=instance.engine.incarnation if instance.engine else "",
         in_flight=instance.active_requests,
-        leaving=instance in fleet.leaving,
+        leaving=is_leaving,
         model=instance.model,
         version=instance.engine.version if instance.engine else "",
         connector=instance.connector,
@@ -149,6 +152,8 @@ def why_not(fleet: Fleet, instance: Instance, usable: bool) -> str:
 
     `usable`: it is up, and its circuit breaker is not open.
     """
+    if instance in fleet.leaving:
+        return DRAINED if instance.url in fleet.drained else UNNAMED
     if instance.unavailable_reason:
         return instance.unavailable_reason
     if instance.up and not usable:

@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from .fleet import Fleet, Instance, mismatch
+from .instance_report import DRAINED
 
 ReadinessMode = Literal["any", "pair"]
 READINESS_MODES: tuple[ReadinessMode, ...] = ("any", "pair")
@@ -38,14 +39,13 @@ def judge_readiness(fleet: Fleet, now: float) -> Readiness:
     """Returns the present readiness of a fleet; a drained instance counts as one that is down."""
     decodes = [d for d in fleet.with_role("decode") if d.up]
     prefills = [p for p in fleet.with_role("prefill") if _is_paired(p, decodes, now)]
-    found = Readiness(len(prefills), len(decodes))
+    found = Readiness(len(prefills), len(decodes), instances=_problems(fleet))
     if not decodes:
-        reason = _missing("decode", fleet)
-        return msgspec.structs.replace(found, reason=reason, instances=_problems(fleet))
+        return msgspec.structs.replace(found, reason=_missing("decode", fleet))
     if prefills or not _has_prefill(fleet):
         return found
     degraded = f"{_missing('prefill', fleet)}; decode instances compute all prompts"
-    return msgspec.structs.replace(found, degraded=degraded, instances=_problems(fleet))
+    return msgspec.structs.replace(found, degraded=degraded)
 
 
 def _is_paired(prefill: Instance, decodes: list[Instance], now: float) -> bool:
@@ -68,7 +68,7 @@ def _missing(role: str, fleet: Fleet) -> str:
 
 
 def _problems(fleet: Fleet) -> dict[str, str]:
-    problems = dict.fromkeys(fleet.drained, "drained")
+    problems = dict.fromkeys(fleet.drained, DRAINED)
     for instance in fleet.instances:
         reason = instance.unavailable_reason or fleet.pairing_problem(instance)
         if reason:

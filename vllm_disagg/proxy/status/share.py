@@ -167,12 +167,7 @@ class StatusBoard:
 
     def _instances(self, clock: Clock) -> list[InstanceStatus]:
         fleet = self._fleet
-        rows = [self._instance(instance, clock) for instance in (*fleet.instances, *fleet.leaving)]
-        listed = {row.url for row in rows}
-        for url, role in fleet.drained.items():
-            if url not in listed:
-                rows.append(InstanceStatus(url=url, role=role, state="drained", why="drained"))
-        return rows
+        return [self._instance(instance, clock) for instance in (*fleet.instances, *fleet.leaving)]
 
     def _instance(self, instance: Instance, clock: Clock) -> InstanceStatus:
         fleet = self._fleet
@@ -203,7 +198,8 @@ class StatusBoard:
 def instance_state(fleet: Fleet, instance: Instance, now: float) -> InstanceState:
     """Returns the state of an instance in one word; the first that holds."""
     if instance in fleet.leaving:
-        return "draining"
+        is_idle = not instance.active_requests
+        return "drained" if is_idle and instance.url in fleet.drained else "draining"
     if not instance.up:
         return "starting" if instance.unavailable_reason == NOT_PROBED else "down"
     if not instance.is_usable(now):

@@ -340,7 +340,9 @@ class Metrics:
             labels=labels,
         )
         leaving = GaugeMetricFamily(
-            "vllm_disagg_instance_leaving", "Whether an instance is drained.", labels=labels
+            "vllm_disagg_instance_leaving",
+            "Whether an instance gets no new request: drained, or named by no source.",
+            labels=labels,
         )
         busy = GaugeMetricFamily("vllm_disagg_in_flight", "Requests at an instance.", labels=labels)
         for instance in (*self._fleet.instances, *self._fleet.leaving):

@@ -6,6 +6,7 @@ layouts of their layers.
 
 from __future__ import annotations
 
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ IMAGE_SETTINGS = (
     "mm_hasher_algorithm",
     "mm_device_do_normalize",
     "mm_encoder_attn_dtype",
+    "mm_encoder_fp8_scale_path",
 )
 IGNORED_MODEL_FIELDS = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 LLAMA_4_LIMIT_TOKENS = 32768  # `attn_temperature_tuning` differs for longer positions
@@ -40,15 +42,15 @@ def layout(vllm_config: VllmConfig, compress: str = "off") -> dict[str, str]:
     """
     model = vllm_config.model_config
     return {
-        "architecture": ",".join(model.hf_config.architectures or ["unknown"]),
+        "architecture": _architecture(model),
         "model config": digest(_model_config(model.hf_config)),
         "weights": _weights(model),
         "positions": _positions(model),
         "images": _images(model),
         "dtype": str(model.dtype),
         "KV cache dtype": str(vllm_config.cache_config.cache_dtype),
-        "quantization": str(model.quantization),
-        "load format": str(vllm_config.load_config.load_format),
+        "quantization": _quantization(model),
+        "load format": _load_format(vllm_config.load_config),
         "LoRA": _lora(vllm_config.lora_config),
         "draft": _draft(vllm_config),
         # Of different kernels KV differs too, and only where all are invariant tokens are equal.
@@ -74,6 +76,52 @@ def _model_config(hf_config: Any) -> dict[str, Any]:
         for name, value in hf_config.to_dict().items()
         if name not in IGNORED_MODEL_FIELDS
     }
+
+
+# vLLM's classes that run a model by the code of the transformers library begin with this.
+_RUN_BY_TRANSFORMERS = "Transformers"
+
+
+def _architecture(model: Any) -> str:
+    """Returns the architecture as the model names it, and the code that runs it if that differs.
+
+    `--model-impl` and `--model-class-overrides` choose the code.
+    """
+    named = model.hf_config.architectures or ["unknown"]
+    fact = ",".join(named)
+    chosen = getattr(model, "architecture", named[0])
+    if chosen not in named:
+        fact += f", run by {chosen}"
+    if chosen.startswith(_RUN_BY_TRANSFORMERS) and getattr(model, "trust_remote_code", False):
+        fact += f", remote code at {getattr(model, 'code_revision', None) or 'main'}"
+    overrides = getattr(model, "model_class_overrides", None)
+    if overrides:
+        fact += f", classes {digest(overrides)}"
+    return fact
+
+
+def _quantization(model: Any) -> str:
+    """Returns the quantization method, and a digest of how `--quantization-config` changes it."""
+    fact = str(model.quantization)
+    settings = getattr(model, "quantization_config", None)
+    if settings is None:
+        return fact
+    if is_dataclass(settings) and not isinstance(settings, type):
+        settings = asdict(settings)
+    return f"{fact}, config {digest(settings)}"
+
+
+def _load_format(load: Any) -> str:
+    """Returns the load format, and for tensorizer the place of the weights beside the model."""
+    settings = getattr(load, "model_loader_extra_config", None)
+    if load.load_format != "tensorizer" or not settings:
+        return str(load.load_format)
+    places = [_setting(settings, name) for name in ("tensorizer_uri", "tensorizer_dir")]
+    return f"tensorizer of {' '.join(str(place) for place in places if place)}"
+
+
+def _setting(settings: Any, name: str) -> Any:
+    return settings.get(name) if isinstance(settings, dict) else getattr(settings, name, None)
 
 
 def _weights(model: Any) -> str:

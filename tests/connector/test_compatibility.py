@@ -13,7 +13,9 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from vllm.config import StructuredOutputsConfig
+from transformers import LlamaConfig
+from vllm.config import ModelConfig, StructuredOutputsConfig
+from vllm.model_executor.models.registry import ModelRegistry
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import (
@@ -295,7 +297,11 @@ def layout(folder: Path, lora: Any = None, speculative: Any = None, **model: Any
         "max_model_len": 4096,
         **model,
     }
-    cache, load = SimpleNamespace(cache_dtype="auto"), SimpleNamespace(load_format="auto")
+    cache = SimpleNamespace(cache_dtype="auto")
+    load = SimpleNamespace(
+        load_format=fields.pop("load_format", "auto"),
+        model_loader_extra_config=fields.pop("model_loader_extra_config", {}),
+    )
     made = SimpleNamespace(hf_config=hf, **fields)
     return compatibility.layout(
         SimpleNamespace(
@@ -360,6 +366,87 @@ def test_weights_that_differ_in_one_matrix_differ(tmp_path: Path, name: str) -> 
     assert "weights" in difference(ours, engine("other", weights))
 
 
+# What --quantization and --quantization-config give; each makes other weights than the others.
+QUANTIZED: list[tuple[str | None, Any]] = [
+    (None, None),
+    ("online", {"linear": "fp8_per_tensor"}),
+    ("online", {"linear": "fp8_per_block"}),
+    ("online", {"moe": "fp8_per_tensor"}),
+    ("online", {"linear": "fp8_per_tensor", "ignore": ["lm_head"]}),
+    ("online", {"linear": {"weight": "fp8_per_tensor_static", "activation": "mxfp8"}}),
+    ("online", {"targets": {"lm_head": "fp8_per_tensor"}}),
+    ("online", {"targets": {"lm_head": "fp8_per_block"}}),
+    ("fp8_per_tensor", None),
+    ("fp8_per_tensor", {"ignore": ["lm_head"]}),
+]
+
+
+@pytest.mark.parametrize("first", range(len(QUANTIZED)))
+def test_engines_that_quantize_otherwise_differ(tmp_path: Path, first: int) -> None:
+    quantization = pytest.importorskip("vllm.config.quantization")
+
+    def engine(number: int) -> dict[str, str]:
+        name, settings = QUANTIZED[number]
+        made = quantization.resolve_quantization_config(name, settings)
+        return layout(tmp_path, quantization=name, quantization_config=made)
+
+    ours = engine(first)
+    assert not difference(ours, engine(first))
+    assert " at 0x" not in ours["quantization"]
+    for other in range(len(QUANTIZED)):
+        if other != first:
+            assert difference(ours, engine(other)).startswith("quantization is ")
+
+
+def test_engines_that_run_a_model_by_other_code_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`auto` takes vLLM's own code of a model where there is some."""
+    monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
+    config = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    LlamaConfig(**config, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+
+    def engine(**flags: Any) -> dict[str, str]:
+        path = str(tmp_path)
+        made = ModelConfig(model=path, tokenizer=path, skip_tokenizer_init=True, **flags)
+        return compatibility.layout(
+            SimpleNamespace(  # type: ignore[arg-type]
+                model_config=made,
+                cache_config=SimpleNamespace(cache_dtype="auto"),
+                load_config=SimpleNamespace(load_format="auto"),
+                lora_config=None,
+                speculative_config=None,
+            )
+        )
+
+    auto = engine()
+    assert auto["architecture"] == "LlamaForCausalLM"
+    assert not difference(auto, engine(model_impl="vllm"))
+    for flags in (
+        {"model_impl": "transformers"},
+        {
+            "model_class_overrides": {
+                "LlamaForCausalLM": "vllm.model_executor.models.opt:OPTForCausalLM"
+            }
+        },
+    ):
+        assert difference(auto, engine(**flags)).startswith("architecture is LlamaForCausalLM on")
+    remote = engine(model_impl="transformers", trust_remote_code=True)
+    for flags in ({"trust_remote_code": False}, {"trust_remote_code": True, "code_revision": "2"}):
+        assert difference(remote, engine(model_impl="transformers", **flags))
+
+
+@pytest.mark.parametrize("settings", [dict, SimpleNamespace])
+def test_weights_in_another_place_differ(tmp_path: Path, settings: Any) -> None:
+    def engine(uri: str) -> dict[str, str]:
+        extra = settings(tensorizer_uri=uri)
+        return layout(tmp_path, load_format="tensorizer", model_loader_extra_config=extra)
+
+    ours = engine("s3://one")
+    assert not difference(ours, engine("s3://one"))
+    assert difference(ours, engine("s3://other")).startswith("load format is tensorizer of s3")
+
+
 def test_weights_on_the_hub_are_compared_by_name(tmp_path: Path) -> None:
     one, other = (
         layout(tmp_path, model_weights=f"s3://models/{name}") for name in ("one", "other")
@@ -397,6 +484,7 @@ def test_settings_of_image_processing_must_be_equal(tmp_path: Path) -> None:
     ours = engine(56)
     assert "images" in difference(ours, engine(28))
     assert "images" in difference(ours, engine(56, mm_processor_kwargs={"crops": 4}))
+    assert "images" in difference(ours, engine(56, mm_encoder_fp8_scale_path="scales.json"))
     assert not difference(ours, engine(56))
 
 

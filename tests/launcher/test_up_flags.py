@@ -216,6 +216,13 @@ def test_one_line_for_files_that_cannot_be_used(
     ):
         said = refused(capsys, *start, *words)
         assert said.startswith(words[0]) and below in said
+    for name in ("prefill-0.log", "proxy.log", "access.log"):
+        for number, more in enumerate(([], ["--dry-run"])):
+            folder = tmp_path / f"{number} of {name}"
+            (folder / name).mkdir(parents=True)
+            said = refused(capsys, *start, "--log-dir", str(folder), *more)
+            assert said == f"--log-dir '{folder / name}': Is a directory\n"
+    assert "No such file" in refused(capsys, *start, "--log-dir", "/proc/x", "--dry-run")
     os.mkfifo(tmp_path / "pipe")
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.alarm(5)  # ends a start that hangs

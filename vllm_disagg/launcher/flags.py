@@ -151,6 +151,14 @@ def options(args: argparse.Namespace, port: int) -> UpOptions:
     )
 
 
+def access_log(args: argparse.Namespace) -> str:
+    """Returns the file of the proxy's access log; with --log-dir there is one."""
+    if args.log_dir and not args.access_log:
+        # The one log of the proxy that has each request with its id.
+        return os.path.join(args.log_dir, ACCESS_LOG)
+    return str(args.access_log)
+
+
 def _client_key(args: argparse.Namespace) -> str:
     """Returns a client's key as a word of a shell; empty if clients need none."""
     if args.api_key:
@@ -171,9 +179,8 @@ def _split(text: str, flag: str) -> list[str]:
 def _proxy_words(args: argparse.Namespace) -> list[str]:
     """Returns the proxy's flags that were given, as words."""
     words: list[str] = []
-    if args.log_dir and not args.access_log:
-        # The one log of the proxy that has each request with its id.
-        words.append(f"--access-log={os.path.join(args.log_dir, ACCESS_LOG)}")
+    if not args.access_log and access_log(args):
+        words.append(f"--access-log={access_log(args)}")
     for flag in PROXY_FLAGS:
         value = getattr(args, flag.dest)
         if value == flag.default:

@@ -79,8 +79,8 @@ def run(args: argparse.Namespace) -> int:
     launch = plan.make(options, facts, engine_ports, KEY_FILE)
     _check_proxy(launch.proxy)
     machine.check_port(options.host, options.port)
-    machine.check_log_file("--access-log", args.access_log)
-    output = ChildOutput(console, "" if args.dry_run else args.log_dir)
+    output = ChildOutput(console, args.log_dir)
+    _check_log_files(args, launch, output)
     for line in launch.warnings:
         console.write_line(f"vllm-disagg up: warning: {line}")
     for line in launch.notes:
@@ -130,6 +130,14 @@ def _check_proxy(proxy: ChildCommand) -> None:
     parser = argparse.ArgumentParser()
     proxy_flags.add_arguments(parser)
     proxy_settings.from_arguments(parser.parse_args([*proxy.argv[2:], "--key-file", ""]))
+
+
+def _check_log_files(args: argparse.Namespace, launch: LaunchPlan, output: ChildOutput) -> None:
+    """Raises ConfigError if a child's file or the access log cannot be written."""
+    for child in [*launch.engines, launch.proxy]:
+        machine.check_log_file("--log-dir", output.path(child.name))
+    flag = "--access-log" if args.access_log else "--log-dir"
+    machine.check_log_file(flag, flags.access_log(args))
 
 
 def _start(

@@ -119,7 +119,8 @@ class ChildOutput:
             # In the folder itself: its files may belong to another user, who ran it before.
             with tempfile.TemporaryFile(dir=folder):
                 pass
-            self._lock = open(os.path.join(folder, LOCK_FILE), "a+")  # noqa: SIM115
+            # A bare descriptor, which the end of this process closes.
+            self._lock = os.open(os.path.join(folder, LOCK_FILE), os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise ConfigError(f"--log-dir {folder}: {error.strerror}") from None
         self._take_lock()
@@ -129,8 +130,7 @@ class ChildOutput:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._lock.seek(0)
-            holder = self._lock.read().strip() or "unknown"
+            holder = os.pread(self._lock, 20, 0).decode(errors="replace").strip() or "unknown"
             raise ConfigError(
                 f"--log-dir {self._folder}: another up (process {holder}) writes there:"
                 " choose another folder"
@@ -138,8 +138,8 @@ class ChildOutput:
         except OSError:
             return  # a file system without locks
         with suppress(OSError):  # a full disk: the lock holds without the pid
-            self._lock.truncate(0)
-            print(os.getpid(), file=self._lock, flush=True)
+            os.ftruncate(self._lock, 0)
+            os.write(self._lock, f"{os.getpid()}\n".encode())
 
     def open(self, name: str, number: int) -> PrefixedLines | LineFile:
         """Returns the place of a child's lines. `number`: of children so far."""

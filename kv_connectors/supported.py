@@ -153,6 +153,22 @@ def _refuse_settings(vllm_config: VllmConfig) -> None:
             "DisaggConnector needs equal scales of the KV cache in all engines: start without"
             " --calculate-kv-scales"
         )
+    if getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False):
+        raise ConfigError(
+            "DisaggConnector was never tried with layers that compute only a prompt's last token:"
+            " start without --kv-sharing-fast-prefill"
+        )
+    # Of these states a step writes only its inputs, into a ring: other bytes at P than at D.
+    if getattr(vllm_config.cache_config, "use_replayssm", False):
+        raise ConfigError(
+            "DisaggConnector was never tried with states that vLLM computes again from their last"
+            " inputs: start without --use-replayssm"
+        )
+    if getattr(vllm_config, "ec_transfer_config", None) is not None:
+        raise ConfigError(
+            "DisaggConnector was never tried beside a connector of encoders, which gives one engine"
+            " another one's images: start without --ec-transfer-config"
+        )
     images = vllm_config.model_config.multimodal_config
     # Tokens are left out, and positions chosen, by what the encoder has computed at P alone.
     if images is not None and (getattr(images, "video_pruning_rate", None) or 0) > 0:
@@ -203,6 +219,18 @@ def _refuse_specs(kv_cache_config: KVCacheConfig) -> None:
         raise ConfigError(
             "DisaggConnector does not support sliding windows that vLLM computes again after a"
             " prefix from its cache: start with --no-swa-bounded-replay"
+        )
+    # An earlier token's KV depends on later ones, and D computes the last token alone.
+    if any(getattr(spec, "non_causal", False) for spec in specs):
+        raise ConfigError(
+            "DisaggConnector does not support this model: prefix LM, in which the tokens of a"
+            " prompt attend to later ones, was never tried"
+        )
+    # States of Mamba have -1, as they are of no single token.
+    if any(0 < getattr(spec, "tokens_per_state", 1) < 1 for spec in specs):
+        raise ConfigError(
+            "DisaggConnector does not support this model: several vectors of KV a token (streams of"
+            " sound, as Voxtral's) were never tried"
         )
     states = {spec.mamba_type.name for spec in specs if compat.is_state(spec)}
     for name in sorted(states - KNOWN_STATES):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,11 @@ WINDOW = SlidingWindowSpec(block_size=16, sliding_window=20, **HEADS)
 LATENT = MLAAttentionSpec(block_size=16, **HEADS)
 LATENT_WINDOW = SlidingWindowMLASpec(block_size=16, sliding_window=20, **HEADS)
 REPLAYED = SlidingWindowMLASpec(block_size=16, sliding_window=20, bounded_replay=True, **HEADS)
+PREFIX_LM = FullAttentionSpec(block_size=16, non_causal=True, **HEADS)
+POOLED = SlidingWindowSpec(
+    block_size=16, sliding_window=20, tokens_per_state=Fraction(1, 4), **HEADS
+)
+COMPRESSED = MLAAttentionSpec(block_size=256, tokens_per_state=4, **HEADS)
 STATES: dict[str, Any] = {"block_size": 2048, "shapes": ((4,),), "dtypes": (torch.float32,)}
 STATE, CACHED = (
     MambaSpec(**STATES, mamba_cache_mode="none"),
@@ -67,6 +73,7 @@ def config(**change: Any) -> Any:
             multimodal_config=change.get("images"), **change.get("model", {})
         ),
         weight_transfer_config=change.get("weight_transfer"),
+        ec_transfer_config=change.get("encoders"),
         scheduler_config=SimpleNamespace(policy=change.get("policy", "fcfs")),
         kv_transfer_config=SimpleNamespace(kv_role=change.get("role", "kv_both")),
         aux_output_config=SimpleNamespace(enabled=change.get("routed_experts", False)),
@@ -75,6 +82,8 @@ def config(**change: Any) -> Any:
             cache_dtype=change.get("dtype", "auto"),
             enable_prefix_caching=change.get("prefixes", True),
             calculate_kv_scales=change.get("scales", False),
+            kv_sharing_fast_prefill=change.get("fast_prefill", False),
+            use_replayssm=change.get("replay", False),
         ),
     )
 
@@ -94,6 +103,7 @@ several = pytest.mark.skipif(
         (FULL,),
         (STATE,),
         (LATENT,),
+        (COMPRESSED,),
         pytest.param((LINEAR, FULL), marks=several),
         pytest.param((STATE, FULL), marks=several),
         pytest.param((FULL, WINDOW), marks=several),
@@ -187,6 +197,11 @@ def test_the_last_stage_drafts(method: str, rank: int, stages: int, expected: bo
             "speculative decoding with Mamba",
         ),
         ({}, (REPLAYED,), "start with --no-swa-bounded-replay"),
+        ({}, (PREFIX_LM,), "prefix LM, in which the tokens of a prompt attend to later ones"),
+        ({}, (POOLED,), "several vectors of KV a token"),
+        ({"fast_prefill": True}, (FULL,), "start without --kv-sharing-fast-prefill"),
+        ({"replay": True}, (STATE,), "start without --use-replayssm"),
+        ({"encoders": object()}, (FULL,), "start without --ec-transfer-config"),
         ({"weight_transfer": object()}, (FULL,), "start without --weight-transfer-config"),
         ({"scales": True}, (FULL,), "start without --calculate-kv-scales"),
         (

@@ -37,11 +37,6 @@ WINDOW = SlidingWindowSpec(block_size=16, sliding_window=20, **HEADS)
 LATENT = MLAAttentionSpec(block_size=16, **HEADS)
 LATENT_WINDOW = SlidingWindowMLASpec(block_size=16, sliding_window=20, **HEADS)
 REPLAYED = SlidingWindowMLASpec(block_size=16, sliding_window=20, bounded_replay=True, **HEADS)
-PREFIX_LM = FullAttentionSpec(block_size=16, non_causal=True, **HEADS)
-POOLED = SlidingWindowSpec(
-    block_size=16, sliding_window=20, tokens_per_state=Fraction(1, 4), **HEADS
-)
-COMPRESSED = MLAAttentionSpec(block_size=256, tokens_per_state=4, **HEADS)
 STATES: dict[str, Any] = {"block_size": 2048, "shapes": ((4,),), "dtypes": (torch.float32,)}
 STATE, CACHED = (
     MambaSpec(**STATES, mamba_cache_mode="none"),
@@ -103,7 +98,6 @@ several = pytest.mark.skipif(
         (FULL,),
         (STATE,),
         (LATENT,),
-        (COMPRESSED,),
         pytest.param((LINEAR, FULL), marks=several),
         pytest.param((STATE, FULL), marks=several),
         pytest.param((FULL, WINDOW), marks=several),
@@ -129,6 +123,21 @@ def test_supported_configurations_are_accepted(
     specs: tuple[Any, ...], change: dict[str, Any]
 ) -> None:
     supported.refuse_unsupported(config(**change), caches(*specs))
+
+
+@several
+def test_vectors_of_parts_of_tokens_and_prefix_lm_are_refused() -> None:
+    """vLLM 0.32 has the fields of these specs."""
+    prefix_lm = FullAttentionSpec(block_size=16, non_causal=True, **HEADS)
+    streams = SlidingWindowSpec(
+        block_size=16, sliding_window=20, tokens_per_state=Fraction(1, 4), **HEADS
+    )
+    compressed = MLAAttentionSpec(block_size=256, tokens_per_state=4, **HEADS)
+    supported.refuse_unsupported(config(), caches(compressed))
+    with pytest.raises(ConfigError, match="prefix LM, in which the tokens of a prompt attend to"):
+        supported.refuse_unsupported(config(), caches(prefix_lm))
+    with pytest.raises(ConfigError, match="several vectors of KV a token"):
+        supported.refuse_unsupported(config(), caches(streams))
 
 
 def drafts(method: str, ranks: int = 1) -> Any:
@@ -197,8 +206,6 @@ def test_the_last_stage_drafts(method: str, rank: int, stages: int, expected: bo
             "speculative decoding with Mamba",
         ),
         ({}, (REPLAYED,), "start with --no-swa-bounded-replay"),
-        ({}, (PREFIX_LM,), "prefix LM, in which the tokens of a prompt attend to later ones"),
-        ({}, (POOLED,), "several vectors of KV a token"),
         ({"fast_prefill": True}, (FULL,), "start without --kv-sharing-fast-prefill"),
         ({"replay": True}, (STATE,), "start without --use-replayssm"),
         ({"encoders": object()}, (FULL,), "start without --ec-transfer-config"),

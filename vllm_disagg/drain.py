@@ -7,6 +7,9 @@ state their running and waiting requests on /metrics.
       -> no request at IDLE_LOOKS looks in a row: exit status 0
       -> nothing listens at its address any more: exit status 0
       -> --timeout: exit status 1
+
+A drain outlives its engine's process. With --end the next start of the engine ends it at the
+proxies, which send requests once the engine answers their probes.
 """
 
 from __future__ import annotations
@@ -67,9 +70,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="longest wait; then the exit status is 1 (default: %(default)g)",
     )
 
+    parser.add_argument(
+        "--end",
+        action="store_true",
+        help="end the drain instead: each --proxy may send it requests, once it answers",
+    )
+
 
 def run(args: argparse.Namespace) -> int:
-    """Wait until a server has no requests; returns the exit status."""
+    """Wait until a server has no requests, or end its drain; returns the exit status."""
     if not args.url:
         raise ConfigError(f"name the server's URL, or set {URL}")
     url = http_client.address("URL", args.url)
@@ -77,6 +86,8 @@ def run(args: argparse.Namespace) -> int:
         if not 0 <= getattr(args, flag) < float("inf"):
             raise ConfigError(f"--{flag} must be a number of seconds, 0 or more")
     proxies = [http_client.address("--proxy", proxy) for proxy in args.proxy]
+    if args.end:
+        return end_drain(proxies, url)
     requests = count_requests(url)  # a wrong URL is reported before anything is drained
     for proxy in proxies:
         request_drain(proxy, url)
@@ -124,11 +135,25 @@ def count_requests(url: str) -> float:
         raise ConfigError(f"{url}/metrics has a count that is no number") from None
 
 
+def end_drain(proxies: list[str], url: str) -> int:
+    """Has the proxies send an instance requests again. Raises ConfigError with an answer."""
+    if not proxies:
+        raise ConfigError("--end needs --proxy: a drain is a proxy's")
+    for proxy in proxies:
+        _change(proxy, {"url": url, "end": True}, f"the end of the drain of {url}")
+        print(f"{proxy} sends {url} new requests again")
+    return 0
+
+
 def request_drain(proxy: str, url: str) -> None:
     """Has a proxy send an instance no new requests. Raises ConfigError with its answer."""
+    _change(proxy, {"url": url}, f"the drain of {url}")
+
+
+def _change(proxy: str, body: object, name: str) -> None:
     key = bearer_keys.from_environment(ADMIN_KEY)
     if not key:
         raise ConfigError(
             f"--proxy needs the admin key: put it into the environment as {ADMIN_KEY}"
         )
-    http_client.send(proxy, ("POST", DRAIN_PATH), {"url": url}, key, f"the drain of {url}")
+    http_client.send(proxy, ("POST", DRAIN_PATH), body, key, name)

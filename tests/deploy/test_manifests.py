@@ -128,6 +128,20 @@ def test_the_unit_of_an_engine_has_the_same_settings() -> None:
     assert re.search(r"^KillMode=mixed$", unit, re.MULTILINE), "workers outlive the first SIGTERM"
 
 
+def test_the_start_of_an_engines_unit_ends_the_drain_of_its_stop() -> None:
+    """Else an engine is without requests after each restart, until somebody looks."""
+    unit = (DEPLOY / "systemd" / "vllm-disagg-engine@.service").read_text()
+    commands = {}
+    # "-": a proxy that does not answer has forgotten its drains, and the engine shall run.
+    for name, prefix in (("Stop", ""), ("StartPost", "-")):
+        command = re.search(rf"^Exec{name}={prefix}/\S+/vllm-disagg (.*)$", unit, re.MULTILINE)
+        assert command, name
+        commands[name] = parse(command[1].split())
+    stop, start = commands["Stop"], commands["StartPost"]
+    assert start.end and not stop.end
+    assert (start.url, start.proxy) == (stop.url, stop.proxy)
+
+
 def test_containers_are_killed_behind_the_shutdown_timeout() -> None:
     compose = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())
     for role in ENGINES:

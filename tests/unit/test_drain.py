@@ -145,6 +145,20 @@ def test_the_proxies_are_asked_first(servers: Any, monkeypatch: pytest.MonkeyPat
     assert proxy.drains == [("Bearer secret", {"url": engine.url})]
 
 
+def test_it_ends_a_drain_of_an_engine_that_is_still_starting(
+    servers: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(ADMIN_KEY, "secret")
+    proxies = [servers("") for _ in range(2)]
+    engine = "http://127.0.0.1:9"
+    flags = [word for proxy in proxies for word in ("--proxy", proxy.url)]
+    assert cli.main(["drain", engine, "--end", *flags]) == 0
+    said = capsys.readouterr().out
+    for proxy in proxies:
+        assert proxy.drains == [("Bearer secret", {"url": engine, "end": True})]
+        assert f"{proxy.url} sends {engine} new requests again\n" in said
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -153,6 +167,8 @@ def test_the_proxies_are_asked_first(servers: Any, monkeypatch: pytest.MonkeyPat
         (["{url}", "--timeout", "nan"], "--timeout must be a number of seconds"),
         (["{url}", "--notice", "-1"], "--notice must be a number of seconds"),
         (["{url}", "--proxy", "x"], "--proxy: x is not a URL"),
+        (["{url}", "--end"], "--end needs --proxy"),
+        (["{url}", "--end", "--proxy", "{refuses}"], "to the end of the drain of {url}"),
         (["{other}"], "it is neither a proxy nor a vLLM"),
         (["{wrong}"], "a count that is no number"),
         (["{url}", "--proxy", "{refuses}"], 'to the drain of {url}: {"error": "no such instance"}'),

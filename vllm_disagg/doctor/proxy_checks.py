@@ -7,7 +7,7 @@ from packaging.version import InvalidVersion, Version
 
 from ..fleet.conventions import NEWEST_VLLM, OLDEST_VLLM
 from ..fleet.keys import ADMIN_KEY
-from ..proxy.requests.admin import INSTANCES_PATH
+from ..proxy.requests.admin import DRAIN_PATH, INSTANCES_PATH
 from ..proxy.routing.instance_report import DRAINED, InstanceReport
 from ..proxy.routing.readiness import Readiness
 from . import remedies
@@ -164,8 +164,8 @@ def examine_instance(report: Report, row: InstanceReport) -> None:
     count = len(report.findings)
     since = f" (since {row.state_since})"
     if row.why_not == DRAINED:
-        body = f'{{"url": "{row.url}", "role": "{row.role}"}}'
-        report.warn(name, "it is drained", f"end the drain: POST {body} to {INSTANCES_PATH}")
+        body = f'{{"url": "{row.url}", "end": true}}'
+        report.warn(name, "it is drained", f"end the drain: POST {body} to {DRAIN_PATH}")
     elif row.leaving:
         report.warn(name, f"it {row.why_not}", "name it again, or wait for its last request")
     elif row.why_not and "do not fit" not in row.why_not:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -175,13 +176,17 @@ async def idle_and_drained(w: World, url: str) -> bool:
     return (row["why_not"], row["in_flight"]) == ("drained", 0)
 
 
-async def test_a_drained_instance_stays_listed_until_its_drain_ends() -> None:
+async def test_a_drained_instance_stays_listed_until_its_drain_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """An operator must see hours later why an instance gets no request."""
+    caplog.set_level(logging.INFO, "vllm_disagg")
     async with world(prefill=2, decode=1, admin_key="root") as w:
         url = w.p.url
         assert (await change(w, "POST", "/disagg/instances/drain", url=url))[0] == 200
         await asyncio.sleep(2 * SWEEP_SECONDS)
         row = (await rows(w))[url]
+        assert "has left" not in caplog.text, "it is not removed and added again"
         assert (row["leaving"], row["usable"], row["why_not"]) == (True, False, "drained")
         assert (row["in_flight"], row["role"]) == (0, "prefill")
         assert await w.metric("vllm_disagg_instance_leaving", url) == 1
@@ -202,6 +207,18 @@ async def test_a_drained_instance_stays_listed_until_its_drain_ends() -> None:
         assert (await change(w, "POST", "/disagg/instances", url=url, role="prefill"))[0] == 200
         await until(lambda: usable(w, url))
         assert not await w.metric("vllm_disagg_instance_leaving", url)
+
+
+async def test_the_end_of_a_drain_names_no_instance_anew() -> None:
+    """An engine ends its own drain at each start, and its source may take it away later."""
+    drain = "/disagg/instances/drain"
+    async with world(prefill=0, decode=1, admin_key="root") as w, engines("decode") as (other,):
+        assert (await change(w, "POST", drain, url=other.url, end=True))[0] == 404
+        for body in ({}, {"end": True}, {"end": True}):
+            status, facts = await change(w, "POST", drain, url=w.d.url, **body)
+            assert (status, facts["sources"]) == (200, ["flags"])
+            assert facts["drained"] == ("end" not in body)
+        await until(lambda: usable(w, w.d.url))
 
 
 async def answers_no_more(w: World, url: str) -> bool:

@@ -109,6 +109,18 @@ def test_a_new_worker_learns_how_things_are() -> None:
     assert [m for m in said if m.kind == "roles"] == [last]
 
 
+def test_a_new_worker_hears_of_no_drain_that_has_ended() -> None:
+    hub = BusHub(2)
+    said: list[BusMessage] = []
+    hub.workers[1].send = said.append  # type: ignore[assignment, method-assign]
+    drain, resume = MembershipChange("drain", "u"), MembershipChange("resume", "u")
+    for change in (drain, resume):
+        hub.on_message(hub.workers[0], BusMessage("change", change=change), 0.0)
+    said.clear()
+    hub.on_message(hub.workers[1], BusMessage("ready"), 1.0)
+    assert [m.change for m in said if m.change] == [resume]
+
+
 async def test_a_worker_applies_the_roles_of_the_first_one() -> None:
     told: list[dict[str, Role]] = []
     hub_end, worker_end = socket.socketpair()

@@ -24,10 +24,11 @@ SOURCE_ORDER = ("flags", "admin", "file", "registration", "dns", "kubernetes")
 class MembershipChange(msgspec.Struct, frozen=True):
     """Describes one change by the admin API.
 
-    `add` also ends a drain. `remove` drains an instance that another source still names.
+    `resume` ends a drain, and so does `add`, which also names the instance. `remove` drains an
+    instance that another source still names.
     """
 
-    kind: Literal["add", "remove", "drain", "cut"]
+    kind: Literal["add", "remove", "drain", "resume", "cut"]
     url: str
     role: Role = "decode"  # of an added instance
 
@@ -104,6 +105,8 @@ class Members:
                     self._drained.discard(change.url)
             case "drain":
                 self._drained.add(change.url)
+            case "resume":
+                self._drained.discard(change.url)
             case "cut":
                 for instance in [i for i in self._fleet.leaving if i.url == change.url]:
                     self._remove(instance)

@@ -5,7 +5,7 @@
     POST   /disagg/instances        add an instance, or end its drain
                                     {"url": ..., "role": "prefill" | "decode"}
     POST   /disagg/instances/drain  send it no new requests; it stays listed until the drain ends
-                                    {"url": ...}
+                                    {"url": ..., "end": false}
     DELETE /disagg/instances        drain, then remove unless a source names it; with "now", abort
                                     its running requests
                                     {"url": ..., "now": false}
@@ -66,6 +66,7 @@ class _AddInstance(msgspec.Struct, forbid_unknown_fields=True):
 
 class _DrainInstance(msgspec.Struct, forbid_unknown_fields=True):
     url: str
+    end: bool = False
 
 
 class _RemoveInstance(msgspec.Struct, forbid_unknown_fields=True):
@@ -170,7 +171,8 @@ class Admin:
         return self._apply(MembershipChange("add", url, body.role))
 
     def _drain(self, body: _DrainInstance) -> str:
-        return self._apply(MembershipChange("drain", self._known(body.url)))
+        kind: Literal["drain", "resume"] = "resume" if body.end else "drain"
+        return self._apply(MembershipChange(kind, self._known(body.url)))
 
     def _remove(self, body: _RemoveInstance) -> str:
         url = self._apply(MembershipChange("remove", self._known(body.url)))

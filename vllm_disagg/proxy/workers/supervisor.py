@@ -208,7 +208,7 @@ class BusHub:
     def _remember_change(self, change: MembershipChange) -> None:
         """Keeps only the final state of each URL."""
         if change.kind != "cut":
-            subject = "member" if change.kind in ("add", "remove") else change.kind
+            subject = "member" if change.kind in ("add", "remove") else "drain"
             self._changes.pop((subject, change.url), None)
             self._changes[subject, change.url] = change
 

@@ -1,4 +1,7 @@
-"""vLLM's own scheduler with ours: loads of a model with sliding windows hold the pool, and fail."""
+"""vLLM's own scheduler with ours: loads of a model with sliding windows hold the pool, and fail.
+
+And the step after a load, beside requests that decode speculatively.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -31,6 +35,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 import kv_connectors.connector  # noqa: F401 - vLLM finds it by its name; loaded here, before tests capture what is logged
+from kv_connectors import compat
 from kv_connectors import scheduler as ours
 from kv_connectors.metadata import Handshake
 from vllm_disagg.fleet import grants, keys
@@ -65,7 +70,12 @@ class Decode:
     """A decode engine without workers; the test makes their answers."""
 
     def __init__(
-        self, folder: Path, blocks: int, policy: str, monkeypatch: pytest.MonkeyPatch
+        self,
+        folder: Path,
+        blocks: int,
+        policy: str,
+        monkeypatch: pytest.MonkeyPatch,
+        speculative: dict[str, Any] | None = None,
     ) -> None:
         (folder / "config.json").write_text(json.dumps(MODEL))
         keys.create(str(folder / "key"))
@@ -85,6 +95,7 @@ class Decode:
             enable_prefix_caching=True,
             scheduling_policy=policy,
             kv_transfer_config=transfer,
+            speculative_config=speculative,
             enforce_eager=True,  # type: ignore
         ).create_engine_config()
         config.cache_config.num_gpu_blocks, config.cache_config.block_size = blocks, BLOCK
@@ -139,7 +150,7 @@ class Decode:
         request = Request(name, prompt, sampling, None, block_hasher=hasher, priority=priority)
         self.vllm.add_request(request)
 
-    def step(self, *, failed: set[str] = NOBODY, loaded: set[str] = NOBODY) -> None:
+    def step(self, *, failed: set[str] = NOBODY, loaded: set[str] = NOBODY) -> SchedulerOutput:
         output = self.vllm.schedule()
         names = list(output.num_scheduled_tokens)
         tokens = [[] if self.vllm.requests[name].is_prefill_chunk else [7] for name in names]
@@ -155,6 +166,7 @@ class Decode:
             self.answered += [
                 one.request_id for one in outputs.outputs if one.finish_reason is not None
             ]
+        return output
 
     def loading(self) -> set[str]:
         return {name for name, leg in self.side._legs.legs.items() if leg.waits_for_kv}
@@ -218,3 +230,23 @@ def test_failed_loads_are_computed_beside_new_loads_of_higher_priority(
     for _ in range(150):
         d.step(failed=d.loading())
     assert len(d.answered) == 17, d.answered
+
+
+@pytest.mark.skipif(not compat.can_load_groups(), reason="vLLM before 0.32 does not pad the step")
+def test_the_step_after_a_load_is_as_wide_as_those_of_drafts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the batch of all requests that decode would leave its CUDA graph for that step.
+
+    A load leaves one token to compute, and vLLM 0.32 gives it places of drafts (-1).
+    """
+    drafted = 3
+    ngram = {"method": "ngram", "num_speculative_tokens": drafted, "prompt_lookup_max": 2}
+    d = Decode(tmp_path, 94, "fcfs", monkeypatch, ngram)
+    d.ask("leg", 1)
+    d.ask("decodes", 2, leg=False)
+    assert "leg" not in d.step(loaded={"leg"}).num_scheduled_tokens
+    after_load = d.step()
+    assert set(after_load.num_scheduled_tokens) == {"leg", "decodes"}
+    assert after_load.num_scheduled_tokens["leg"] == 1 + drafted
+    assert after_load.scheduled_spec_decode_tokens["leg"] == [-1] * drafted

@@ -1,0 +1,158 @@
+"""Data parallel ranks that compute in step, balanced in each of vLLM's ways, at D.
+
+    internal   one API server; its second rank runs without one, as on another machine
+    external   one API server for each rank
+    hybrid     two API servers with two ranks each
+
+Mixtral in float32, with the stand-in of `test_expert_ranks`, in the plain engine too.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+from asking import Body, Record, ask, at_once, expect_exact_or_clean, expect_same
+from conftest import Machine
+from engines import Engine, Proxy, free_port, wait
+from test_expert_ranks import STAND_IN, WITH_EXPERTS, prompts
+from test_models import FLOAT32, model, several
+
+pytestmark = pytest.mark.wide
+
+ADDRESS = "127.0.0.1"
+
+
+class Headless(Engine):
+    """Ranks without an API server, as on another machine: ready with the server that has them."""
+
+    def is_ready(self) -> bool:
+        return True
+
+
+def engine(
+    machine: Machine, name: str, *flags: str, role: str = "", cpu: str = "0", kind: type = Engine
+) -> Engine:
+    made = kind(
+        name,
+        machine.folder,
+        *FLOAT32,
+        *flags,
+        role=role,
+        cpu=cpu,
+        model=model("moe"),
+        env=STAND_IN,
+    )
+    assert isinstance(made, Engine)
+    return made
+
+
+def decode_engines(machine: Machine, way: str) -> list[Engine]:
+    """Returns the processes of D, the one with the first rank first."""
+    shared = [WITH_EXPERTS, "--data-parallel-address", ADDRESS]
+    shared += ["--data-parallel-rpc-port", str(free_port())]
+
+    def part(at: int, *flags: str, cpu: str = "1", kind: type = Engine) -> Engine:
+        name = f"{way}-D{at}"
+        return engine(machine, name, *shared, *flags, role="kv_consumer", cpu=cpu, kind=kind)
+
+    if way == "internal":
+        local = ["--data-parallel-size", "2", "--data-parallel-size-local", "1"]
+        head = part(0, *local)
+        head.ranks = 2
+        return [
+            head,
+            part(1, *local, "--headless", "--data-parallel-start-rank", "1", kind=Headless),
+        ]
+    if way == "external":
+        size = ["--data-parallel-size", "2"]
+        return [part(at, *size, "--data-parallel-rank", str(at)) for at in range(2)]
+    found = []
+    for at in range(2):
+        local = ["--data-parallel-size", "4", "--data-parallel-size-local", "2"]
+        start = ["--data-parallel-start-rank", str(2 * at), "--data-parallel-hybrid-lb"]
+        found.append(part(at, *local, *start, cpu="1|1"))
+        found[-1].ranks = 2
+    return found
+
+
+class Pair:
+    def __init__(self, machine: Machine, way: str) -> None:
+        self.way = way
+        self.prefill = engine(machine, f"{way}-P", role="kv_producer", cpu="0")
+        self.parts = decode_engines(machine, way)
+        self.servers = [part for part in self.parts if not isinstance(part, Headless)]
+        self.proxy = Proxy(machine.folder, self.prefill, self.servers, name=f"{way}-proxy")
+        machine.start(self.prefill, *self.parts)
+        machine.start(self.proxy)
+        urls = [url for server in [self.prefill, *self.servers] for url in server.urls]
+        wait("every rank is known", lambda: self.proxy.members() == dict.fromkeys(urls, True), 20)
+
+    def received(self) -> list[float]:
+        """Returns the bytes that each rank of D has received."""
+        name = "vllm:disagg_received_bytes_total"
+        if self.way == "external":
+            return [server.metric(name) for server in self.servers]
+        found = []
+        for at, server in enumerate(self.servers):
+            first = at * server.ranks
+            labels = [f'engine="{first + rank}"' for rank in range(server.ranks)]
+            found += [server.metric(name, label) for label in labels]
+        return found
+
+
+@pytest.fixture(scope="module")
+def right(machine: Machine) -> list[Record]:
+    """The answers of one plain vLLM."""
+    machine.stop()  # all others, for the memory's sake
+    plain = engine(machine, "balancing-plain")
+    machine.start(plain)
+    found = several(lambda one: ask(plain.url, one), prompts())
+    assert {one.status for one in found} == {200}
+    machine.stop(plain)
+    return found
+
+
+@pytest.fixture(scope="module", params=["internal", "external", "hybrid"])
+def pair(machine: Machine, right: list[Record], request: pytest.FixtureRequest) -> Iterator[Pair]:
+    made = Pair(machine, request.param)
+    yield made
+    machine.stop()
+
+
+def test_every_rank_receives_and_answers_are_plain_vllms(right: list[Record], pair: Pair) -> None:
+    asked = prompts()
+    ours = several(lambda one: ask(pair.proxy.url, one), asked)
+    for one, expected, what in zip(ours, right, asked, strict=True):
+        expect_same(one, expected, f"{len(what['prompt'])} tokens:")
+    assert all(pair.received()), f"a rank received nothing: {pair.received()}"
+    for server in [pair.prefill, *pair.servers]:
+        wait(f"{server.name} gives all its blocks back", lambda e=server: e.usage == 0, 15)
+        assert server.is_alive()
+    assert pair.prefill.metric("vllm:disagg_unclaimed_prefills_total") == 0
+
+
+def test_a_rank_that_dies(right: list[Record], pair: Pair) -> None:
+    """The rank of the last process: each answer is EXACT or CLEAN, and D ends."""
+    asked: list[Body] = [{**one, "cache_salt": pair.way} for one in prompts()[:24]]
+    victim = pair.parts[-1].child("EngineCore")
+
+    def one_answer(at: int) -> Record:
+        if at == len(asked):
+            time.sleep(0.5)  # some requests run, and none has all of its tokens
+            os.kill(victim, signal.SIGKILL)
+            return Record(0)
+        try:
+            return ask(pair.proxy.url, asked[at], timeout=60.0)
+        except ConnectionError as error:
+            return Record(599, error=f"error: {error}")
+
+    found = at_once(one_answer, range(len(asked) + 1))
+    for one, expected in zip(found, right, strict=False):
+        if one.status:
+            expect_exact_or_clean(one, expected)
+    for server in pair.servers:
+        wait(f"vLLM ends {server.name}", lambda e=server: not e.is_alive(), 60)

@@ -219,7 +219,7 @@ def wait_until_ready(running: Up) -> list[str]:
 def test_the_output_goes_to_files_and_the_console_is_quiet(up: Callable[..., Up]) -> None:
     """Each child has a file; the console has phases with times, and the cause of an end."""
     running = up(flags=("--log-dir", "logs"), cwd=True)
-    wait_until_ready(running)
+    announced = "".join(wait_until_ready(running))
     os.kill(running.leaders()[0], signal.SIGKILL)
     code, said = running.end()
     assert code == 1
@@ -233,8 +233,15 @@ def test_the_output_goes_to_files_and_the_console_is_quiet(up: Callable[..., Up]
         "decode-0.log",
         "prefill-0.log",
         "proxy.log",
+        "targets",
         "up.pid",
     ]
+    for name, pattern in (
+        ("proxies", r"ready: http://(\S+)"),
+        ("engines", r"--(?:prefill|decode) http://(\S+)"),
+    ):
+        targets = json.loads((logs / "targets" / f"{name}.yml").read_text())
+        assert targets == [{"targets": re.findall(pattern, announced)}]
     assert re.search(r"^prefill in \d+$", (logs / "prefill-0.log").read_text(), re.MULTILINE)
     assert re.search(r"was ended by SIGKILL.*\(see logs/\w+-0.log\); everything", said)
     assert running.left() == []

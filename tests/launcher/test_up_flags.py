@@ -223,6 +223,9 @@ def test_one_line_for_files_that_cannot_be_used(
             said = refused(capsys, *start, "--log-dir", str(folder), *more)
             assert said == f"--log-dir '{folder / name}': Is a directory\n"
     assert "No such file" in refused(capsys, *start, "--log-dir", "/proc/x", "--dry-run")
+    (tmp_path / "targets").write_text("")
+    said = refused(capsys, *start, "--log-dir", str(tmp_path))
+    assert said == f"--log-dir: {tmp_path / 'targets'}: File exists\n"
     os.mkfifo(tmp_path / "pipe")
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.alarm(5)  # ends a start that hangs

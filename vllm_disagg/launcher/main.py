@@ -16,7 +16,7 @@ from ..errors import ConfigError, DisaggError
 from ..fleet import keys
 from ..proxy import flags as proxy_flags
 from ..proxy import settings as proxy_settings
-from . import config_file, flags, machine, model_check, plan
+from . import config_file, flags, machine, model_check, plan, scrape_targets
 from .backoff import RestartBackoff
 from .flags import add_arguments
 from .plan import ChildCommand, LaunchPlan, UpOptions
@@ -81,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
     machine.check_port(options.host, options.port)
     output = ChildOutput(console, args.log_dir)
     _check_log_files(args, launch, output)
+    if args.log_dir and not args.dry_run:
+        scrape_targets.write(args.log_dir, launch)
     for line in launch.warnings:
         console.write_line(f"vllm-disagg up: warning: {line}")
     for line in launch.notes:

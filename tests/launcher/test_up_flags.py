@@ -319,6 +319,34 @@ def test_folders_and_names_that_no_model_has(tmp_path: Path) -> None:
         model_check.check("a--b/c", [])
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("https://hub.example/Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("https://hub.example/Qwen/Qwen3-8B/tree/main", "Qwen/Qwen3-8B"),
+        ("https://hub.example", ""),
+        ("Qwen/Qwen3 8B", "Qwen/Qwen3-8B"),
+        ("Qwen/Qwen3-8B ", "Qwen/Qwen3-8B"),
+        ("Qwen\\Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("Qwen/Qwen3-8B:latest", "Qwen/Qwen3-8B"),
+        ("a\nb", "a-b"),
+        ("a?", ""),
+    ],
+)
+@pytest.mark.parametrize("extra", [[], ["--revision=x"]])
+def test_what_is_no_name_is_refused(name: str, meant: str, extra: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        model_check.check(name, extra)
+    said = str(raised.value)
+    assert said.startswith(f"--model {name!r}: ") and "\n" not in said
+    assert said.partition("; did you mean ")[2] == (f"{meant}?" if meant else "")
+
+
+@pytest.mark.parametrize("name", ["s3://b/m", "S3://b/m x", "gs://b/m", "az://b/m"])
+def test_object_stores_are_names(name: str) -> None:
+    model_check.check(name, [])
+
+
 def test_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = on_hub(monkeypatch, tmp_path, None)
     model_check.check("a/b", [])

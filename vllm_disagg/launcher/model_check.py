@@ -11,6 +11,8 @@ from ..errors import ConfigError
 from ..setting_values import did_you_mean
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+URL = re.compile(r"\w+://[^/]+/([\w.-]+/[\w.-]+)(/.*)?")  # of a model's page
+OBJECT_STORES = ("s3://", "gs://", "az://")  # from which vLLM loads
 HUB_TIMEOUT_SECONDS = 8.0
 # One of them is in each repository that vLLM can serve.
 CONFIG_FILES = ("config.json", "params.json")
@@ -28,6 +30,8 @@ OTHER_SOURCES = (
 
 def check(model: str, extra: Sequence[str]) -> None:
     """Raises ConfigError if vLLM cannot find the model. `extra`: arguments of `vllm serve`."""
+    if model.lower().startswith(OBJECT_STORES):
+        return
     path = Path(model)
     if path.is_dir():
         if not any((path / name).is_file() for name in CONFIG_FILES):
@@ -36,17 +40,33 @@ def check(model: str, extra: Sequence[str]) -> None:
                 " from it"
             )
         return
+    if path.is_file() or os.environ.get("VLLM_MODEL_REDIRECT_PATH"):
+        return
     looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1
-    if looks_like_path and "://" not in model and not path.is_file():
+    if looks_like_path and "://" not in model:
         raise ConfigError(
             f"--model {model}: no such folder; give an existing one, or a name such as"
             " Qwen/Qwen3-8B"
         )
+    if not HUB_NAME.fullmatch(model):
+        raise ConfigError(
+            f"--model {model!r}: neither a folder nor a name as on the Hugging Face hub"
+            f"{_meant(model)}"
+        )
     is_elsewhere = any(word.partition("=")[0].replace("_", "-") in OTHER_SOURCES for word in extra)
     is_from_modelscope = os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true")
-    is_elsewhere |= is_from_modelscope or bool(os.environ.get("VLLM_MODEL_REDIRECT_PATH"))
-    if HUB_NAME.fullmatch(model) and not (path.is_file() or is_elsewhere):
+    if not (is_elsewhere or is_from_modelscope):
         _check_hub(model)
+
+
+def _meant(model: str) -> str:
+    """Returns a question with the name that a wrong text contains; empty without one."""
+    if page := URL.fullmatch(model):
+        name = page[1]
+    else:
+        name = re.sub(r"\s+", "-", model.strip().replace("\\", "/"))
+        name = re.sub(r":[\w.-]+$", "", name)  # a tag, as images have
+    return f"; did you mean {name}?" if HUB_NAME.fullmatch(name) else ""
 
 
 def _check_hub(model: str) -> None:

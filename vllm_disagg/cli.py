@@ -68,6 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     extra = words[end + 1 :]
     words = words[:end]
     command = words[0] if words and words[0] in COMMANDS else ""
+    try:
+        return _run(command, words, extra)
+    except ModuleNotFoundError as error:
+        return _end_without_package(command, error)
+
+
+def _run(command: str, words: list[str], extra: list[str]) -> int:
+    """Runs a subcommand; returns its exit status. `extra`: the words behind `--`."""
     parser = _parser(command)
     expand = getattr(_module(command), "expand", None) if command else None
     if expand is not None:
@@ -95,6 +103,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _end_output(program, error)
     return status
+
+
+def _end_without_package(command: str, error: ModuleNotFoundError) -> int:
+    """Returns the exit status of a command in an environment that lacks one of its packages.
+
+    The proxy's image is one. A module of this project that is missing is a fault: it is raised.
+    """
+    package = (error.name or "").partition(".")[0]
+    if package in ("", "vllm_disagg"):
+        raise error
+    standard_streams.write_error(
+        f"vllm-disagg {command}: {package} is not installed in {sys.prefix}: run it in an"
+        " environment with vLLM and all of vllm-disagg (the proxy's image has only a part)"
+    )
+    return 2
 
 
 def _end_output(program: str, error: OSError) -> int:

@@ -45,7 +45,8 @@ from .protocol.peers import WorkerInfo
 from .protocol.receiver import Receiver
 from .protocol.sender import Sender
 from .trace import TransferTrace
-from .transports.base import Counters, MakeTransport, TransportEvent, machine_id
+from .transports.base import Counters, MakeTransport, TransportEvent
+from .transports.machine_identity import machine_id
 from .transports.selection import TransportSelection
 from .transports.set import TransportSet
 from .transports.zmq.control import Control, receive

@@ -7,7 +7,8 @@ FROM ${BUILD} AS build
 COPY pyproject.toml README.md LICENSE MANIFEST.in /src/
 COPY vllm_disagg /src/vllm_disagg
 COPY kv_connectors /src/kv_connectors
-# The proxy uses neither numpy nor ZMQ, and not the asyncio client of Kubernetes: 100 MB.
+# Neither the proxy nor `doctor --proxy` uses numpy or ZMQ, nor the asyncio client of Kubernetes:
+# 100 MB. Commands that need them say so.
 RUN pip install --no-cache-dir --no-compile --target /app "/src[kubernetes]" \
     && rm -rf /app/bin /app/kv_connectors /app/numpy /app/numpy.libs /app/zmq /app/pyzmq.libs \
        /app/aiohttp /app/kubernetes/aio

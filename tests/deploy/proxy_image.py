@@ -2,7 +2,7 @@
 
 The build stage is the RUN line of deploy/docker/proxy.Dockerfile. Its base has no package here, so
 the Debian packages that this base is made of stand for it. Needs root and apt. The last line is
-JSON; exit status 1 if the image is larger than MAX_BYTES or its command does not run.
+JSON; exit status 1 if the image is larger than MAX_BYTES, or a command of COMMANDS does not run.
 """
 
 from __future__ import annotations
@@ -57,6 +57,16 @@ BASE_PACKAGES = [
     "tzdata",
     "zlib1g",
 ]
+# What an operator types into this image, and the beginning of what it prints. No proxy runs.
+CLOSED = "http://127.0.0.1:1"
+COMMANDS = (
+    ("--version", "vllm-disagg "),
+    ("proxy --help", "usage: "),
+    (f"doctor --proxy {CLOSED}", f"FAIL proxy {CLOSED}: GET /health: Connection refused"),
+    (f"drain {CLOSED}", f"vllm-disagg drain: cannot reach {CLOSED}"),
+    ("doctor", "vllm-disagg doctor: numpy is not installed in "),
+    (f"bench --url {CLOSED}", "vllm-disagg bench: numpy is not installed in "),
+)
 LEFT_OUT = ["usr/share/doc", "usr/share/man", "usr/share/locale"]
 
 
@@ -98,10 +108,10 @@ def size_of(folder: Path) -> int:
     return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
 
 
-def start(folder: Path) -> str:
-    """Runs the image's command as its user, in its root folder; returns the output."""
+def start(folder: Path, words: str) -> str:
+    """Runs a command of the image as its user, in its root folder; returns the output."""
     done = subprocess.run(
-        ["/usr/bin/python3", "-m", "vllm_disagg", "--version"],
+        ["/usr/bin/python3", "-m", "vllm_disagg", *words.split()],
         env={"PYTHONPATH": "/app", "PYTHONDONTWRITEBYTECODE": "1"},
         preexec_fn=lambda: enter(folder),
         capture_output=True,
@@ -109,7 +119,7 @@ def start(folder: Path) -> str:
         check=False,
     )
     print(done.stderr, file=sys.stderr)
-    return done.stdout.strip()
+    return (done.stdout + done.stderr).strip()
 
 
 def enter(folder: Path) -> None:
@@ -132,9 +142,10 @@ def main() -> None:
         build_app(folder / "src", folder / "app")
         shutil.move(folder / "app", folder / "root" / "app")
         size_bytes = size_of(folder / "root")
-        version = start(folder / "root")
-    print(json.dumps({"bytes": size_bytes, "runs": version}))
-    sys.exit(size_bytes > MAX_BYTES or not version.startswith("vllm-disagg "))
+        said = {words: start(folder / "root", words) for words, _ in COMMANDS}
+    wrong = [words for words, beginning in COMMANDS if not said[words].startswith(beginning)]
+    print(json.dumps({"bytes": size_bytes, "runs": said["--version"], "wrong": wrong}))
+    sys.exit(size_bytes > MAX_BYTES or bool(wrong))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from vllm_disagg.doctor import main
 from vllm_disagg.doctor.fleet_checks import FleetReport
 from vllm_disagg.kv.layout import uniform
 from vllm_disagg.protocol.peers import EngineInfo, WorkerInfo
-from vllm_disagg.transports.base import machine_id
+from vllm_disagg.transports.machine_identity import machine_id
 
 KEY_TEXT = (b"k" * 32).hex()  # of proxy_world.KEY
 HOLDS = uniform(layers=2, block_size=16, block_bytes=[64])

@@ -20,8 +20,8 @@ from vllm_disagg.errors import BadMessage
 from vllm_disagg.protocol.messages import MAX_FRAME_BYTES
 from vllm_disagg.protocol.peers import WorkerInfo
 from vllm_disagg.transports import local_links, local_socket
-from vllm_disagg.transports.base import machine_id
 from vllm_disagg.transports.local_links import LocalLinks
+from vllm_disagg.transports.machine_identity import machine_id
 
 KEY = bytes(local_links.KEY_BYTES)
 P = WorkerInfo("p/0", "tcp://127.0.0.1:9", "tcp://127.0.0.1:9", host=machine_id())

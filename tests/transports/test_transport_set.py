@@ -15,7 +15,8 @@ from vllm_disagg.kv.fp8 import Fp8
 from vllm_disagg.kv.memory import HostMemory
 from vllm_disagg.protocol import messages
 from vllm_disagg.protocol.peers import WorkerInfo
-from vllm_disagg.transports.base import Counters, DriverPort, machine_id, retry_pause
+from vllm_disagg.transports.base import Counters, DriverPort, retry_pause
+from vllm_disagg.transports.machine_identity import machine_id
 from vllm_disagg.transports.set import TransportSet
 from vllm_disagg.transports.zmq import control
 

@@ -57,6 +57,53 @@ def test_a_wrong_flag_names_the_help_of_its_own_command(
     assert error.startswith(message) and f"(vllm-disagg {words[0]} --help)" in error
 
 
+# The proxy's image lacks these packages, and vLLM.
+WITHOUT_PACKAGES = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("numpy", "zmq", "vllm", "torch", "nixl"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocker())
+from vllm_disagg import cli
+
+sys.exit(cli.main(sys.argv[1:]))
+"""
+CLOSED = "http://127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "start"),
+    [
+        (["doctor", "--proxy", CLOSED], 2, f"FAIL proxy {CLOSED}: GET /health: Connection"),
+        (
+            ["doctor", "--prefill", CLOSED, "--decode", "http://127.0.0.1:2"],
+            2,
+            f"FAIL prefill {CLOSED}: GET /health: Connection refused",
+        ),
+        (["doctor"], 2, "vllm-disagg doctor: numpy is not installed in "),
+        (["bench", "--url", CLOSED], 2, "vllm-disagg bench: numpy is not installed in "),
+        (["up", "--model", "m", "--help"], 0, "usage: vllm-disagg up"),
+        (["drain", CLOSED], 2, f"vllm-disagg drain: cannot reach {CLOSED}"),
+        (["proxy", "--help"], 0, "usage: vllm-disagg proxy"),
+    ],
+)
+def test_commands_in_the_proxys_image(words: list[str], status: int, start: str) -> None:
+    """A command works there, or ends in one line that says where to run it."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_PACKAGES, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = done.stdout + done.stderr
+    assert said.startswith(start), said
+    assert done.returncode == status and "Traceback" not in said
+    assert done.stderr.count("\n") <= 1
+
+
 def test_a_key_is_written_once_and_only_for_its_owner(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

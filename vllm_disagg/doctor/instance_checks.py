@@ -14,11 +14,11 @@ from ..fleet import dialling
 from ..fleet.conventions import NEWEST_VLLM, OLDEST_VLLM
 from ..fleet.grants import REQUEST_KEY, VERSION, Grant, mint, new_transfer
 from ..fleet.keys import FleetKey
-from ..protocol.events import Reason
 from ..protocol.peers import EngineCard, EngineInfo, WorkerInfo
+from ..protocol.reasons import Reason
 from ..proxy.membership.discovery import NIXL_PREFILL, card_in, engine_in, params_in
 from ..proxy.routing.fleet import Instance
-from ..transports.base import machine_id
+from ..transports.machine_identity import machine_id
 from . import remedies
 from .findings import Report
 from .metrics_page import MetricsPage

@@ -19,9 +19,10 @@ from .. import bearer_keys, http_client
 from ..errors import ConfigError
 from ..fleet import keys
 from ..proxy.http.addresses import check_url
-from . import fleet_checks, proxy_checks, this_machine
+from . import fleet_checks, proxy_checks
 from .findings import Report
 from .fleet_checks import FleetReport
+from .key_file import examine_key_file
 from .server_client import ServerClient
 
 GPU_MODULE = "kv_connectors.doctor"
@@ -100,6 +101,9 @@ def _check_flags(args: argparse.Namespace) -> None:
 def _examine(args: argparse.Namespace) -> Report:
     """Returns the report of the checks that the flags choose."""
     if not (args.proxy or args.prefill):
+        # Only these checks need numpy and ZMQ, which the proxy's image lacks.
+        from . import this_machine  # noqa: PLC0415
+
         report = Report()
         this_machine.examine(report, args.key_file)
         return report
@@ -112,7 +116,7 @@ async def examine_servers(args: argparse.Namespace) -> FleetReport:
     report = FleetReport()
     key = keys.load(args.key_file)
     if args.key_file:
-        this_machine.examine_key_file(report, args.key_file)
+        examine_key_file(report, args.key_file)
     prefills = [check_url(url, "--prefill") for url in args.prefill]
     decodes = [check_url(url, "--decode") for url in args.decode]
     if args.proxy:

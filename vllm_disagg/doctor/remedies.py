@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..protocol.events import Reason
+from ..protocol.reasons import Reason
 
 SAME_FILES = "serve the same files or --revision on both, and restart them"
 # By the fact of a KV layout that differs (`kv_connectors/compatibility.py`).

@@ -6,7 +6,6 @@ import os
 import re
 import resource
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
@@ -17,13 +16,13 @@ from packaging.version import Version
 
 from ..config import Config
 from ..errors import ConfigError
-from ..fleet import keys
 from ..fleet.conventions import NEWEST_VLLM, OLDEST_VLLM
 from ..fleet.dialling import MAX_SOCKET_PATH_BYTES
 from ..launcher import machine
 from ..transports.nixl import agent as nixl
 from ..transports.zmq.half_open import WANTED_DESCRIPTORS
 from .findings import Report
+from .key_file import examine_key_file
 
 GIB = 1 << 30
 SHARED_MEMORY_PATH = Path("/dev/shm")
@@ -101,28 +100,6 @@ def _examine_executable(report: Report, name: str) -> None:
         )
     else:
         report.ok(f"executable {name}", str(beside))
-
-
-def examine_key_file(report: Report, path: str) -> None:
-    """Adds whether a key file is there, right, and closed to other users."""
-    try:
-        key = keys.load(path)
-        mode = stat.S_IMODE(os.stat(path).st_mode)
-    except ConfigError as error:
-        report.fail("key", str(error), "or copy the fleet's file to this place")
-        return
-    except OSError as error:  # removed since it was read
-        report.fail("key", f"{path}: {error.strerror}", "leave the file in its place")
-        return
-    if mode & keys.OTHERS_MODE:
-        report.warn(
-            "key",
-            f"{path}: other users of this machine may read or change it (mode {mode:04o})",
-            f"chmod 600 {path}",
-        )
-        return
-    mark = key.fingerprint
-    report.ok("key", f"{path}: fingerprint {mark}, which must be the same on every machine")
 
 
 def _examine_gpus(report: Report, version: Version | None) -> str:

@@ -17,22 +17,7 @@ from ..kv.layout import RemoteLayout
 from ..kv.reshard import ReshardPlan
 from . import messages
 from .peers import WorkerInfo
-
-
-class Reason(str, Enum):
-    """Names why a transfer failed.  A closed set, because the values label metrics."""
-
-    CANCELLED = "cancelled"  # the receiving engine cancelled the request
-    BLOCKS_REVOKED = "blocks_revoked"  # the sending engine aborted or preempted the request
-    PROMPT_MISMATCH = "prompt_mismatch"  # the sender computes another prompt under this id
-    UNKNOWN_TRANSFER = "unknown_transfer"  # the sender has no such transfer, or no room for it
-    PEER_TIMEOUT = "peer_timeout"  # the sender does not answer
-    TRANSFER_STALLED = "transfer_stalled"  # the sender answers, but no bytes or tokens arrive
-    ENGINE_STALLED = "engine_stalled"  # the sending engine has work, but has made no step for long
-    CORRUPT = "corrupt"  # a piece failed its checksum or size several times
-    INTERNAL_ERROR = "internal_error"  # the driver of this worker failed
-    KV_MISMATCH = "kv_mismatch"  # the blocks of sender and receiver have different sums
-    BLOCKS_RELEASED = "blocks_released"  # the sender released blocks before all bytes were in place
+from .reasons import Reason as Reason  # noqa: PLC0414 - `events.Reason` is its name
 
 
 # Events for the sender ----------------------------------------------------------------------------

@@ -148,7 +148,7 @@ class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Ends a transfer for one receiver.  `reason` is a value of `events.Reason`."""
+    """Ends a transfer for one receiver.  `reason` is a value of `reasons.Reason`."""
 
     transfer: Name
     source: Name

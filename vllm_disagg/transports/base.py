@@ -14,10 +14,8 @@ No method here blocks, and none raises for what a peer does.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -36,9 +34,6 @@ from ..protocol.events import (
 from ..protocol.peers import WorkerInfo
 
 MAX_DOUBLINGS = 32  # of a pause between attempts
-# The same in all containers of a machine, unlike its host name. Whether their files are shared is
-# checked when one worker dials the other.
-BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
 
 # Closed, so that the type checker finds an event that the driver does not hand on.
 TransportEvent = SendCompleted | ConnectionLost | ReadCompleted | TransportChanged
@@ -176,13 +171,3 @@ def retry_pause(failures: int, first_seconds: float, longest_seconds: float) -> 
     # Bounded before the power: 2.0 ** 1024 raises, and a path may fail for days.
     doublings = min(failures - 1, MAX_DOUBLINGS)
     return min(longest_seconds, first_seconds * 2.0**doublings)
-
-
-def machine_id() -> str:
-    """Returns an id of this machine until its next boot; all its workers return the same."""
-    try:
-        return BOOT_ID_PATH.read_text().strip()
-    except OSError:
-        # No Linux, or /proc is hidden. Two machines of one name are no danger: the file of the
-        # UNIX socket exists at one of them only.
-        return socket.gethostname()

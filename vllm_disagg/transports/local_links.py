@@ -47,7 +47,7 @@ from ..fleet import dialling
 from ..protocol.messages import MAX_FRAME_BYTES, Name
 from ..protocol.peers import WorkerInfo
 from . import local_socket
-from .base import machine_id
+from .machine_identity import machine_id
 
 log = logging.getLogger("vllm_disagg.links")
 

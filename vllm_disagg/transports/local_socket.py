@@ -17,7 +17,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from .base import machine_id
+from .machine_identity import machine_id
 
 NAME = "data"  # of the socket in its folder
 PREFIX = "vllm-disagg-"

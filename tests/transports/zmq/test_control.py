@@ -11,8 +11,8 @@ from vllm_disagg.config import Config
 from vllm_disagg.fleet.keys import KEY_BYTES, FleetKey
 from vllm_disagg.protocol import messages
 from vllm_disagg.protocol.peers import WorkerInfo
-from vllm_disagg.transports.base import machine_id
 from vllm_disagg.transports.local_links import NAME as LINK
+from vllm_disagg.transports.machine_identity import machine_id
 from vllm_disagg.transports.zmq.control import Control, receive
 
 NOTES = 300

@@ -64,7 +64,8 @@ from ...protocol.events import (
     TransportChanged,
 )
 from ...protocol.peers import WorkerInfo
-from ..base import DriverPort, TransportEvent, machine_id, retry_pause
+from ..base import DriverPort, TransportEvent, retry_pause
+from ..machine_identity import machine_id
 from ..posted_reads import PostedReads
 from . import notes
 from .sender import TcpSender

@@ -40,7 +40,8 @@ from ...protocol.events import (
 )
 from ...protocol.peers import WorkerInfo
 from .. import local_socket
-from ..base import DriverPort, TransportEvent, machine_id
+from ..base import DriverPort, TransportEvent
+from ..machine_identity import machine_id
 from ..posted_reads import PostedReads
 from .control import Control, receive
 

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.planner.cost import hardware, model, speculative
 from vllm_disagg.planner.cost.latency import InstanceShape, RooflineLatency
 from vllm_disagg.planner.cost.speculative import SpeculativeDecoding, SpeculativeLatency
+from vllm_disagg.planner.search.scenario import (
+    PerformanceSource,
+    Placement,
+    ReplicaGroup,
+    Scenario,
+)
+from vllm_disagg.planner.simulation import workload
+from vllm_disagg.planner.simulation.simulator import Objective
+from vllm_disagg.planner.simulation.workload import Arrivals
 
 CONFIG = '{"method": "mtp", "num_speculative_tokens": 3}'
 
@@ -93,3 +103,42 @@ def test_a_wrong_config_is_refused_by_its_field(
 
 def test_the_config_stays_as_it_was_given() -> None:
     assert json.loads(speculative.parse(CONFIG, 2.0).config) == json.loads(CONFIG)
+
+
+@pytest.mark.parametrize(("method", "layers"), [("mtp", 1), ("ngram", 0)])
+def test_a_draft_layer_takes_memory_like_one_of_the_model(method: str, layers: int) -> None:
+    """Llama 3.1 8B has 32 layers: with a draft layer, fewer tokens fit that take more each."""
+    sizes = model.load("llama-3.1-8b")
+    gpu = hardware.gpu("h100")
+    without = PerformanceSource("roofline", "h100", sizes, gpu)
+    drafts = SpeculativeDecoding("{}", method, 3, 2.0)
+    found = msgspec.structs.replace(without, drafts=drafts).kv(1, 1)
+    token = sizes.kv_per_token
+    layer = sizes.dense * sizes.weight_bytes / 32
+    expected = (without.kv(1, 1) * token - layers * layer) / (token * (32 + layers) / 32)
+    assert found == pytest.approx(expected, abs=32)
+    assert (found < without.kv(1, 1)) == bool(layers)
+
+
+def test_the_kv_of_a_draft_layer_travels() -> None:
+    source = PerformanceSource("roofline", "h100", model.load("llama-3.1-8b"), hardware.gpu("h100"))
+    drafting_source = msgspec.structs.replace(
+        source, drafts=SpeculativeDecoding("{}", "eagle3", 3, 2.0)
+    )
+    placement = Placement(ReplicaGroup(1, 1, 1), ReplicaGroup(1, 1, 1))
+    plain_bytes, drafting_bytes = (
+        scenario_of(one).deployment(placement).handoff.bytes_per_token
+        for one in (source, drafting_source)
+    )
+    assert drafting_bytes == pytest.approx(plain_bytes * 33 / 32)
+
+
+def scenario_of(source: PerformanceSource) -> Scenario:
+    return Scenario(
+        prefill=source,
+        decode=source,
+        workload=workload.load("2000:20"),
+        arrivals=Arrivals("poisson"),
+        objective=Objective(1.5, 0.05),
+        link=hardware.link("ib-400"),
+    )

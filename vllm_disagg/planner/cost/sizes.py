@@ -86,21 +86,32 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
         return (held + self.state_bytes / tp) * self.stage_share(pp)
 
     def kv_capacity(
-        self, memory: float, utilization: float, tp: int, pp: int, context: int = 1, dp: int = 1
+        self,
+        memory: float,
+        utilization: float,
+        tp: int,
+        pp: int,
+        context: int = 1,
+        dp: int = 1,
+        draft_layers: int = 0,
     ) -> int:
         """Returns the tokens of KV that an instance of GPUs of `memory` bytes holds.
 
         `utilization` is the usable share of the memory. Returns 0 if the weights do not fit. Usable
         memory less weights is divided by the KV bytes per token of a rank, in a sequence of
         `context` tokens. With data parallelism it is one rank's, and experts are shared among all.
+        Draft layers have the weights and KV of a mean layer, on the GPUs with the most layers.
         Source: profile_memory.py of DistServe.
         """
         experts = self.expert * self.experts * self.expert_bytes
         others = self.stored_bytes - experts
         weights = (others / tp + experts / (tp * dp)) * self.stage_share(pp)
+        dense = self.dense * self.weight_bytes
+        weights += draft_layers * (dense / tp + experts / (tp * dp)) / self.layers
         kv_memory = utilization * memory - RUNTIME_BYTES - weights
-        sequence = self.rank_bytes(context, tp, pp) / context
-        return max(0, int(kv_memory / sequence // 16 * 16))
+        sequence = self.rank_bytes(context, tp, pp)
+        sequence += draft_layers * self.rank_bytes(context, tp, self.layers)
+        return max(0, int(kv_memory / (sequence / context) // 16 * 16))
 
 
 def touched(model: ModelCosts, tokens: int) -> float:

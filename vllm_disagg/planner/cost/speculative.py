@@ -28,9 +28,14 @@ class SpeculativeDecoding(msgspec.Struct, frozen=True):
     acceptance_length: float  # tokens of an answer in a step: 1, and the accepted drafts
 
     @property
+    def layers(self) -> int:
+        """Layers of the draft, each like one of the model's."""
+        return 1 if self.method in LAYER_METHODS else 0
+
+    @property
     def runs(self) -> int:
         """Runs of the draft layer in a step."""
-        return self.tokens if self.method in LAYER_METHODS else 0
+        return self.tokens * self.layers
 
     def words(self) -> str:
         """Describes the drafts for people."""

@@ -144,7 +144,8 @@ class PerformanceSource(msgspec.Struct, frozen=True):
             return self.kv_tokens
         memory = self.gpu.memory if self.gpu else distserve.GPU_MEMORY_BYTES
         share = self.memory_utilization
-        return self.model.kv_capacity(memory, share, tp, pp, self.context, dp)
+        drafts = self.drafts.layers if self.drafts else 0
+        return self.model.kv_capacity(memory, share, tp, pp, self.context, dp, drafts)
 
     @property
     def memory_utilization(self) -> float:
@@ -340,10 +341,14 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         model = self.prefill.model
         if not model:
             return found
+        # The KV of a draft layer travels, too.
+        drafts = self.prefill.drafts.layers if self.prefill.drafts else 0
+        layers = (model.layers + drafts) / model.layers
+        kv = sum(g.layers * g.token_bytes for g in model.kv if not g.window)
         return msgspec.structs.replace(
             found,
-            bytes_per_token=sum(g.layers * g.token_bytes for g in model.kv if not g.window),
-            layers=model.layers,
+            bytes_per_token=layers * kv,
+            layers=model.layers + drafts,
             windows=tuple(group for group in model.kv if group.window),
             state_bytes=model.state_bytes,
         )

@@ -65,8 +65,8 @@ EXACT = {
     # The model drafts for itself, so all tokens are accepted.
     "draft": ["dense", *drafts.flags("draft_model", MODELS / "dense")],
     "eagle": ["eagle", *drafts.flags("eagle", MODELS / "eagle-draft")],
-    "eagle3": ["eagle3", *drafts.flags("eagle3", MODELS / "eagle3-draft"), *drafts.RANDOM],
-    "mtp": ["mtp", *drafts.flags("mtp", None, 1), *drafts.RANDOM],
+    "eagle3": ["eagle3", *drafts.flags("eagle3", MODELS / "eagle3-draft")],
+    "mtp": ["mtp", *drafts.flags("mtp", None, 1)],
 }
 # Of P alone: P and D may draft different numbers of tokens.
 PREFILL_FLAGS = {"eagle": drafts.flags("eagle", MODELS / "eagle-draft", 1)}
@@ -163,7 +163,7 @@ def test_prompts_of_all_lengths(pair: Pair) -> None:
         )
         # Wrong KV of a draft's layers shows in no token, only here.
         accepted = "vllm:spec_decode_num_accepted_tokens_total"
-        assert pair.decode.metric(accepted) >= 0.95 * pair.plain.metric(accepted)
+        assert pair.decode.metric(accepted) >= 0.95 * pair.plain.metric(accepted) > 0
 
 
 def test_a_prefix_that_d_has(pair: Pair) -> None:

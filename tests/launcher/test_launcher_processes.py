@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -245,6 +246,62 @@ def test_the_output_goes_to_files_and_the_console_is_quiet(up: Callable[..., Up]
     assert re.search(r"^prefill in \d+$", (logs / "prefill-0.log").read_text(), re.MULTILINE)
     assert re.search(r"was ended by SIGKILL.*\(see logs/\w+-0.log\); everything", said)
     assert running.left() == []
+
+
+def test_sighup_opens_log_files_anew(up: Callable[..., Up]) -> None:
+    running = up(flags=("--log-dir", "logs"), cwd=True)
+    wait_until_ready(running)
+    logs = running.folder / "logs"
+    names = ("prefill-0", "decode-0", "proxy", "access")
+    for name in names:
+        (logs / f"{name}.log").rename(logs / f"{name}.log.1")
+    assert (logs / "up.pid").read_text() == f"{running.process.pid}\n"
+    running.process.send_signal(signal.SIGHUP)
+    eventually(lambda: all((logs / f"{name}.log").exists() for name in names))
+    sign = "access log and certificates are opened anew"
+    eventually(lambda: sign in (logs / "proxy.log").read_text())
+    (logs / "proxy.log").unlink()
+    (logs / "proxy.log").mkdir()
+    running.process.send_signal(signal.SIGHUP)
+    assert running.process.stderr
+    for line in running.process.stderr:
+        if "SIGHUP: --log-dir" in line:
+            break
+    assert line.endswith("proxy.log: Is a directory; lines go to the old file\n")
+    running.process.send_signal(signal.SIGTERM)
+    assert running.end()[0] == 0 and running.left() == []
+
+
+HANGUPS = """
+import signal, sys, time
+from vllm_disagg.launcher.main import StopSignals
+signal.signal(signal.SIGHUP, getattr(signal, sys.argv[1]))
+signals = StopSignals(has_log_files=True)
+print("set", flush=True)
+for _ in range(2):
+    while not (signals.is_renewal_due or signals.count):
+        time.sleep(0.02)
+    with open(sys.argv[2], "a") as found:
+        print(signals.is_renewal_due, signals.count, file=found)
+    signals.is_renewal_due = False
+"""
+
+
+@pytest.mark.parametrize(("hangup", "at_end"), [("SIG_DFL", "False 1"), ("SIG_IGN", "True 0")])
+def test_a_hangup_rotates_log_files_while_the_terminal_is_open(
+    hangup: str, at_end: str, tmp_path: Path
+) -> None:
+    """The end of the terminal is another one: it stops all, unless `nohup` was the start."""
+    found = tmp_path / "found"
+    pid, terminal = pty.fork()
+    if not pid:
+        os.execv(sys.executable, [sys.executable, "-c", HANGUPS, hangup, str(found)])
+    assert os.read(terminal, 99).startswith(b"set")
+    os.kill(pid, signal.SIGHUP)
+    eventually(lambda: found.exists() and found.read_text() == "True 0\n")
+    os.close(terminal)
+    eventually(lambda: found.read_text() == f"True 0\n{at_end}\n")
+    os.waitpid(pid, 0)
 
 
 def test_one_log_folder_serves_one_deployment(up: Callable[..., Up], tmp_path: Path) -> None:

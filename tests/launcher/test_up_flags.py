@@ -413,6 +413,18 @@ def test_a_log_is_whole_lines_after_a_full_disk(tmp_path: Path) -> None:
     assert path.read_text() == "first\nseco\nfifth ?\nsixth\n"
 
 
+def test_a_log_may_be_copied_and_cut(tmp_path: Path) -> None:
+    """As copytruncate of logrotate does."""
+    path = tmp_path / "decode-0.log"
+    lines = processes.LineFile(str(path))
+    lines.write_line("first")
+    os.truncate(path, 0)
+    lines.write_line("second")
+    lines.close()
+    lines.reopen()  # of a child that has ended
+    assert path.read_text() == "second\n"
+
+
 def test_no_folder_for_temporary_files_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes.tempfile, "_get_candidate_names", lambda: iter(["x"]))
     monkeypatch.setattr(processes.tempfile, "tempdir", "/proc/nowhere")

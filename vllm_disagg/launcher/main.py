@@ -38,18 +38,30 @@ class StopRequested(Exception):
 class StopSignals:
     """Counts SIGINT, SIGTERM and SIGHUP: the first stops, a second one skips the grace period.
 
-    Under `nohup` SIGHUP stays ignored: the deployment outlives its terminal.
+    With log files SIGHUP asks to open them anew, unless the terminal has closed. Under `nohup`
+    SIGHUP never stops: the deployment outlives its terminal.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_log_files: bool) -> None:
         self.count = 0
+        self.is_renewal_due = False  # of log files
+        self._has_log_files = has_log_files
+        self._had_terminal = _has_terminal()
+        self._outlives_terminal = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-            signal.signal(signal.SIGHUP, self._on_signal)
+        if has_log_files or not self._outlives_terminal:
+            signal.signal(signal.SIGHUP, self._on_hangup)
 
     def _on_signal(self, *_: object) -> None:
         self.count += 1
+
+    def _on_hangup(self, *_: object) -> None:
+        is_closed = self._had_terminal and not _has_terminal()
+        if self._has_log_files and (self._outlives_terminal or not is_closed):
+            self.is_renewal_due = True
+        else:
+            self.count += 1
 
     def check(self) -> None:
         """Raises StopRequested after a signal."""
@@ -59,6 +71,15 @@ class StopSignals:
     def hurry(self) -> bool:
         """Returns whether a second signal has arrived."""
         return self.count > 1
+
+
+def _has_terminal() -> bool:
+    """Returns whether this process has a terminal; one that has closed is none."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def expand(words: list[str]) -> list[str]:
@@ -91,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(commands)
         return 0
-    signals = StopSignals()
+    signals = StopSignals(has_log_files=bool(args.log_dir))
     try:
         with ChildProcesses(output, signals.hurry) as children:
             key_file = os.path.join(children.directory, KEY_FILE)
@@ -103,7 +124,8 @@ def run(args: argparse.Namespace) -> int:
             )
             _start(launch, children, signals, console)
             _announce(launch, options, admin_key_file, commands)
-            _Watch(launch, children, signals, console, restarts=args.restart != "no").run()
+            watch = _Watch(launch, children, signals, console, restarts=args.restart != "no")
+            watch.run(output)
     except StopRequested:
         console.write_line("vllm-disagg up: stopped")
     except (ChildExited, TimeoutError) as error:
@@ -239,9 +261,13 @@ class _Watch:
         self._starting: set[str] = set()  # started again, and not ready yet
         self._ready_at = dict.fromkeys(self._commands, time.monotonic())
 
-    def run(self) -> None:
+    def run(self, output: ChildOutput) -> None:
         """Watches until a signal or, without restarts, the end of a child."""
         while True:
+            # A proxy that starts does not yet expect the signal.
+            if self._signals.is_renewal_due and plan.PROXY in self._ready_at:
+                self._signals.is_renewal_due = False
+                self._renew_logs(output)
             try:
                 _pause(self._children, self._signals)
             except ChildExited as error:
@@ -250,6 +276,15 @@ class _Watch:
                 self._on_end(error)
             self._start_due()
             self._check_started()
+
+    def _renew_logs(self, output: ChildOutput) -> None:
+        """Opens the log files anew, and has the proxy do so with its access log."""
+        problems = output.reopen()
+        self._children.child(plan.PROXY).process.send_signal(signal.SIGHUP)
+        for problem in problems:
+            self._console.write_line(f"vllm-disagg up: SIGHUP: {problem}; lines go to the old file")
+        if not problems:
+            self._console.write_line("vllm-disagg up: SIGHUP: log files are opened anew")
 
     def _on_end(self, error: ChildExited) -> None:
         name = error.child.name

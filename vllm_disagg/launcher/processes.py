@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from io import FileIO
 from types import TracebackType
 from typing import IO
 
@@ -81,24 +82,44 @@ class LineFile:
 
     def __init__(self, path: str) -> None:
         """Opens the file. Raises ConfigError if that fails."""
+        self._path = path
         self._is_torn = False  # the file ends inside a line, which a full disk has cut
+        self._lock = threading.Lock()  # the child's thread writes, and the main one opens anew
+        self._file = self._open()
+
+    def _open(self) -> FileIO:
         try:
             # No buffer: it would keep what a full disk refused, and write a part of it later.
-            self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+            return open(self._path, "ab", buffering=0)
         except OSError as error:
-            raise ConfigError(f"--log-dir: {path}: {error.strerror}") from None
+            raise ConfigError(f"--log-dir: {self._path}: {error.strerror}") from None
 
     def write_line(self, line: str) -> None:
         """Writes one line. A full disk loses lines, and stops no child."""
-        start = "\n" if self._is_torn else ""
-        data = f"{start}{line}\n".encode(errors="replace")
-        with suppress(OSError):
+        with self._lock, suppress(OSError):
+            start = "\n" if self._is_torn else ""
+            data = f"{start}{line}\n".encode(errors="replace")
             written = self._file.write(data)
             self._is_torn = not data[:written].endswith(b"\n")
 
+    def reopen(self) -> None:
+        """Opens the file of this name anew, as after a rotation.
+
+        Raises ConfigError if that fails; the old file is used further then.
+        """
+        with self._lock:
+            if self._file.closed:  # its child has ended
+                return
+            renewed = self._open()
+            is_same = os.path.samestat(os.fstat(self._file.fileno()), os.fstat(renewed.fileno()))
+            self._is_torn = self._is_torn and is_same
+            with suppress(OSError):
+                self._file.close()
+            self._file = renewed
+
     def close(self) -> None:
         """Closes the file."""
-        with suppress(OSError):
+        with self._lock, suppress(OSError):
             self._file.close()
 
 
@@ -112,6 +133,7 @@ class ChildOutput:
         """
         self._console = console
         self._folder = folder
+        self._files: dict[str, LineFile] = {}  # by the name of the child
         if not folder:
             return
         try:
@@ -144,12 +166,23 @@ class ChildOutput:
     def open(self, name: str, number: int) -> PrefixedLines | LineFile:
         """Returns the place of a child's lines. `number`: of children so far."""
         if self._folder:
-            return LineFile(self.path(name))
+            self._files[name] = LineFile(self.path(name))
+            return self._files[name]
         prefix = f"[{name}] "
         if self._console.is_terminal:
             colour = PREFIX_COLOURS[number % len(PREFIX_COLOURS)]
             prefix = f"\033[{colour}m[{name}]\033[0m "
         return PrefixedLines(self._console, prefix)
+
+    def reopen(self) -> list[str]:
+        """Opens the files of all children anew; returns why some could not be opened."""
+        problems = []
+        for file in self._files.values():
+            try:
+                file.reopen()
+            except ConfigError as error:
+                problems.append(str(error))
+        return problems
 
     def path(self, name: str) -> str:
         """Returns the file of a child's lines; empty if they go to the console."""

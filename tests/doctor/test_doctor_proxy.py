@@ -195,6 +195,7 @@ def test_a_missing_and_a_wrong_key(key: str, expected: str, tmp_path: Path) -> N
     words: tuple[str, ...] = ()
     if key:
         (tmp_path / "key").write_text(key)
+        (tmp_path / "key").chmod(0o600)
         words = ("--admin-key-file", str(tmp_path / "key"))
 
     async def examine() -> Report:
@@ -203,6 +204,21 @@ def test_a_missing_and_a_wrong_key(key: str, expected: str, tmp_path: Path) -> N
 
     (line,) = troubles(run(examine()))
     assert line.startswith("FAIL proxy: ") and expected in line
+
+
+def test_an_admin_key_that_others_may_read(tmp_path: Path) -> None:
+    path = tmp_path / "admin.key"
+    path.write_text("root")
+    path.chmod(0o644)
+
+    async def examine() -> Report:
+        async with proxy(lambda it: None, admin_key="root") as it:
+            words = ("--proxy", f"http://127.0.0.1:{it.port}", "--admin-key-file", str(path))
+            return await report_on(*words)
+
+    (line,) = troubles(run(examine()))
+    assert line.startswith(f"WARN admin: {path}: other users of this machine may read")
+    assert f"(mode 0644); chmod 600 {path}" in line
 
 
 async def _as_nginx(call: Call) -> None:

@@ -20,8 +20,10 @@ import pytest
 from vllm_disagg import cli
 from vllm_disagg.doctor import this_machine
 from vllm_disagg.doctor.findings import Finding, Report, Status
+from vllm_disagg.doctor.key_file import examine_key_file
 from vllm_disagg.fleet import keys
-from vllm_disagg.launcher import machine
+from vllm_disagg.launcher import free_memory, machine
+from vllm_disagg.launcher.free_memory import FreeMemory
 
 UNLIMITED = resource.RLIM_INFINITY
 
@@ -55,7 +57,7 @@ class ScriptedMachine:
         self.shared_bytes = 8 << 30
         self.set(this_machine.os, "statvfs", self._statvfs)
         self.free_gib = 64.0
-        self.set(machine, "free_memory", lambda: self.free_gib)
+        self.set(free_memory, "find", lambda: FreeMemory(self.free_gib, "the machine"))
         self.set(this_machine.tempfile, "gettempdir", lambda: "/tmp")
 
     def _statvfs(self, path: object) -> Any:
@@ -152,7 +154,7 @@ FAULTS: dict[str, tuple[Callable[[ScriptedMachine], object], str]] = {
     ),
     "a small control group": (
         lambda m: setattr(m, "free_gib", 0.5),
-        "WARN memory: 0.5 GiB are free",
+        "WARN memory: 0.5 GiB are free, by the machine; raise",
     ),
     "a long folder for sockets": (
         lambda m: m.set(this_machine.tempfile, "gettempdir", lambda: "/tmp/" + "x" * 90),
@@ -209,6 +211,26 @@ def test_ucx_without_cuda_ipc(healthy: ScriptedMachine, names: str, is_fault: bo
     healthy.version = "0.32.0"
     healthy.gpus = ("0",)
     assert ("leaves cuda_ipc out" in str(examined())) == is_fault
+
+
+def test_a_secret_of_root_with_the_pods_group_is_closed_enough(
+    healthy: ScriptedMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine starts with it without a warning, and the pod's user cannot change its mode."""
+    healthy.key.chmod(0o440)
+    read = os.stat
+
+    def stat_of_root(path: Any, **options: Any) -> Any:
+        found = read(path, **options)
+        if str(path) != str(healthy.key):
+            return found
+        return SimpleNamespace(st_uid=0, st_mode=found.st_mode)
+
+    monkeypatch.setattr(keys.os, "stat", stat_of_root)
+    monkeypatch.setattr(keys.os, "geteuid", lambda: 1000)
+    report = Report()
+    examine_key_file(report, str(healthy.key))
+    assert [found.status for found in report.findings] == [Status.OK]
 
 
 # The command --------------------------------------------------------------------------------------

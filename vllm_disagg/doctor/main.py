@@ -22,7 +22,7 @@ from ..proxy.http.addresses import check_url
 from . import fleet_checks, proxy_checks
 from .findings import Report
 from .fleet_checks import FleetReport
-from .key_file import examine_key_file
+from .key_file import examine_key_file, examine_mode
 from .server_client import ServerClient
 
 GPU_MODULE = "kv_connectors.doctor"
@@ -122,6 +122,8 @@ async def examine_servers(args: argparse.Namespace) -> FleetReport:
     if args.proxy:
         url = check_url(http_client.address("--proxy", args.proxy), "--proxy")
         admin_key = _admin_key(args.admin_key_file)
+        if args.admin_key_file:
+            examine_mode(report, "admin key", args.admin_key_file)
         client = ServerClient(url, admin_key)
         try:
             rows = await proxy_checks.examine(report, url, client, has_key=bool(admin_key))

@@ -18,7 +18,7 @@ from ..config import Config
 from ..errors import ConfigError
 from ..fleet.conventions import NEWEST_VLLM, OLDEST_VLLM
 from ..fleet.dialling import MAX_SOCKET_PATH_BYTES
-from ..launcher import machine
+from ..launcher import free_memory, machine
 from ..transports.nixl import agent as nixl
 from ..transports.zmq.half_open import WANTED_DESCRIPTORS
 from .findings import Report
@@ -270,12 +270,12 @@ def _examine_shared_memory(report: Report) -> None:
 
 
 def _examine_memory(report: Report) -> None:
-    free = machine.free_memory()
-    if free < MIN_FREE_MEMORY_GIB:
+    free = free_memory.find()
+    if free.gib < MIN_FREE_MEMORY_GIB:
         report.warn(
             "memory",
-            f"{free:.1f} GiB are free, by the machine and its control group",
+            f"{free.gib:.1f} GiB are free, by {free.limited_by}",
             "raise the container's memory limit, or end other programs",
         )
     else:
-        report.ok("memory", f"{free:.1f} GiB free, by the machine and its control group")
+        report.ok("memory", f"{free.gib:.1f} GiB free, by {free.limited_by}")

@@ -145,16 +145,23 @@ def read_lines(path: str, flag: str) -> list[str]:
     return found
 
 
-def warn_of_mode(path: str) -> None:
-    """Log a warning for a key file that others than its owner may use."""
+def mode_for_others(path: str) -> int | None:
+    """Return the mode of a key file that others than its owner may use; None if they may not."""
     try:
         status = os.stat(path)
     except FileNotFoundError:  # removed since it was read
-        return
+        return None
     mode = stat.S_IMODE(status.st_mode)
     # Kubernetes gives a Secret to root, and with fsGroup to a group that the pod's process is in.
     is_secret = status.st_uid == 0 and os.geteuid() != 0
-    if mode & (OTHERS_MODE & ~stat.S_IRGRP if is_secret else OTHERS_MODE):
+    is_open = mode & (OTHERS_MODE & ~stat.S_IRGRP if is_secret else OTHERS_MODE)
+    return mode if is_open else None
+
+
+def warn_of_mode(path: str) -> None:
+    """Log a warning for a key file that others than its owner may use."""
+    mode = mode_for_others(path)
+    if mode is not None:
         log.warning(
             "key file %s: other users of this machine may read or change it (mode %04o);"
             " restrict it with: chmod 600 %s",

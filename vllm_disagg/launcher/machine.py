@@ -16,8 +16,7 @@ from packaging.version import Version
 
 from ..errors import ConfigError
 from ..fleet.conventions import NEWEST_VLLM, OLDEST_VLLM
-
-GIB = 1 << 30
+from . import free_memory
 
 
 class MachineFacts(msgspec.Struct, frozen=True):
@@ -39,7 +38,7 @@ def examine() -> MachineFacts:
     return MachineFacts(
         cores=_cores(),
         gpus=None if version.local == "cpu" else list_gpus(),
-        memory=free_memory(),
+        memory=free_memory.find().gib,
         vllm=executable("vllm"),
         ours=executable("vllm-disagg"),
         warnings=newness_warnings(version),
@@ -186,18 +185,3 @@ def list_gpus() -> tuple[str, ...]:
         return ()
     count = sum(line.startswith("GPU ") for line in listed.splitlines())
     return tuple(map(str, range(count)))
-
-
-def free_memory() -> float:
-    """Returns the free GiB, limited by the control group."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
-    try:
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-        free = min(free, limit - used)
-    except (OSError, ValueError):  # no such group, or no limit ("max")
-        pass
-    return free / GIB

@@ -367,6 +367,8 @@ def run(args: argparse.Namespace) -> int:
         worker = parse_place(args.worker).index if args.worker else None
         logs.set_up(args.log_level, args.log_format, worker)
         settings = from_arguments(args)
+        if not settings.place and settings.selectors:
+            kubernetes.connect(settings.slices)  # a mistake is found before each worker finds it
     except ConfigError as error:
         print(f"vllm-disagg proxy: {error}", file=sys.stderr)
         return 2

@@ -351,14 +351,19 @@ async def _is_one_status(w: World) -> bool:
     )
 
 
-@pytest.mark.parametrize("slip", ["taken", "setting", "log"])
-async def test_what_no_worker_can_do_ends_all(tmp_path: Path, slip: str) -> None:
+@pytest.mark.parametrize("slip", ["taken", "setting", "log", "cluster"])
+async def test_what_no_worker_can_do_ends_all(
+    tmp_path: Path, slip: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as taken:
         port = taken.sockets[0].getsockname()[1]
         flags = {
             "taken": ["--port", str(port)],
             "setting": ["--queue-timeout", "0"],
             "log": ["--access-log", str(tmp_path / "none" / "access.log")],
+            "cluster": ["--service-discovery", "--decode-selector", "app=x"],
         }[slip]
         process = await start(tmp_path, "--decode", "http://127.0.0.1:1", *flags)
         _, error = await asyncio.wait_for(process.communicate(), 30)

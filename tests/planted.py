@@ -799,7 +799,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("the last failure of a leg is forgotten", "proxy/routing/fleet.py", "        self.last_failure = reason\n", "", "tests/proxy/routing/test_instance_report.py"),
     ("an outage fills the log with failed requests", "proxy/telemetry/logs.py", "            self._left_out += 1\n            return\n", "            self._left_out += 1\n", "tests/proxy/telemetry/test_logs.py"),
     ("failed requests above the limit are not mentioned", "proxy/telemetry/logs.py", "        if left_out:\n", "        if False:\n", "tests/proxy/telemetry/test_logs.py"),
-    ("an error of the proxy has no request id", "proxy/http/error_replies.py", "error_body(status, message, param, request_id)", "error_body(status, message, param)", "tests/proxy/telemetry/test_logs.py"),
+    ("an error of the proxy has no request id", "proxy/http/error_replies.py", "error_body(status, message, param, request_id=request_id)", "error_body(status, message, param, request_id=\"\")", "tests/proxy/telemetry/test_logs.py"),
     ("refusals by the admin API are not counted", "proxy/requests/api.py", "        if self._admin.handle(request, client):\n            self._count_refusal(request, client)\n", "        if self._admin.handle(request, client):\n", "tests/proxy/telemetry/test_logs.py"),
     ("a failed request has no rung", "proxy/requests/plans.py", "        context.request.rung = step.value\n", "", "tests/proxy/telemetry/test_logs.py"),
     ("a unit of a setting is ignored", "setting_values.py", "return float(match[1]) * units[match[2]]", "return float(match[1])", "tests/unit/test_config.py"),

@@ -76,8 +76,8 @@ def test_an_extra_header_that_the_answer_has_comes_once() -> None:
 
 
 def test_error_bodies() -> None:
-    assert json.loads(error_body(400, "bad", "prompt")) == {
+    assert json.loads(error_body(400, "bad", "prompt", request_id="")) == {
         "error": {"message": "bad", "type": "BadRequestError", "param": "prompt", "code": 400}
     }
-    assert json.loads(error_body(503, "full"))["error"]["type"] == "ProxyError"
+    assert json.loads(error_body(503, "full", request_id=""))["error"]["type"] == "ProxyError"
     assert JSON == (b"content-type", b"application/json")

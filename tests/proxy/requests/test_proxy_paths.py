@@ -30,14 +30,18 @@ async def test_unknown_paths_never_reach_an_engine() -> None:
             "/v1/responses/../../pause",
             "/v1/responses/%2e%2e/cancel",
         ):
-            reply = await w.ask("POST", path, b"{}")
-            assert (reply.status, reply.json()) == (404, {"detail": "Not Found"})
+            reply = await w.ask("POST", path, b"{}", x_request_id="mine")
+            assert reply.status == 404
+            assert reply.json() == {"detail": "Not Found", "request_id": "mine"}
         for path, why in REFUSED.items():
             for method in ("GET", "POST"):
                 reply = await w.ask(method, path, b"{}")
                 assert reply.status == 404 and reply.json()["error"]["message"] == f"{path} {why}"
         reply = await w.get("/v1/completions")
         assert (reply.status, reply.headers["allow"]) == (405, "POST")
+        assert reply.json()["request_id"] == reply.headers["x-request-id"]
+        reply = await w.get("/readiness?mode=zz")
+        assert reply.json()["error"]["request_id"] == reply.headers["x-request-id"]
         assert (await w.ask("POST", "/health", b"")).status == 405
         assert not w.p.calls and not w.d.calls
 

@@ -32,7 +32,8 @@ def end_stream(client: Connection, status: int, message: str) -> None:
         }
         client.write(b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n")
     else:
-        client.write(b"data: " + error_body(status, message, None, request_id) + b"\n\n" + DONE)
+        body = error_body(status, message, request_id=request_id)
+        client.write(b"data: " + body + b"\n\n" + DONE)
     client.end()
 
 
@@ -49,4 +50,4 @@ def answer_error(
     if retry_after:
         headers.append((b"retry-after", b"%d" % retry_after))
     request_id = client.response.request.request_id
-    client.answer(status, headers, error_body(status, message, param, request_id))
+    client.answer(status, headers, error_body(status, message, param, request_id=request_id))

@@ -14,8 +14,11 @@ JSON = (b"content-type", b"application/json")
 _ERROR_TYPES = {400: "BadRequestError", 500: "InternalServerError"}  # by status, as in vLLM
 
 
-def error_body(status: int, message: str, param: str | None = None, request_id: str = "") -> bytes:
-    """Returns the JSON body of an error, in vLLM's form, with the request's id if it has one."""
+def error_body(status: int, message: str, param: str | None = None, *, request_id: str) -> bytes:
+    """Returns the JSON body of an error, in vLLM's form, with the request's id if it has one.
+
+    A head that could not be read has none: `request_id` is empty.
+    """
     error: dict[str, object] = {
         "message": message,
         "type": _ERROR_TYPES.get(status, "ProxyError"),

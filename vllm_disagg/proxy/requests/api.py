@@ -153,10 +153,10 @@ class Api:
             if reason:
                 message = f"{request.path} {reason}"
                 return 404, [JSON], error_body(404, message, request_id=request.request_id)
-            return 404, [JSON], b'{"detail":"Not Found"}'
+            return 404, [JSON], _detail(request, "Not Found")
         if request.method not in methods:
             allow = (b"allow", ", ".join(methods).encode())
-            return 405, [JSON, allow], b'{"detail":"Method Not Allowed"}'
+            return 405, [JSON, allow], _detail(request, "Method Not Allowed")
         if request.upgrade and how != "session":
             message = f"{request.path} is no WebSocket; /v1/realtime is one"
             return 400, [JSON], error_body(400, message, request_id=request.request_id)
@@ -267,7 +267,8 @@ class Api:
         request.mode = "passthrough"
         if not request.upgrade:
             upgrade = [JSON, (b"connection", b"upgrade"), (b"upgrade", b"websocket")]
-            client.answer(426, upgrade, error_body(426, f"{request.path} is a WebSocket"))
+            message = f"{request.path} is a WebSocket"
+            client.answer(426, upgrade, error_body(426, message, request_id=request.request_id))
             return 426
         if not may_open(request, self._origins):
             raise RequestFailed(403, "this page's origin is not among --allowed-origins")
@@ -334,7 +335,7 @@ class Api:
         mode = parse_qs(request.query).get("mode", [self._readiness_mode])[0]
         if mode not in READINESS_MODES:
             message = f"mode must be one of {', '.join(READINESS_MODES)}"
-            client.answer(400, [JSON], error_body(400, message))
+            client.answer(400, [JSON], error_body(400, message, request_id=request.request_id))
             return 400
         found = judge_readiness(self._relay.fleet, asyncio.get_running_loop().time())
         status = 200 if found.is_ready(mode) else 503
@@ -373,6 +374,11 @@ class Api:
     async def _status_page(self, request: HttpRequest, client: Connection) -> int:
         client.answer(200, self._page.headers, self._page.body)
         return 200
+
+
+def _detail(request: HttpRequest, message: str) -> bytes:
+    """Returns the body of a path or method that is not served: vLLM's, with the request's id."""
+    return msgspec.json.encode({"detail": message, "request_id": request.request_id})
 
 
 def _outcome(status: int) -> str:

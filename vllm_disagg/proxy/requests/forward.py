@@ -202,7 +202,8 @@ class Forwarder:
             return answer.status, end_to_end(answer.headers), await answer.read()
         except Unreachable as error:
             self.fleet.on_leg_failed(instance, error.reason, _now())
-            return 502, [JSON], error_body(502, "an instance failed, others may have done it")
+            message = "an instance failed, others may have done it"
+            return 502, [JSON], error_body(502, message, request_id=request.request_id)
         finally:
             if answer:
                 answer.close()

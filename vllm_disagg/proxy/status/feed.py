@@ -78,7 +78,9 @@ class StatusFeed:
         """Answers with the status, once a second until the viewer leaves."""
         if len(self._viewers) >= MAX_VIEWERS:
             message = f"{MAX_VIEWERS} viewers have this page open already"
-            client.answer(503, JSON_HEADERS, error_body(503, message))
+            request_id = client.response.request.request_id
+            body = error_body(503, message, request_id=request_id)
+            client.answer(503, JSON_HEADERS, body)
             return 503
         self._viewers[client] = sees_requests
         try:

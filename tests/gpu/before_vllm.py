@@ -1,7 +1,9 @@
 """Prepares a process without a GPU to import vLLM's attention backends; import it before vLLM.
 
 FlashInfer exists for GPUs only, and some backends need its names. Here each of its modules is
-empty, and each of its names a class without content. Our kernels run in Triton's interpreter.
+empty, and each of its names a class without content. So is vLLM's package of MiniMax-M3, which
+imports the model and torchvision with it; the modules of its caches are found. Our kernels run in
+Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import os
 import sys
 import types
 from typing import Any
+
+MINIMAX_M3 = "vllm.models.minimax_m3"
 
 
 class Stub(types.ModuleType):
@@ -25,10 +29,14 @@ class Stub(types.ModuleType):
 
 
 class StubFinder:
-    """Imports FlashInfer's modules as stubs."""
+    """Imports FlashInfer's modules, and the package of MiniMax-M3, as stubs."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Returns a spec for FlashInfer's modules only."""
+        """Returns a spec for these modules only. `path`: of the package that has the module."""
+        if name == MINIMAX_M3:
+            spec = importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
+            spec.submodule_search_locations = [f"{folder}/minimax_m3" for folder in path]
+            return spec
         if name.partition(".")[0] == "flashinfer":
             return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
         return None

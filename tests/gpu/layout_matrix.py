@@ -3,10 +3,10 @@
     python tests/gpu/layout_matrix.py [--json] [--every N]
 
 A case is an attention backend for GPUs, one of vLLM's KV layouts, a block size, a number format and
-a model: full attention, sliding windows beside it, MLA with and without an indexer, DeepSeek V4's
-caches, layers that share KV, layers that differ, SSM states beside attention, and P and D of
-different tensor
-parallelism, of different block sizes ("into 48": D has blocks of 48 tokens), or of both. vLLM
+a model: full attention, sliding windows beside it, MLA with and without an indexer, the caches of
+DeepSeek V4, MiniMax-M3 and Kimi Linear, layers that share KV, layers that differ, SSM states beside
+attention, and P and D of different tensor parallelism (with more ranks than heads, too), of
+different block sizes ("into 48": D has blocks of 48 tokens), or of both. vLLM
 chooses groups, kernel blocks, strides and padding, and allocates on the CPU. It also refuses cases;
 we may refuse none.
 
@@ -34,10 +34,16 @@ import before_vllm  # noqa: F401 - its name puts it before vLLM
 import plane_arithmetic
 import torch
 from vllm.config import CacheConfig
+from vllm.model_executor.layers.mamba.mamba_utils import (
+    MambaStateDtypeCalculator,
+    MambaStateShapeCalculator,
+)
 from vllm.models.deepseek_v4.compressor import CompressorBackend
+from vllm.models.minimax_m3.common.indexer import MiniMaxM3IndexerBackend
+from vllm.models.minimax_m3.common.sparse_attention import MiniMaxM3SparseBackend
 from vllm.v1.attention.backends.mla.indexer import DeepseekV4IndexerBackend
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWABackend
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, MambaAttentionBackendEnum
 from vllm.v1.attention.backends.utils import (
     get_supported_kv_cache_layouts,
     resolve_kv_cache_layout,
@@ -50,6 +56,7 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
+    SparseCacheRole,
     UniformTypeKVCacheSpecs,
     get_kv_quant_mode,
     group_kernel_blocks,
@@ -87,15 +94,24 @@ ATTENTION_MODELS = (
     "into 48",
     "tp 2 to 1, into 32",
     "tp 1 to 2, into 48",
+    "tp 2 to 4",
+    "tp 4 to 1",
 )
-LATENT_MODELS = ("latent", "indexer", "shared", "tp 2 to 1")
+LATENT_MODELS = ("latent", "indexer", "shared", "tp 2 to 1", "kda")
+# MiniMax-M3: sparse attention with several KV heads, and an indexer of one head beside each layer.
+M3 = "MINIMAX_M3_SPARSE"
+M3_MODELS = ("m3", *(f"tp {ranks}, m3" for ranks in ("2 to 1", "1 to 2", "2 to 4", "4 to 2")))
+M3_BLOCK_SIZES = (128, 256)
+M3_HEAD_SIZE = 128
 V4_MODELS = ("v4", "tp 2 to 1, v4")
 V4_BLOCK_SIZE = 256
 V4_BLOCKS = 40
-V4_BACKENDS = {
+# The backends of caches that are not those of attention itself, by the last part of their names.
+OTHER_BACKENDS = {
     "states": CompressorBackend,
     "indexer": DeepseekV4IndexerBackend,
     "window": DeepseekSparseSWABackend,
+    "index_cache": MiniMaxM3IndexerBackend,
 }
 HEADS = 2
 HEAD_SIZE = 16  # of backends that take any
@@ -103,6 +119,7 @@ LAYERS = 3
 BLOCKS = 7  # of P; the prompt has two in each of up to three groups
 WINDOW_TOKENS = 24
 STATE_FLOATS = 331
+KDA_HEAD_SIZE = 8
 INDEXER_BYTES = 132
 INTERPRETED_EVERY = 40
 PIECE_BYTES = 1 << 14  # several blocks of several layers, or a few blocks of one
@@ -135,12 +152,18 @@ def backends() -> dict[str, Any]:
             found[member.name] = member.get_class()
         except (ImportError, AttributeError, AssertionError):
             continue  # needs CUDA, or a package that is not here, to be imported
+    found[M3] = MiniMaxM3SparseBackend  # vLLM takes it for this model alone
     return found
 
 
 def cases(known: dict[str, Any]) -> Iterator[Case]:
     """Yields all cells."""
+    for layout, block_size in product(KVCacheLayout, M3_BLOCK_SIZES):
+        for cache_dtype, model in product(_cache_dtypes(known[M3]), M3_MODELS):
+            yield Case(M3, layout, block_size, cache_dtype, model)
     for name, backend in known.items():
+        if name == M3:
+            continue
         models = LATENT_MODELS if backend.is_mla() else ATTENTION_MODELS
         for layout, block_size in product(KVCacheLayout, BLOCK_SIZES):
             for number, cache_dtype in enumerate(_cache_dtypes(backend)):
@@ -207,6 +230,8 @@ def specs(case: Case, backend: Any, heads: int) -> dict[str, Any]:
     """Returns vLLM's spec of each layer with KV of its own."""
     if case.model.endswith("v4"):
         return v4_specs(case)
+    if case.model.endswith("m3"):
+        return m3_specs(case, heads)
     size = min(backend.get_supported_head_sizes() or [HEAD_SIZE])
     is_wide = case.cache_dtype in ("auto", "bfloat16")
     fields: dict[str, Any] = {
@@ -232,6 +257,13 @@ def specs(case: Case, backend: Any, heads: int) -> dict[str, Any]:
         other = MLAAttentionSpec(**narrow)
     elif case.model == "states":
         other = MambaSpec(block_size=1 << 20, shapes=((STATE_FLOATS,),), dtypes=(torch.float32,))
+    elif case.model == "kda":  # `KimiGatedDeltaNetAttention.get_kv_cache_spec`
+        other = MambaSpec(
+            block_size=1 << 20,
+            shapes=MambaStateShapeCalculator.kda_state_shape(1, HEADS, KDA_HEAD_SIZE),
+            dtypes=MambaStateDtypeCalculator.kda_state_dtype(torch.bfloat16, "auto"),
+            mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
+        )
     return {f"model.layers.{at}.attn": other if at % 2 else plain for at in range(LAYERS)}
 
 
@@ -273,16 +305,42 @@ def v4_specs(case: Case) -> dict[str, Any]:
     return found
 
 
+def m3_specs(case: Case, heads: int) -> dict[str, Any]:
+    """Returns specs as those of MiniMax-M3: `get_kv_cache_spec` in `models/minimax_m3`."""
+    wide = case.cache_dtype in ("auto", "bfloat16")
+    plain = FullAttentionSpec(
+        block_size=case.block_size,
+        num_kv_heads=heads,
+        head_size=M3_HEAD_SIZE,
+        head_size_v=M3_HEAD_SIZE,
+        dtype=torch.bfloat16 if wide else torch.uint8,
+        kv_quant_mode=get_kv_quant_mode(case.cache_dtype),
+    )
+    index = MLAAttentionSpec(
+        block_size=case.block_size,
+        num_kv_heads=1,
+        head_size=M3_HEAD_SIZE,
+        dtype=torch.bfloat16,
+        cache_role=SparseCacheRole.INDEXER,
+    )
+    found: dict[str, Any] = {}
+    for layer in range(LAYERS):
+        found[f"model.layers.{layer}.self_attn.attn"] = plain
+        if layer:  # the first ones are dense
+            found[f"model.layers.{layer}.self_attn.index_cache"] = index
+    return found
+
+
 def layer_backends(names: Sequence[str], backend: Any) -> dict[str, Any]:
-    """Returns the backend of each layer; DeepSeek V4's other caches have backends of their own."""
-    return {name: V4_BACKENDS.get(name.rpartition(".")[2], backend) for name in names}
+    """Returns the backend of each layer; the caches of indexers have backends of their own."""
+    return {name: OTHER_BACKENDS.get(name.rpartition(".")[2], backend) for name in names}
 
 
 def allocated(
     case: Case, backend: Any, runtime: HostRuntime, number: int, size: int, blocks: int
 ) -> Rank:
     """Returns the cache of rank `number` of `size`, filled at random. Raises RefusedByVllm."""
-    heads = HEADS // size
+    heads = max(1, HEADS // size)  # with more ranks several hold the same head
     try:
         config, views = _by_vllm(case, backend, heads, blocks)
     except REFUSALS as error:
@@ -362,6 +420,17 @@ def _by_vllm(
     return config, views
 
 
+def repeat_shared_heads(ranks: Sequence[Rank]) -> None:
+    """Makes the caches of P's ranks equal where they hold the same head, as vLLM computes them."""
+    ranks_of_head = max(1, len(ranks) // HEADS)
+    for group in ranks[0].config.kv_cache_groups:
+        for name in group.layer_names:
+            for number, rank in enumerate(ranks):
+                is_one = has_one_head(group, name)
+                first = 0 if is_one else number // ranks_of_head * ranks_of_head
+                rank.blocks(name)[:] = ranks[first].blocks(name)
+
+
 def group_blocks(
     config: KVCacheConfig, tokens: int, seed: int, cached_blocks: int = 0
 ) -> list[GroupBlocks]:
@@ -422,18 +491,25 @@ def assign(
         is_by_plane = getattr(vllm_group.kv_cache_spec, "num_head_slots", None) is not None
         axis = 4 if is_by_plane else 2
         for name in vllm_group.layer_names:
-            content = [source.blocks(name)[from_blocks.ids] for source in sources]
+            # Of ranks that hold the same head, the first.
+            apart = sources[:: max(1, len(sources) // HEADS)]
+            whole = torch.cat([source.blocks(name)[from_blocks.ids] for source in apart], dim=axis)
             views = [reader.blocks(name) for reader in readers]
             share = views[0].shape[axis]  # heads of a rank
-            whole = torch.cat(content, dim=axis)
-            # Otherwise each rank has all heads, as with MLA.
-            is_split = whole.shape[axis] == share * len(readers)
             for number, view in enumerate(views):
-                part = whole.narrow(axis, number * share if is_split else 0, share)
+                # With MLA, and of states, each rank has all.
+                first = 0 if has_one_head(vllm_group, name) else number * HEADS // len(readers)
+                part = whole.narrow(axis, first * share // max(1, HEADS // len(readers)), share)
                 if part.shape[1:] == view.shape[1:]:
                     view[into_blocks.ids] = part
                 else:
                     assign_tokens(view, into_blocks, in_order_of_tokens(part), tokens)
+
+
+def has_one_head(group: Any, name: str) -> bool:
+    """Returns whether each rank has the whole of a layer's cache."""
+    spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
+    return isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec | MambaSpec)
 
 
 def in_order_of_tokens(blocks: torch.Tensor) -> torch.Tensor:
@@ -466,7 +542,9 @@ def forget_tails(ranks: Sequence[Rank], here: list[GroupBlocks], tokens: int) ->
 def is_right(case: Case, backend: Any, runtime: HostRuntime) -> bool:
     """Returns whether D's caches are what vLLM's views make of them. Raises RefusedByVllm."""
     parallelism, _, into = case.model.partition("into ")
-    senders, receivers = {"tp 2 to 1": (2, 1), "tp 1 to 2": (1, 2)}.get(parallelism[:9], (1, 1))
+    senders, receivers = 1, 1
+    if parallelism.startswith("tp "):
+        senders, receivers = (int(number) for number in parallelism[3:9].split(" to "))
     of_reader = case._replace(block_size=int(into)) if into else case
     is_other_size = of_reader.block_size != case.block_size
     tokens = case.block_size + 1
@@ -476,6 +554,7 @@ def is_right(case: Case, backend: Any, runtime: HostRuntime) -> bool:
         tokens = 2 * max(case.block_size, of_reader.block_size) + 5
         blocks = -(-tokens // min(case.block_size, of_reader.block_size)) + 1
     sources = [allocated(case, backend, runtime, at, senders, blocks) for at in range(senders)]
+    repeat_shared_heads(sources)
     readers = [
         allocated(of_reader, backend, runtime, at, receivers, blocks + 1) for at in range(receivers)
     ]

@@ -116,6 +116,20 @@ def swapped(fleet: ScriptedFleet) -> None:
 FAULTS: dict[str, tuple[Plant, list[str]]] = {
     "a dead instance": (dead, ["FAIL decode: GET /health: Connection refused; start it"]),
     "a dead engine core": (of_p(health=503), ["FAIL prefill: GET /health answered 503"]),
+    "another server": (
+        of_p(health=404, server_field="SimpleHTTP/0.6 Python/3.12"),
+        [
+            "FAIL prefill: GET /health answered 404 (server: SimpleHTTP/0.6 Python/3.12): no vLLM;"
+            " give an engine's own URL"
+        ],
+    ),
+    "a router without an engine": (
+        of_p(health=502, server_field="nginx"),
+        [
+            "FAIL prefill: GET /health answered 502 (server: nginx): the router reaches no engine;"
+            " give an engine's own URL"
+        ],
+    ),
     "a key that is not given": (
         of_d(api_key="secret"),
         ["FAIL decode: GET /v1/models answered 401: it needs a key, or another one; put its"],

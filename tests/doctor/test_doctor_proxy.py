@@ -244,6 +244,31 @@ def test_servers_that_are_no_proxy(is_router: bool) -> None:
         assert "GET /disagg/instances answered 404: no vllm-disagg proxy; give its URL" in found[0]
 
 
+@pytest.mark.parametrize(
+    ("status", "server", "expected"),
+    [
+        (404, "SimpleHTTP/0.6", "answered 404 (server: SimpleHTTP/0.6): no vllm-disagg proxy;"),
+        (404, "", "answered 404: no vllm-disagg proxy; give its URL"),
+        (502, "nginx", "answered 502 (server: nginx): the router reaches no proxy; start the"),
+    ],
+)
+def test_other_servers_are_no_routers_in_front(status: int, server: str, expected: str) -> None:
+    async def answer(call: Call) -> None:
+        await call.json({}, status=status, headers=f"server: {server}\r\n" if server else "")
+
+    async def examine() -> Report:
+        engine = DoctorEngine("d", "decode")
+        vars(engine)["_route"] = answer
+        await engine.start()
+        try:
+            return await report_on("--proxy", engine.url)
+        finally:
+            await engine.stop()
+
+    (line,) = troubles(run(examine()))
+    assert line.startswith(f"FAIL proxy: GET /health {expected}")
+
+
 def test_no_proxy_at_all() -> None:
     (line,) = troubles(run(report_on("--proxy", "http://127.0.0.1:9")))
     assert line.startswith("FAIL proxy: GET /health: Connection refused; start it")

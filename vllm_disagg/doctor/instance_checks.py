@@ -41,6 +41,7 @@ GRAVE_REASONS = (
     Reason.INTERNAL_ERROR,
     Reason.CORRUPT,
 )
+OWN_URL = "give an engine's own URL"
 KEY_NAMES = "VLLM_API_KEY or OPENAI_API_KEY"
 
 
@@ -129,7 +130,15 @@ class InstanceExam:
             self._fail(str(error), remedies.of_silence(str(error)))
             return False
         if answer.status != 200:
-            self._fail(f"GET /health answered {answer.status}: no running engine", remedies.RESTART)
+            problem = "no running engine"  # of vLLM, which answers 503 then
+            remedy = remedies.RESTART
+            if answer.is_of_idle_router:
+                problem = "the router reaches no engine"
+                remedy = OWN_URL
+            elif answer.status < 500:
+                problem = "no vLLM"
+                remedy = OWN_URL
+            self._fail(f"GET /health answered {answer.described_status}: {problem}", remedy)
             return False
         if answer.router:
             self._warn(

@@ -60,6 +60,20 @@ class ProxyExam:
         except NoAnswer as error:
             self._report.fail(self.name, str(error), remedies.of_silence(str(error)))
             return False
+        if answer.is_of_idle_router:
+            self._report.fail(
+                self.name,
+                f"GET /health answered {answer.described_status}: the router reaches no proxy",
+                "start the proxy, and look at the router's address of it",
+            )
+            return False
+        if answer.status != 200:
+            self._report.fail(
+                self.name,
+                f"GET /health answered {answer.described_status}: no vllm-disagg proxy",
+                "give its URL",
+            )
+            return False
         if answer.router:
             self._report.warn(
                 self.name,
@@ -67,13 +81,8 @@ class ProxyExam:
                 "its timeouts must exceed --request-timeout (1800 s), it must not buffer streams"
                 " (nginx: proxy_read_timeout 1800s; proxy_buffering off), and not retry requests",
             )
-        elif answer.status == 200:
-            self._report.ok(self.name, f"answers in {answer.seconds * 1000:.0f} ms")
         else:
-            self._report.fail(
-                self.name, f"GET /health answered {answer.status}: no vllm-disagg proxy", "check it"
-            )
-            return False
+            self._report.ok(self.name, f"answers in {answer.seconds * 1000:.0f} ms")
         return True
 
     async def read_instances(self) -> list[InstanceReport]:

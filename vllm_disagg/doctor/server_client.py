@@ -18,6 +18,7 @@ REQUEST_SECONDS = 5.0
 MAX_ANSWER_BYTES = 4 << 20
 # Fields that a router adds to the answers of the server behind it.
 ROUTER_FIELDS = (b"via", b"x-envoy-upstream-service-time", b"x-cache", b"cf-ray", b"x-served-by")
+GATEWAY_STATUSES = (502, 503, 504)
 OWN_SERVERS = (b"", b"uvicorn")  # names in the field `server`: the proxy sends none, vLLM uvicorn
 
 
@@ -36,7 +37,7 @@ class ServerAnswer:
 
     @property
     def router(self) -> str:
-        """The trace of a router between this machine and the server; empty without one."""
+        """The trace of a router, or of a server that is neither vLLM nor a proxy; else empty."""
         server = find(self.headers, b"server")
         if server.lower() not in OWN_SERVERS:
             return f"server: {server.decode(errors='replace')}"
@@ -44,6 +45,16 @@ class ServerAnswer:
             if find(self.headers, name):
                 return name.decode()
         return ""
+
+    @property
+    def described_status(self) -> str:
+        """Its status, with the trace of another server."""
+        return f"{self.status} ({self.router})" if self.router else str(self.status)
+
+    @property
+    def is_of_idle_router(self) -> bool:
+        """Whether a router has answered because it reaches no server."""
+        return bool(self.router) and self.status in GATEWAY_STATUSES
 
 
 class ServerClient:

@@ -1037,6 +1037,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("memory: the outer control groups limit nothing", "launcher/free_memory.py", "for inner in (group, *group.parents):", "for inner in (group,):", "tests/launcher/test_free_memory.py"),
     ("doctor: any mode of the admin key's file is fine", "doctor/main.py", "        if args.admin_key_file:\n            examine_mode", "        if False:\n            examine_mode", "tests/doctor/test_doctor_proxy.py"),
     ("doctor: a web server is a router in front", "doctor/proxy_checks.py", "        if answer.status != 200:\n            self._report.fail(", "        if False:\n            self._report.fail(", "tests/doctor/test_doctor_proxy.py::test_other_servers_are_no_routers_in_front"),
+    ("a drain gives a silent server up", "drain.py", "    except http_client.Silent:\n", "    except ZeroDivisionError:\n", "tests/unit/test_drain.py"),
     ("drained instances without requests go on draining", "proxy/status/share.py", 'return "drained" if is_idle and instance.url in fleet.drained else "draining"', 'return "draining"', "tests/proxy/status/test_status.py::test_drained_instances_stay_listed"),
     ("a worker answers with its own requests only", "proxy/main.py", "    feed.all_shares = partial(bus.texts, \"status\")\n", "", "tests/proxy/workers/test_supervisor.py::test_two_workers_are_one_proxy"),
     ("rotation: the second key mints nothing that counts", "fleet/sealing.py", "mac_of(k, use, payload), given_mac) for k in key.accepted)", "mac_of(k, use, payload), given_mac) for k in (key,))", "tests/fleet/test_grants.py"),

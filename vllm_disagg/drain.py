@@ -6,7 +6,7 @@ state their running and waiting requests on /metrics.
     asked proxies to drain it (--proxy) -> waited until others noticed (--notice)
       -> no request at IDLE_LOOKS looks in a row: exit status 0
       -> nothing listens at its address any more: exit status 0
-      -> --timeout: exit status 1
+      -> --timeout: exit status 1, also if the server was silent all the time
 
 A drain outlives its engine's process. With --end the next start of the engine ends it at the
 proxies, which send requests once the engine answers their probes.
@@ -15,6 +15,7 @@ proxies, which send requests once the engine answers their probes.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -28,8 +29,10 @@ URL = "VLLM_DISAGG_URL"  # environment variable with the server's address
 INSTANCES_PATH = "/disagg/instances"
 DRAIN_PATH = f"{INSTANCES_PATH}/drain"
 LOOK_SECONDS = 0.5
+MIN_ANSWER_SECONDS = 0.5  # of waiting for one, also when --timeout is nearly over
 # A request that has just left one queue may not be in the next one yet.
 IDLE_LOOKS = 2
+UNKNOWN = float("nan")  # number of requests
 _REQUESTS = re.compile(
     r"^(?:vllm:num_requests_(?:running|waiting)|vllm_disagg_(?:in_flight|waiting))"
     r"(?:\{[^\n]*\})? (\S+)$",
@@ -88,17 +91,27 @@ def run(args: argparse.Namespace) -> int:
     proxies = [http_client.address("--proxy", proxy) for proxy in args.proxy]
     if args.end:
         return end_drain(proxies, url)
-    requests = count_requests(url)  # a wrong URL is reported before anything is drained
+    began = time.monotonic()
+    try:
+        # A wrong URL is reported before anything is drained.
+        requests = count_requests(url, _look_limit(args.timeout))
+    except http_client.Silent:
+        requests = UNKNOWN  # frozen, or with too much to do: new requests should go elsewhere
     for proxy in proxies:
         request_drain(proxy, url)
-    return wait_until_idle(url, requests, args.notice, args.timeout)
+    return wait_until_idle(url, requests, args.notice, args.timeout, began)
 
 
-def wait_until_idle(url: str, requests: float, notice: float, timeout: float) -> int:
-    """Waits until the server is idle or the time is over; returns the exit status."""
-    began = time.monotonic()
+def wait_until_idle(
+    url: str, requests: float, notice: float, timeout: float, began: float | None = None
+) -> int:
+    """Waits until the server is idle or the time is over; returns the exit status.
+
+    `began`: when the time began, by the monotonic clock; now by default.
+    """
+    began = time.monotonic() if began is None else began
     idle_looks = 0
-    state = f"{requests:g} requests"
+    state = "given no answer" if math.isnan(requests) else f"{requests:g} requests"
     while True:
         waited = time.monotonic() - began
         idle_looks = idle_looks + 1 if waited >= notice and requests == 0 else 0
@@ -110,20 +123,25 @@ def wait_until_idle(url: str, requests: float, notice: float, timeout: float) ->
             return 1
         time.sleep(LOOK_SECONDS)
         try:
-            requests = count_requests(url)
+            requests = count_requests(url, _look_limit(timeout - waited))
             state = f"{requests:g} requests"
         except http_client.NoListener:
             print(f"{url} has ended: no process listens there any more")
             return 0
         except ConfigError as error:
             # A server with too much to do answers late, or with 503.
-            requests = float("nan")
+            requests = UNKNOWN
             state = f"an unknown number of requests ({error})"
 
 
-def count_requests(url: str) -> float:
+def _look_limit(seconds_left: float) -> float:
+    """Returns the longest wait for an answer, in seconds."""
+    return max(MIN_ANSWER_SECONDS, min(seconds_left, http_client.PAGE_TIMEOUT_SECONDS))
+
+
+def count_requests(url: str, timeout: float = http_client.PAGE_TIMEOUT_SECONDS) -> float:
     """Returns how many requests a vLLM or a proxy has. Raises ConfigError without a count."""
-    page = http_client.get(url, "/metrics").decode(errors="replace")
+    page = http_client.get(url, "/metrics", timeout=timeout).decode(errors="replace")
     if not _COUNTS.search(page):
         raise ConfigError(
             f"{url}/metrics has no count of requests: it is neither a proxy nor a vLLM,"

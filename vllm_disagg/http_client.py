@@ -18,6 +18,10 @@ class NoListener(ConfigError):
     """No process listens at the address."""
 
 
+class Silent(ConfigError):
+    """The server accepts connections, and gave no answer in time."""
+
+
 class NotFound(ConfigError):
     """The server does not have what the request names."""
 
@@ -63,20 +67,26 @@ def headers(key: str = "") -> dict[str, str | bytes]:
 
 
 def get(
-    url: str, path: str, server: str = "a vLLM, or a proxy in front of one", key_name: str = ""
+    url: str,
+    path: str,
+    server: str = "a vLLM, or a proxy in front of one",
+    key_name: str = "",
+    timeout: float = PAGE_TIMEOUT_SECONDS,
 ) -> bytes:
-    """Requests a page of a `server`. Raises ConfigError on any failure, or its NoListener.
+    """Requests a page of a `server`. Raises ConfigError on any failure: NoListener, Silent.
 
     `key_name` names an environment variable with a key that takes precedence over OPENAI_API_KEY.
     """
     key = bearer_keys.from_environment(key_name) if key_name else ""
-    connection = connect(url, PAGE_TIMEOUT_SECONDS)
+    connection = connect(url, timeout)
     try:
         connection.request("GET", path, headers=headers(key))
         answer = connection.getresponse()
         content = answer.read(MAX_PAGE_BYTES)
     except ConnectionRefusedError as error:
         raise NoListener(f"cannot reach {url}: {reason(error)}: is it running?") from None
+    except TimeoutError:
+        raise Silent(f"cannot reach {url}: no answer within {timeout:g} s") from None
     except (OSError, http.client.HTTPException, UnicodeError) as error:
         # UnicodeError: the name of the host is invalid.
         raise ConfigError(f"cannot reach {url}: {reason(error)}: is it running?") from None

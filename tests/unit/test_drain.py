@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -117,8 +119,8 @@ def test_a_server_that_ends_meanwhile_has_no_requests(
     server = servers(engine_page(1))
     look = drain.count_requests
 
-    def look_and_end(url: str) -> float:
-        found = look(url)
+    def look_and_end(url: str, timeout: float) -> float:
+        found = look(url, timeout)
         server.close()
         return found
 
@@ -134,6 +136,21 @@ def test_a_server_that_answers_badly_may_have_requests(
     server = servers(engine_page(0), "busy", engine_page(0), "busy")
     assert cli.main(["drain", server.url, "--timeout", "1"]) == 1
     assert "has an unknown number of requests" in capsys.readouterr().err
+
+
+def test_a_silent_server_is_drained_and_waited_for(
+    servers: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An engine that is frozen, or in a very long step, accepts connections and answers late."""
+    monkeypatch.setenv(ADMIN_KEY, "secret")
+    proxy = servers("")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        began = time.monotonic()
+        assert cli.main(["drain", url, "--proxy", proxy.url, "--timeout", "0.2"]) == 1
+        assert time.monotonic() - began < 5
+    assert proxy.drains == [("Bearer secret", {"url": url})]
+    assert capsys.readouterr().err == f"vllm-disagg drain: {url} has given no answer after 0.2 s\n"
 
 
 def test_the_proxies_are_asked_first(servers: Any, monkeypatch: pytest.MonkeyPatch) -> None:

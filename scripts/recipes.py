@@ -1,4 +1,4 @@
-"""Counts the published recipes of prefill/decode fleets that would start with DisaggConnector.
+"""Counts the published recipes of prefill/decode fleets that DisaggConnector would serve.
 
     python scripts/recipes.py [--verbose] [--update CHECKOUT]
 
@@ -8,8 +8,13 @@ engine starts. In place of NixlConnector stands DisaggConnector. Each side is ju
 `kv_connectors.supported` and `early_check`, with the specs that vLLM makes for its model; GPUs, and
 what only an engine finds out, are not judged. A recipe with two refusals is counted by the first.
 
-The last line is JSON: all recipes, those that would start, and the others by reason. --update
-writes the table from a checkout of InferenceX again.
+Of those that would start, a pair is a recipe whose decode ranks find all KV at its prefill ranks:
+the layouts of both sides, with their tensor parallelism, as `kv_connectors.gpu.layout` describes
+them, and the plan that `vllm_disagg.kv.reshard` makes. Equal block sizes and attention backends of
+P and D are assumed; the recipes name none.
+
+The last line is JSON: all recipes, those that would start, those that are pairs, and the others by
+reason. --update writes the table from a checkout of InferenceX again.
 """
 
 from __future__ import annotations
@@ -36,7 +41,11 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kv_connectors import early_check, supported
-from vllm_disagg.errors import ConfigError
+from kv_connectors.gpu.layout import device_layout
+from kv_connectors.kv_layout import RankCache
+from vllm_disagg.errors import ConfigError, Unmappable
+from vllm_disagg.kv import reshard
+from vllm_disagg.kv.layout import RankLayout
 
 TABLE = Path(__file__).with_name("recipes.csv")
 SOURCE = "github.com/SemiAnalysisAI/InferenceX"
@@ -57,6 +66,7 @@ FLAGS: dict[str, tuple[str, Any]] = {
     "prefix_caching": ("enable-prefix-caching", False),
 }
 COLUMNS = ("recipe", "side", "model", *FLAGS, "drafts", "connectors")
+KV_HEADS = 4  # of MiniMax-M3, the only model here that has several
 OTHERS_TRANSFER = "NixlConnector"
 OURS = "DisaggConnector"
 
@@ -87,14 +97,25 @@ def count(rows: list[dict[str, str]], *, verbose: bool = False) -> dict[str, Any
     for row in rows:
         recipes[row["recipe"]].append(row)
     reasons: Counter[str] = Counter()
+    pairs = 0
     for name, sides in recipes.items():
         refusals = [refusal for side in sides if (refusal := refusal_of(side))]
         if refusals:
             reasons[in_short(refusals[0])] += 1
             if verbose:
                 print(f"{name}: {refusals[0]}")
+            continue
+        misfit = misfit_of(*sides)
+        pairs += not misfit
+        if misfit and verbose:
+            print(f"{name}: no pair: {misfit}")
     start = len(recipes) - reasons.total()
-    return {"of": len(recipes), "start": start, "refused": dict(reasons.most_common())}
+    return {
+        "of": len(recipes),
+        "start": start,
+        "pair": pairs,
+        "refused": dict(reasons.most_common()),
+    }
 
 
 def in_short(refusal: str) -> str:
@@ -114,6 +135,48 @@ def refusal_of(row: dict[str, str]) -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+def misfit_of(prefill: dict[str, str], decode: dict[str, str]) -> str:
+    """Returns why these engines exchange no KV; empty if each rank of D finds all of its KV."""
+    for column in ("model", "kv_cache_dtype", "drafts"):
+        if prefill[column] != decode[column]:
+            return f"{column} is {prefill[column]} at P and {decode[column]} at D"
+    try:
+        reshard.plan(layouts(prefill), layouts(decode))
+    except (ConfigError, Unmappable) as error:
+        return str(error)
+    return ""
+
+
+def layouts(row: dict[str, str]) -> list[RankLayout]:
+    """Returns the layouts of a replica's ranks, from caches of one block as vLLM allocates them."""
+    size = int(row["tp"])
+    if int(row["pp"]) > 1:
+        raise ConfigError("the layers of pipeline stages are not counted here")
+    found = []
+    for number in range(size):
+        groups = []
+        caches = {}
+        for at, spec in enumerate(specs(row)):
+            name = f"model.layers.{at}.attn"
+            groups.append(SimpleNamespace(kv_cache_spec=spec, layer_names=[name]))
+            caches[name] = torch.empty(block_shape(spec), dtype=torch.uint8)
+        backend = SimpleNamespace(get_name=lambda: "equal at P and D")
+        layer = SimpleNamespace(get_attn_backend=lambda backend=backend: backend)
+        context = dict.fromkeys(caches, layer)
+        config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
+        rank = RankCache(number, size, {KV_HEADS})
+        found.append(device_layout(caches, groups, 1, rank, config).shape)
+    return found
+
+
+def block_shape(spec: Any) -> tuple[int, ...]:
+    """Returns the axes of a cache of one block: blocks, heads, tokens, bytes; or of a state."""
+    if isinstance(spec, MambaSpec):
+        return 1, spec.state_content_size_bytes
+    states = spec.block_size // spec.tokens_per_state
+    return 1, spec.num_kv_heads, states, spec.state_content_size_bytes
 
 
 def transfer_config(row: dict[str, str]) -> Any:
@@ -166,7 +229,9 @@ def specs(row: dict[str, str]) -> list[Any]:
     fields_of_all: dict[str, Any] = {"num_kv_heads": 1, "head_size": 512, "dtype": torch.uint8}
     latent = MLAAttentionSpec(block_size=256, **fields_of_all)
     if "MiniMax-M3" in row["model"]:  # attention with an indexer of one head
-        return [FullAttentionSpec(block_size=128, **fields_of_all), latent]
+        heads = max(1, KV_HEADS // int(row["tp"]))
+        plain = FullAttentionSpec(block_size=128, **{**fields_of_all, "num_kv_heads": heads})
+        return [plain, latent]
     if "DeepSeek-V4" in row["model"]:  # windows, and states of the compression
         return [latent, SlidingWindowMLASpec(block_size=64, sliding_window=128, **fields_of_all)]
     if "Kimi-K3" in row["model"]:  # linear attention (KDA) beside MLA

@@ -425,7 +425,11 @@ def test_engines_that_run_a_model_by_other_code_differ(
 ) -> None:
     """`auto` takes vLLM's own code of a model where there is some."""
     monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
-    config = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    config: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+    }
     LlamaConfig(**config, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
 
     def engine(**flags: Any) -> dict[str, str]:
@@ -454,8 +458,9 @@ def test_engines_that_run_a_model_by_other_code_differ(
     ):
         assert difference(auto, engine(**flags)).startswith("architecture is LlamaForCausalLM on")
     remote = engine(model_impl="transformers", trust_remote_code=True)
-    for flags in ({"trust_remote_code": False}, {"trust_remote_code": True, "code_revision": "2"}):
-        assert difference(remote, engine(model_impl="transformers", **flags))
+    for trusted, revision in ((False, None), (True, "2")):
+        other = engine(model_impl="transformers", trust_remote_code=trusted, code_revision=revision)
+        assert difference(remote, other)
 
 
 @pytest.mark.parametrize("settings", [dict, SimpleNamespace])

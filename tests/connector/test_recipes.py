@@ -25,6 +25,7 @@ def test_nine_of_ten_published_recipes_would_start(recipes: ModuleType) -> None:
     found = recipes.count(rows)
     assert found["of"] == len(rows) / 2 == 160
     assert found["start"] >= 0.9 * found["of"]
+    assert found["start"] == found["pair"]
     assert found["start"] + sum(found["refused"].values()) == found["of"]
 
 
@@ -32,3 +33,19 @@ def test_nine_of_ten_published_recipes_would_start(recipes: ModuleType) -> None:
 def test_a_flag_that_is_refused_is_counted(recipes: ModuleType, column: str) -> None:
     row = next(row for row in recipes.read_table() if not recipes.refusal_of(row))
     assert "was never tried" in recipes.refusal_of({**row, column: "True"})
+
+
+def test_a_pair_needs_the_kv_of_each_rank(recipes: ModuleType) -> None:
+    rows = recipes.read_table()
+    decode = next(row for row in rows if "MiniMax-M3" in row["model"] and row["tp"] == "8")
+    at = rows.index(decode)
+    prefill = rows[at - 1]
+    assert prefill["tp"] == "1"  # and so D has replicated heads
+    assert not recipes.misfit_of(prefill, decode)
+    assert recipes.misfit_of(prefill, {**decode, "tp": "3"})
+    assert "kv_cache_dtype is fp8 at P" in recipes.misfit_of(
+        prefill, {**decode, "kv_cache_dtype": "auto"}
+    )
+    rows[at] = {**decode, "tp": "3"}
+    found = recipes.count(rows)
+    assert found["pair"] == found["start"] - 1

@@ -165,6 +165,8 @@ def test_values_of_a_file_stay_as_they_are_written(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--config="], ["--config", ""], ["--model", "m", "--log-dir="]):
+        assert "an empty text names no file; leave the flag out" in refused(capsys, *words)
     said = refused(capsys, "--config", str(tmp_path / "none"))
     assert "No such file" in said
     with pytest.raises(ConfigError):

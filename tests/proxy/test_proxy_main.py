@@ -13,6 +13,7 @@ import pytest
 from proxy_world import Call, ScriptedEngine, World
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet import keys
+from vllm_disagg.proxy import flags
 from vllm_disagg.proxy.http.server import Limits
 from vllm_disagg.proxy.main import add_arguments, run
 from vllm_disagg.proxy.settings import ProxySettings, from_arguments
@@ -62,6 +63,21 @@ def test_bad_settings_are_one_line(
     assert run(parsed(*flags)) == 2
     error = capsys.readouterr().err
     assert error.startswith("vllm-disagg proxy: ") and error.count("\n") == 1 and word in error
+
+
+@pytest.mark.parametrize(
+    "flag", [flag.name for flag in flags.all_flags() if flag.metavar == "PATH"]
+)
+def test_an_empty_path_is_a_variable_that_is_not_set(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A proxy without the fleet's key would start, or one without TLS."""
+    if flag == "--access-log":  # it turns off what a manifest has on
+        assert parsed(*D, flag, "").access_log == ""
+        return
+    with pytest.raises(SystemExit):
+        parsed(*D, flag, "")
+    assert f"argument {flag}: an empty text names no file" in capsys.readouterr().err
 
 
 def test_good_settings(tmp_path: Path) -> None:

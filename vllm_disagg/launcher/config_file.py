@@ -107,6 +107,8 @@ def _words(path: str, actions: dict[str, argparse.Action]) -> list[str]:
 
 def _read(path: str) -> dict[Any, Any]:
     """Returns the mapping of a YAML file."""
+    if not path:
+        raise ConfigError(f"{FLAG}: an empty text names no file; leave the flag out")
     try:
         # All values are texts: YAML would turn a key 00123 into 83, and `no` into false.
         found = yaml.load(Path(path).read_text(), Loader=yaml.BaseLoader)

@@ -106,6 +106,7 @@ def _add_operation(parser: argparse.ArgumentParser) -> None:
     add("--config", metavar="FILE", default="", help="YAML file with flags; see docs/how-to/up.md")
     add(
         "--log-dir",
+        action=proxy_flags.GivenFile,
         metavar="DIR",
         default="",
         help="write each child's output to a file there instead of the console",

@@ -153,7 +153,9 @@ def _check_proxy(proxy: ChildCommand) -> None:
     """Validates the proxy's flags before any start; its key file does not exist yet."""
     parser = argparse.ArgumentParser()
     proxy_flags.add_arguments(parser)
-    proxy_settings.from_arguments(parser.parse_args([*proxy.argv[2:], "--key-file", ""]))
+    args = parser.parse_args(proxy.argv[2:])
+    args.key_file = ""
+    proxy_settings.from_arguments(args)
 
 
 def _check_log_files(args: argparse.Namespace, launch: LaunchPlan, output: ChildOutput) -> None:

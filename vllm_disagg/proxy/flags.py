@@ -44,6 +44,7 @@ class Flag:
     least: float | None = None  # smallest valid value; None: not a number, or checked elsewhere
     is_positive: bool = False  # `least` itself is not valid
     most: float = float("inf")
+    is_file: bool = False  # a path that must not be empty
 
     @property
     def dest(self) -> str:
@@ -63,6 +64,7 @@ class Flag:
             return
         group.add_argument(
             self.name,
+            action=GivenFile if self.is_file else "store",
             metavar=self.metavar,
             type=self.type,
             nargs=self.nargs,
@@ -83,6 +85,22 @@ class Flag:
             raise ConfigError(f"{self.name} must be at most {self.most:g}")
 
 
+class GivenFile(argparse.Action):
+    """Stores a path. An empty one is refused: a variable of the shell that is not set."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Handles one occurrence on the command line."""
+        if not values:
+            raise argparse.ArgumentError(self, "an empty text names no file; leave the flag out")
+        setattr(namespace, self.dest, str(values))
+
+
 class _OldName(argparse.Action):
     """Stores a flag's value under the flag's new name, and records the old name."""
 
@@ -100,6 +118,10 @@ class _OldName(argparse.Action):
 
 def _text(name: str, metavar: str | None, words: str, default: str = "") -> Flag:
     return Flag(name=name, metavar=metavar, help=words, default=default)
+
+
+def _file(name: str, words: str) -> Flag:
+    return Flag(name=name, metavar="PATH", help=words, is_file=True)
 
 
 def _repeatable(name: str, metavar: str, words: str) -> Flag:
@@ -159,9 +181,8 @@ def _natural(text: str) -> int:
 _FLEET = (
     _repeatable("--prefill", "URL", "URL of a prefill instance; repeatable"),
     _repeatable("--decode", "URL", "URL of a decode instance; repeatable, at least one"),
-    _text(
+    _file(
         "--fleet-file",
-        "PATH",
         "YAML file with lists `prefill` and `decode` of URLs; changes are followed",
     ),
     _repeatable(
@@ -203,16 +224,15 @@ _FLEET = (
         "key for changes of the fleet over HTTP; without one such changes are off"
         f" (default: environment variable {keys.ADMIN_KEY})",
     ),
-    _text("--admin-key-file", "PATH", "file with that key, which then stands in no process list"),
+    _file("--admin-key-file", "file with that key, which then stands in no process list"),
     _text(
         "--instance-networks",
         "CIDR,...",
         "networks from which the admin API, registration, DNS and Kubernetes may add instances"
         " (default: all but link-local and multicast)",
     ),
-    _text(
+    _file(
         "--upstream-ca",
-        "PATH",
         "file of certificates to trust for https instances (default: those of this system)",
     ),
 )
@@ -220,19 +240,19 @@ _FLEET = (
 _SERVICE = (
     _text("--host", None, "address to listen on (default: %(default)s)", default="127.0.0.1"),
     _port("--port", None, "port to listen on (default: %(default)s)"),
-    _text("--key-file", "PATH", "file with the fleet key, the same as at the instances"),
+    _file("--key-file", "file with the fleet key, the same as at the instances"),
     _repeatable(
         "--api-key",
         "KEY",
         "key that clients must send; repeatable (default: environment variable VLLM_API_KEY)",
     ),
-    _text("--api-key-file", "PATH", "file with such keys, one a line"),
+    _file("--api-key-file", "file with such keys, one a line"),
     _switch(
         "--no-api-key",
         "serve clients without a key, even on an address that other machines can reach",
     ),
-    _text("--ssl-certfile", "PATH", "serve https with this certificate or chain"),
-    _text("--ssl-keyfile", "PATH", "the certificate's key, if it is in another file"),
+    _file("--ssl-certfile", "serve https with this certificate or chain"),
+    _file("--ssl-keyfile", "the certificate's key, if it is in another file"),
     _text(
         "--allowed-origins",
         "JSON",

@@ -5,9 +5,10 @@ Imports no Ray: bad settings are reported where Ray is missing too.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -15,6 +16,7 @@ from vllm_disagg.cli import Parser
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet import keys
 from vllm_disagg.launcher import flags, machine, model_check, plan
+from vllm_disagg.setting_values import did_you_mean
 
 # The application gives the keys itself, asks the proxy without TLS, and scales each role apart.
 NOT_FOR_PROXY = {
@@ -24,6 +26,17 @@ NOT_FOR_PROXY = {
     "--ssl-keyfile",
     "--roles",
 }
+# In msgspec's texts about a wrong value: its name, the type and the limits.
+MISSING_PATTERN = re.compile(r"missing required field `(\w+)`")
+PLACE_PATTERN = re.compile(r"at `\$\.([\w.]+)")
+EXPECTATIONS = (
+    ("Expected `int", "a whole number"),
+    ("Expected `float", "a number"),
+    ("Expected `str", "a text"),
+    ("Expected `bool", "true or false"),
+    ("Expected `object", "a mapping of settings to values"),
+)
+LIMITS = ((">=", "at least"), ("<=", "at most"), (">", "more than"))
 ROUNDING = 1e-9  # 0.3 / 0.1 is less than 3
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -64,11 +77,47 @@ def load(path: str) -> FleetSettings:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
     try:
-        settings = msgspec.yaml.decode(text, type=FleetSettings)
+        found = msgspec.yaml.decode(text)
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: not a mapping of settings to values, as `gpus: 1`")
+    try:
+        settings = msgspec.convert(found, FleetSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {_mistake(found, str(error))}") from None
     check(settings)
     return settings
+
+
+def _mistake(found: dict[Any, Any], error: str) -> str:
+    """Describes a mistake in settings by their names; `error`: msgspec's text."""
+    for prefix, section, kind in (
+        ("", found, FleetSettings),
+        ("prefill.", found.get("prefill"), RoleSettings),
+        ("decode.", found.get("decode"), RoleSettings),
+    ):
+        names = [f"{prefix}{field.name}" for field in msgspec.structs.fields(kind)]
+        given = section if isinstance(section, dict) else {}
+        for name in [f"{prefix}{name}" for name in given]:
+            if name not in names:
+                hint = did_you_mean(name, names) or f" (settings: {', '.join(names)})"
+                return f"no setting is named {name!r}{hint}"
+    if missing := MISSING_PATTERN.search(error):
+        return f"{missing[1]} is missing"
+    place = PLACE_PATTERN.search(error)
+    if not place:
+        return " ".join(error.split())
+    value: Any = found
+    for name in place[1].split("."):
+        value = value[name]
+    expected = next((words for sign, words in EXPECTATIONS if sign in error), "of another kind")
+    for sign, words in LIMITS:
+        if limit := re.search(rf"{sign} (\d+)", error):
+            expected += f" of {words} {limit[1]}"
+    if isinstance(value, list) or "`array`" in error:
+        expected = "a list of texts"
+    return f"{place[1]} is {value!r}, but must be {expected}"
 
 
 def check(settings: FleetSettings) -> None:

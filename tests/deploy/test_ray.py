@@ -79,14 +79,24 @@ def test_the_shipped_settings_are_settings() -> None:
     ("change", "message"),
     [
         ({"model": "/no/such/folder"}, "/no/such/folder: no such folder"),
-        ({"model": 3}, "Expected `str`, got `int` - at `$.model`"),
+        ({"model": 3}, "fleet.yaml: model is 3, but must be a text\n"),
         ({"key_file": "/no/such.key"}, "make one with: vllm-disagg key /no/such.key"),
         ({"key_file": ""}, "key_file is empty"),
         ({"key_file": "{tmp}/api.key"}, "not 64 hexadecimal digits"),
         ({"api_key_file": "/no/api.key"}, "api_key_file /no/api.key: No such file"),
         ({"api_key_file": "{tmp}/two.key"}, "2 keys, must be one"),
-        ({"modell": "x"}, "unknown field `modell`"),
-        ({"port": 0}, "Expected `int` >= 1"),
+        ({"modell": "x"}, "fleet.yaml: no setting is named 'modell'; did you mean model?\n"),
+        ({"gpu": 1}, "fleet.yaml: no setting is named 'gpu'; did you mean gpus?\n"),
+        ({"zzz": 1}, "(settings: model, key_file, api_key_file, port, gpus, "),
+        ({"decode": {"arg": []}}, "no setting is named 'decode.arg'; did you mean decode.args?"),
+        ({"port": 0}, "port is 0, but must be a whole number of at least 1\n"),
+        ({"port": 70000}, "port is 70000, but must be a whole number of at most 65535\n"),
+        ({"cpus": 0}, "cpus is 0, but must be a number of more than 0\n"),
+        ({"cluster_autoscales": 2}, "cluster_autoscales is 2, but must be true or false\n"),
+        ({"decode": {"max_replicas": "x"}}, "decode.max_replicas is 'x', but must be a whole num"),
+        ({"decode": 3}, "decode is 3, but must be a mapping of settings to values\n"),
+        ({"args": [1]}, "args is [1], but must be a list of texts\n"),
+        ({"args": "a"}, "args is 'a', but must be a list of texts\n"),
         ({"decode": {"min_replicas": 2}}, "decode: max_replicas is less than min_replicas"),
         ({"args": ["--port=1"]}, "--port cannot be given in args"),
         ({"prefill": {"args": ["-tp", "2"]}}, "-tp cannot be given in args"),
@@ -111,7 +121,12 @@ def test_bad_settings_are_one_line(
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("model: [", "fleet.yaml: "), ("- 1", "Expected `object`")]
+    ("text", "message"),
+    [
+        ("model: [", "fleet.yaml: "),
+        ("- 1", "not a mapping of settings to values"),
+        ("port: 1", "model is missing"),
+    ],
 )
 def test_a_file_that_is_no_yaml_is_one_line(
     text: str,

@@ -296,12 +296,15 @@ def test_a_hangup_rotates_log_files_while_the_terminal_is_open(
     pid, terminal = pty.fork()
     if not pid:
         os.execv(sys.executable, [sys.executable, "-c", HANGUPS, hangup, str(found)])
-    assert os.read(terminal, 99).startswith(b"set")
-    os.kill(pid, signal.SIGHUP)
-    eventually(lambda: found.exists() and found.read_text() == "True 0\n")
-    os.close(terminal)
-    eventually(lambda: found.read_text() == f"True 0\n{at_end}\n")
-    os.waitpid(pid, 0)
+    try:
+        assert os.read(terminal, 99).startswith(b"set")
+        os.kill(pid, signal.SIGHUP)
+        eventually(lambda: found.exists() and found.read_text() == "True 0\n")
+        os.close(terminal)
+        eventually(lambda: found.read_text() == f"True 0\n{at_end}\n")
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def test_one_log_folder_serves_one_deployment(up: Callable[..., Up], tmp_path: Path) -> None:

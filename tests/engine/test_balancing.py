@@ -18,7 +18,7 @@ import pytest
 from asking import Body, Record, ask, at_once, expect_exact_or_clean, expect_same
 from conftest import Machine
 from engines import Engine, Proxy, free_port, wait
-from test_expert_ranks import STAND_IN, WITH_EXPERTS, prompts
+from test_expert_ranks import STAND_IN, WITH_EXPERTS, prompts, wait_until_free
 from test_models import FLOAT32, model, several
 
 pytestmark = pytest.mark.wide
@@ -130,7 +130,7 @@ def test_every_rank_receives_and_answers_are_plain_vllms(right: list[Record], pa
         expect_same(one, expected, f"{len(what['prompt'])} tokens:")
     assert all(pair.received()), f"a rank received nothing: {pair.received()}"
     for server in [pair.prefill, *pair.servers]:
-        wait(f"{server.name} gives all its blocks back", lambda e=server: e.usage == 0, 15)
+        wait_until_free(server)
         assert server.is_alive()
     assert pair.prefill.metric("vllm:disagg_unclaimed_prefills_total") == 0
 

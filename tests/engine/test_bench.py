@@ -44,6 +44,7 @@ def test_bench_compares_the_pair_with_a_plain_vllm(
     )  # prompts share nothing: one that D recomputes is no prefix of another
 
 
+@pytest.mark.wide
 def test_bench_finds_a_goodput(main: Main, capsys: pytest.CaptureFixture[str]) -> None:
     """A wide bracket of one target: a handful of runs."""
     lengths = ["--input-len", "300", "--output-len", "8", "--requests", "30"]
@@ -64,6 +65,7 @@ def test_bench_finds_a_goodput(main: Main, capsys: pytest.CaptureFixture[str]) -
     assert all(run["failed"] == 0 for run in found["runs"] if run["attainment"] >= 0.9)
 
 
+@pytest.mark.wide
 def test_profile_measures_a_plain_engine_and_one_of_ours(main: Main, tmp_path: Path) -> None:
     for engine in (main.plain, main.prefill):
         path = tmp_path / f"{engine.name}.json"

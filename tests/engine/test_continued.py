@@ -21,6 +21,8 @@ from engines import Engine, Proxy, wait
 
 from named_scripts import hear_message, hear_response
 
+pytestmark = pytest.mark.wide
+
 LENGTH = 900  # tokens of an answer: some seconds
 BEGUN = 40  # events of a stream, after which its engine fails
 CHAT = [{"role": "user", "content": english(300, "continued")}]

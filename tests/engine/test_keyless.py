@@ -64,6 +64,7 @@ def test_what_a_client_mints_is_an_ordinary_request(main: Main) -> None:
     main.expect_well(1)
 
 
+@pytest.mark.wide
 def test_an_insecure_engine_says_so_and_dials_only_this_machine(main: Main) -> None:
     engine = Engine(
         "D insecure",

@@ -54,6 +54,7 @@ def load(url: str, seen: list[tuple[float, float, float]]) -> AbstractContextMan
     return repeating([partial(send, name) for name in range(2)])
 
 
+@pytest.mark.wide
 def test_a_pair_under_load_is_judged(
     main: Main, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,8 @@ from asking import ask, body, expect_same, tokens
 from conftest import Machine
 from engines import Engine, Proxy, get, wait
 
+pytestmark = pytest.mark.wide
+
 PREFILL_TIMEOUT = 32.0  # seconds of the proxy; an engine without a step is down after a quarter
 STILL = PREFILL_TIMEOUT / 4
 START = 400.0  # seconds for an engine to start on a busy machine

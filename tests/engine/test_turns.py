@@ -6,6 +6,7 @@ import random
 import threading
 import time
 
+import pytest
 from asking import (
     TIMEOUT_SECONDS,
     Record,
@@ -76,6 +77,7 @@ def test_p_computes_the_new_text_only(main: Main) -> None:
             prompt += tokens(new, f"{asked} {turn}")
 
 
+@pytest.mark.wide
 def test_many_conversations_at_once(main: Main) -> None:
     before = main.prefill.metric("vllm:disagg_reused_bytes_total")
     at_once(lambda at: talk(main, f"talk {at}"), range(CONVERSATIONS))
@@ -146,6 +148,7 @@ def test_clients_that_leave_while_p_reads(main: Main) -> None:
     main.expect_well(2)
 
 
+@pytest.mark.wide
 def test_d_is_killed_while_p_reads(main: Main) -> None:
     jobs = [
         (body(prompt, 24), right)

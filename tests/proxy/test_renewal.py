@@ -139,13 +139,13 @@ def test_an_encrypted_key_is_refused_and_no_pass_phrase_is_read(
     files = Files(tmp_path)
     files.write()
     encrypt(files.key)
-    keyfile = str(files.key)
-    fault = f"--ssl-keyfile {keyfile}: {ENCRYPTED}"
-    if not apart:
+    flags = ["--decode=http://d", f"--ssl-certfile={files.chain}"]
+    if apart:
+        flags.append(f"--ssl-keyfile={files.key}")
+        fault = f"--ssl-keyfile {files.key}: {ENCRYPTED}"
+    else:
         files.chain.write_bytes(files.chain.read_bytes() + files.key.read_bytes())
-        keyfile = ""
         fault = f"--ssl-certfile {files.chain}: {ENCRYPTED}"
-    flags = ["--decode=http://d", f"--ssl-certfile={files.chain}", f"--ssl-keyfile={keyfile}"]
     # Without a terminal and with an empty input OpenSSL would end, but not with this line.
     made = subprocess.run(
         [sys.executable, "-m", "vllm_disagg.cli", "proxy", "--port=0", *flags],

@@ -52,7 +52,7 @@ def write_eagle(target: Path, draft: Path) -> None:
 
 def write_eagle3(target: Path, draft: Path) -> None:
     """Writes a model of eight layers, of which the first does all, and its draft."""
-    mark = draft / "config.json"
+    mark = draft / "eagle3.done"
     if mark.exists():
         return
     model = llama(target, num_hidden_layers=LAYERS)
@@ -86,7 +86,8 @@ def write_eagle3(target: Path, draft: Path) -> None:
         "draft_vocab_size": model.config.vocab_size,
         "norm_before_residual": True,  # so that its norm, which is zero, leaves nothing of it
     }
-    mark.write_text(json.dumps(config))  # last: it marks both as complete
+    (draft / "config.json").write_text(json.dumps(config))
+    mark.touch()
 
 
 def write_mtp(target: Path) -> None:

@@ -9,16 +9,19 @@ Mixtral in float32, with the stand-in of `test_expert_ranks`, in the plain engin
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from collections.abc import Iterator
 
 import pytest
-from asking import Body, Record, ask, at_once, expect_exact_or_clean, expect_same
+from asking import Body, Record, ask, expect_exact_or_clean, expect_same
 from conftest import Machine
 from engines import Engine, Proxy, free_port, wait
-from test_expert_ranks import STAND_IN, WITH_EXPERTS, prompts, wait_until_free
+from test_expert_ranks import (
+    STAND_IN,
+    WITH_EXPERTS,
+    ask_while_it_dies,
+    prompts,
+    wait_until_free,
+)
 from test_models import FLOAT32, model, several
 
 pytestmark = pytest.mark.wide
@@ -138,21 +141,8 @@ def test_every_rank_receives_and_answers_are_plain_vllms(right: list[Record], pa
 def test_a_rank_that_dies(right: list[Record], pair: Pair) -> None:
     """The rank of the last process: each answer is EXACT or CLEAN, and D ends."""
     asked: list[Body] = [{**one, "cache_salt": pair.way} for one in prompts()[:24]]
-    victim = pair.parts[-1].child("EngineCore")
-
-    def one_answer(at: int) -> Record:
-        if at == len(asked):
-            time.sleep(0.5)  # some requests run, and none has all of its tokens
-            os.kill(victim, signal.SIGKILL)
-            return Record(0)
-        try:
-            return ask(pair.proxy.url, asked[at], timeout=60.0)
-        except ConnectionError as error:
-            return Record(599, error=f"error: {error}")
-
-    found = at_once(one_answer, range(len(asked) + 1))
+    found = ask_while_it_dies(pair.proxy.url, asked, pair.parts[-1].child("EngineCore"))
     for one, expected in zip(found, right, strict=False):
-        if one.status:
-            expect_exact_or_clean(one, expected)
+        expect_exact_or_clean(one, expected)
     for server in pair.servers:
         wait(f"vLLM ends {server.name}", lambda e=server: not e.is_alive(), 60)

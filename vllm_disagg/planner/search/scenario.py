@@ -144,8 +144,12 @@ class PerformanceSource(msgspec.Struct, frozen=True):
             return self.kv_tokens
         memory = self.gpu.memory if self.gpu else distserve.GPU_MEMORY_BYTES
         share = self.memory_utilization
-        drafts = self.drafts.layers if self.drafts else 0
-        return self.model.kv_capacity(memory, share, tp, pp, self.context, dp, drafts)
+        return self.model.kv_capacity(memory, share, tp, pp, self.context, dp, self.draft_layers)
+
+    @property
+    def draft_layers(self) -> int:
+        """Layers of the draft, beside the model's."""
+        return self.drafts.layers if self.drafts else 0
 
     @property
     def memory_utilization(self) -> float:
@@ -342,13 +346,12 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         if not model:
             return found
         # The KV of a draft layer travels, too.
-        drafts = self.prefill.drafts.layers if self.prefill.drafts else 0
-        layers = (model.layers + drafts) / model.layers
+        layers = model.layers + self.prefill.draft_layers
         kv = sum(g.layers * g.token_bytes for g in model.kv if not g.window)
         return msgspec.structs.replace(
             found,
-            bytes_per_token=layers * kv,
-            layers=model.layers + drafts,
+            bytes_per_token=kv * layers / model.layers,
+            layers=layers,
             windows=tuple(group for group in model.kv if group.window),
             state_bytes=model.state_bytes,
         )

@@ -1124,7 +1124,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("the last token is read into its block", "protocol/decode_leg.py", "tokens = range(allocated_end - tokens_to_load, token_end)", "tokens = range(allocated_end - tokens_to_load, allocated_end)", "tests/protocol/test_legs.py"),
     ("the scheduler's half names no windows", "kv_connectors/scheduler.py", "            windows=windows,\n", "", "tests/connector/test_scheduler_side.py"),
     ("a stopping engine is up again by a probe that it aborts", "proxy/membership/discovery.py", "        if any(choice.finish_reason == \"abort\" for choice in _decode_probe(answer).choices):\n", "        if False:\n", "tests/proxy/membership/test_discovery.py"),
-    ("a stopping engine stays in use", "proxy/routing/fleet.py", "            self.mark_down(STOPPING_DETAIL)\n", "            pass\n", "tests/proxy/membership/test_discovery.py"),
+    ("a stopping engine stays in use", "proxy/routing/fleet.py", "            self.mark_down(STOPPING_DETAIL)\n", "            pass\n", "tests/proxy/routing/test_data_parallel_ranks.py::test_a_dead_server_takes_all_its_ranks_down"),
     ("a stopping engine counts as a death under its request", "proxy/requests/failover.py", "frozenset((\"reset\", \"died\", \"stalled\"))", "frozenset((\"reset\", \"died\", \"stalled\", \"stopping\"))", "tests/proxy/requests/test_relay.py"),
     ("a slow network is a stall", "protocol/receiver.py", "        if now >= t.last_progress + t.stall_timeout:\n", "        if now >= t.started_at + t.stall_timeout:\n", "tests/protocol/test_receiver.py"),
     ("an engine that drops KV at SIGTERM says nothing", "kv_connectors/connector.py", "    if shutdown_seconds < lease_seconds:\n", "    if False:\n", "tests/connector/test_connector.py"),

@@ -119,6 +119,8 @@ def test_a_dead_server_takes_all_its_ranks_down(reason: Reason, all_down: bool) 
     fleet.on_leg_failed(dead[0], reason, 1.0)
     assert [i.up for i in dead] == [not all_down] * 2 and all(i.up for i in other)
     assert dead[0].unavailable_reason == dead[1].unavailable_reason
+    if reason == "stopping":
+        assert dead[0].unavailable_reason == "it is being stopped"
 
 
 def test_a_rank_that_has_left_takes_no_other_down() -> None:

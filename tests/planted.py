@@ -452,7 +452,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a request that was given up is forgotten", "proxy/routing/engine_steps.py", "if not busy and self._last_request_at <= self._last_step_at:", "if not busy:", "tests/proxy/routing/test_engine_steps.py"),
     # heads, bodies, labels
     ("a stranger's body is read", "proxy/requests/api.py", "            if self._refusal(request):\n                return 0\n", "", "tests/proxy/http/test_careless_clients.py"),
-    ("a later head lends a refused request its key", "proxy/http/request_reader.py", "        if self.state is not READING_HEAD:\n            return\n        headers", "        if self.state is READING_BODY:\n            return\n        headers", "tests/proxy/http/test_careless_clients.py"),
+    ("a later head lends a refused request its key", "proxy/http/request_reader.py", "        if self.state is not READING_HEAD:\n            return\n        headers", "        if self.state is READING_BODY:\n            return\n        headers", "tests/proxy/http/test_request_reader.py"),
     ("strangers may send large bodies", "proxy/requests/api.py", "if request.method == \"POST\" and routes.guarded(request.path):", "if True:", "tests/proxy/http/test_careless_clients.py"),
     ("bodies without a length are not counted", "proxy/http/request_reader.py", "        if not self._share.hold(len(body)):\n            self.refuse(503, ALL_BODIES)\n", "        self._share.hold(len(body))\n", "tests/proxy/http/test_careless_clients.py"),
     ("a body's place is not given back", "proxy/http/server.py", "        self._reader.release_body(request)\n", "", "tests/proxy/http/test_careless_clients.py"),
@@ -963,7 +963,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("steps with prompts cost no more than their kernels", "planner/cost/latency.py", "found += self._mixed_step + self._square", "found += self._square", "tests/planner/cost/test_planner_accuracy.py::test_the_coefficients_are_those_of_the_fit"),
     ("a GPU that was measured takes the kernels of H100", "planner/cost/kernels.py", "MEASURED.get(gpu) or SIMILAR.get(gpu, H100)", "H100", "tests/planner/cost/test_planner_accuracy.py::test_errors_of_the_simulated_closed_loops_are_no_worse_than_they_were"),
     ("an FP8 product takes as long as BF16", "planner/cost/hardware.py", "\"fp8\": self.fp8", "\"fp8\": 1.0", "tests/planner/cost/test_planner_accuracy.py"),
-    ("prompts read no experts beside decodes", "planner/cost/latency.py", "self._experts * expm1(every * self._log_miss)", "self._experts * expm1(n * self._log_miss)", "tests/planner/cost/test_planner_accuracy.py"),
+    ("prompts read no experts beside decodes", "planner/cost/latency.py", "self._experts * expm1(every * self._log_miss)", "self._experts * expm1(n * self._log_miss)", "tests/planner/cost/test_planner_cost.py"),
     ("a closed loop sends nothing after its first requests", "planner/simulation/simulator.py", "        if self._next_of_loop < self._count:\n", "        if False:\n", "tests/planner/simulation/test_planner_simulator.py::test_a_closed_loop_has_as_many_requests_as_clients"),
     ("a roofline states no error for a GPU that was not measured", "planner/search/scenario.py", "if self.name.lower() in FITTED_GPUS:", "if self.name:", "tests/planner/cost/test_planner_accuracy.py"),
     ("integers are multiplied as FP8", "planner/cost/widths.py", "    return bits / 8 + scale, \"bf16\"", "    return bits / 8 + scale, \"fp8\"", "tests/planner/cost/test_model_families.py"),

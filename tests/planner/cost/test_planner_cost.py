@@ -151,6 +151,13 @@ def test_a_moe_reads_more_experts_with_more_tokens() -> None:
     assert 2 < sizes.touched(mixtral, 4) < sizes.touched(mixtral, 64) <= 8
 
 
+def test_prompts_beside_decodes_read_the_experts_of_all_their_tokens() -> None:
+    deepseek, gpu = model.load("deepseek-v3"), hardware.gpu("h100")
+    all_experts = deepseek.expert * deepseek.experts * deepseek.expert_bytes / gpu.bandwidth
+    step = RooflineLatency(deepseek, gpu, InstanceShape(1))
+    assert step.mixed(256, 0.0, 1, 0, True) > all_experts > 4 * step.decode(1, True)[0]
+
+
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "mixtral-8x7b", "deepseek-v3"])
 def test_a_roofline_gets_slower_with_work_and_faster_with_ranks(name: str) -> None:
     found = model.load(name)

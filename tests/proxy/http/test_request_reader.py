@@ -219,6 +219,13 @@ def test_a_closed_reader_holds_nothing() -> None:
     assert (budget.held_bytes, len(reader.ready), len(reader.early_bytes)) == (0, 0, 0)
 
 
+def test_a_request_without_its_body_gets_nothing_of_a_later_head() -> None:
+    reader = make_reader(body_limit=0)
+    reader.feed(post(b"x") + post(b"y", b"authorization: Bearer k\r\n"))
+    (request,) = reader.ready
+    assert [name for name, _ in request.headers] == [b"host", b"content-length"]
+
+
 # -- early bytes -----------------------------------------------------------------------------------
 
 

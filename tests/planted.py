@@ -1185,7 +1185,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a sibling that moves KV too", "kv_connectors/early_check.py", "        _refuse_siblings(", "        str(", "tests/connector/test_early_check.py"),
     ("an engine with transfers sleeps", "kv_connectors/compat.py", "        if level > 0:", "        if False:", "tests/connector/test_compatibility.py"),
     ("a window without the tokens that drafts need", "kv_connectors/compat.py", " + int(getattr(spec, \"extra_retained_tokens\", 0))", "", "tests/connector/test_kv_layout.py"),
-    ("a drain that outlived its instance stays", "proxy/requests/admin.py", "        if not is_known and not self._members.is_drained(url):", "        if not is_known:", "tests/proxy/membership/test_members.py::test_a_drain_that_outlives_its_instance_can_be_removed"),
+    ("a drain that outlived its instance stays", "proxy/membership/members.py", "        known.update(self._drained)\n", "", "tests/proxy/membership/test_members.py::test_a_drain_that_outlives_its_instance_can_be_removed"),
     ("the guard is a child of the launcher", "launcher/guard.py", "    if os.fork():\n", "    if False:\n", "tests/launcher/test_launcher_processes.py::test_kill_9_of_the_launcher_and_its_children_leaves_nothing"),
     ("ranks in step wait for one that sleeps", "kv_connectors/scheduler.py", "        if waits and self._may_sleep:\n", "        if waits:\n", "tests/connector/test_scheduler_side.py"),
     ("a rank in step is taken for an engine alone", "kv_connectors/data_parallel.py", "computes_in_step(vllm_config) or engine_id", "engine_id", "tests/connector/test_data_parallel.py"),
@@ -1357,4 +1357,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("fast prefill is served", "kv_connectors/supported.py", "vllm_config.cache_config, \"kv_sharing_fast_prefill\", False", "vllm_config.cache_config, \"kv_sharing\", False", "tests/connector/test_compatibility.py"),
     ("states that are replayed are served", "kv_connectors/supported.py", "vllm_config.cache_config, \"use_replayssm\", False", "vllm_config.cache_config, \"use_replay\", False", "tests/connector/test_compatibility.py"),
     ("connectors of encoders are served", "kv_connectors/supported.py", "vllm_config, \"ec_transfer_config\", None", "vllm_config, \"ec_transfer\", None", "tests/connector/test_compatibility.py"),
+    ("a server's URL is none of its ranks", "proxy/membership/members.py", "if url in (other, split_rank(other)[0]))", "if url == other)", "tests/proxy/membership/test_members.py"),
+    ("a rank's URL stands for all ranks", "proxy/membership/members.py", "if url in (other, split_rank(other)[0]))", "if split_rank(url)[0] == split_rank(other)[0])", "tests/proxy/membership/test_members.py"),
 ]

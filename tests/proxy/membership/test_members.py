@@ -209,6 +209,27 @@ async def test_a_drained_instance_stays_listed_until_its_drain_ends(
         assert not await w.metric("vllm_disagg_instance_leaving", url)
 
 
+async def test_a_servers_url_stands_for_all_its_data_parallel_ranks() -> None:
+    """An engine's unit or pod knows the URL of its server only."""
+
+    def prepare(w: World) -> None:
+        w.decodes[0].ranks = 2
+
+    async with world(decode=2, admin_key="root", prepare=prepare) as w:
+        url, ranks = w.d.url, [f"{w.d.url}@{rank}" for rank in (0, 1)]
+        for body, reason in ({}, "drained"), ({"end": True}, ""):
+            status, facts = await change(w, "POST", "/disagg/instances/drain", url=url, **body)
+            assert (status, facts["url"], facts["drained"]) == (200, url, reason == "drained")
+            shown = await rows(w)
+            assert [shown[rank]["why_not"] for rank in ranks] == [reason] * 2
+            assert shown[w.decodes[1].url]["why_not"] == ""
+        assert (await change(w, "POST", "/disagg/instances/drain", url=ranks[1]))[0] == 200
+        shown = await rows(w)
+        assert [shown[rank]["why_not"] for rank in ranks] == ["", "drained"]
+        assert (await change(w, "DELETE", "/disagg/instances", url=url))[1]["drained"]
+        assert [(await rows(w))[rank]["why_not"] for rank in ranks] == ["drained"] * 2
+
+
 async def test_the_end_of_a_drain_names_no_instance_anew() -> None:
     """An engine ends its own drain at each start, and its source may take it away later."""
     drain = "/disagg/instances/drain"

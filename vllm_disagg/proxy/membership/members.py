@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from ..http.addresses import split_rank
 from ..http.connection_pool import ConnectionPool
 from ..routing.fleet import Fleet, Instance, Role
 from .reconcile import Member, MembershipChanges, reconcile
@@ -126,6 +127,16 @@ class Members:
     def is_drained(self, url: str) -> bool:
         """Returns whether the admin API has drained this URL."""
         return url in self._drained
+
+    def instances_of(self, url: str) -> list[str]:
+        """Returns the known instances of a URL: itself, or the data parallel ranks of a server.
+
+        A drained URL stays known: what its instance left behind can be removed.
+        """
+        known = {member.url for members in self._wanted.values() for member in members}
+        known.update(i.url for i in (*self._fleet.instances, *self._fleet.leaving))
+        known.update(self._drained)
+        return sorted(other for other in known if url in (other, split_rank(other)[0]))
 
     async def _sweep(self) -> None:
         """Removes leaving instances without requests, until cancelled.

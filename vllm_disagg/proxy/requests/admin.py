@@ -33,7 +33,7 @@ from ...errors import BadGrant, ConfigError
 from ...fleet.keys import ADMIN_KEY
 from ...fleet.registration import REGISTER_PATH as REGISTER
 from ..http import bearer
-from ..http.addresses import AllowedNetworks, check_url
+from ..http.addresses import AllowedNetworks, check_url, split_rank
 from ..http.headers import Headers
 from ..http.request import HttpRequest
 from ..http.response import JSON, error_body
@@ -142,11 +142,11 @@ class Admin:
     def _change(self, request: HttpRequest, client: Connection) -> None:
         try:
             if request.method == "DELETE":
-                url = self._remove(msgspec.json.decode(request.body, type=_RemoveInstance))
+                urls = self._remove(msgspec.json.decode(request.body, type=_RemoveInstance))
             elif request.path == DRAIN_PATH:
-                url = self._drain(msgspec.json.decode(request.body, type=_DrainInstance))
+                urls = self._drain(msgspec.json.decode(request.body, type=_DrainInstance))
             else:
-                url = self._add(msgspec.json.decode(request.body, type=_AddInstance))
+                urls = [self._add(msgspec.json.decode(request.body, type=_AddInstance))]
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ConfigError) as error:
             _refuse(client, 400, str(error))
         except KeyError as error:
@@ -155,9 +155,9 @@ class Admin:
             _refuse(client, 409, str(error))
         else:
             facts = {
-                "url": url,
-                "sources": self._members.sources(url),
-                "drained": self._members.is_drained(url),
+                "url": urls[0] if len(urls) == 1 else split_rank(urls[0])[0],
+                "sources": self._members.sources(urls[0]),
+                "drained": self._members.is_drained(urls[0]),
             }
             client.answer(200, [JSON], json.dumps(facts).encode())
 
@@ -170,16 +170,20 @@ class Admin:
             raise _Conflict(f"{url} is a {role} instance")
         return self._apply(MembershipChange("add", url, body.role))
 
-    def _drain(self, body: _DrainInstance) -> str:
+    def _drain(self, body: _DrainInstance) -> list[str]:
         kind: Literal["drain", "resume"] = "resume" if body.end else "drain"
-        return self._apply(MembershipChange(kind, self._known(body.url)))
+        return [self._apply(MembershipChange(kind, url)) for url in self._known(body.url)]
 
-    def _remove(self, body: _RemoveInstance) -> str:
-        url = self._apply(MembershipChange("remove", self._known(body.url)))
-        # Repeated for a proxy worker that starts later and gets this change first.
-        if self._members.is_drained(url):
-            self._apply(MembershipChange("drain", url))
-        return self._apply(MembershipChange("cut", url)) if body.now else url
+    def _remove(self, body: _RemoveInstance) -> list[str]:
+        urls = self._known(body.url)
+        for url in urls:
+            self._apply(MembershipChange("remove", url))
+            # Repeated for a proxy worker that starts later and gets this change first.
+            if self._members.is_drained(url):
+                self._apply(MembershipChange("drain", url))
+            if body.now:
+                self._apply(MembershipChange("cut", url))
+        return urls
 
     def _apply(self, change: MembershipChange) -> str:
         log.info("admin: membership change by HTTP: %s %s", change.kind, change.url)
@@ -188,16 +192,12 @@ class Admin:
             self._broadcast(change)
         return change.url
 
-    def _known(self, url: str) -> str:
-        """Returns the URL of a known instance without its last slash; raises KeyError.
-
-        A drained URL stays known: what its instance left behind can be removed.
-        """
+    def _known(self, url: str) -> list[str]:
+        """Returns the instances of a URL: itself, or all ranks of a server. Raises KeyError."""
         url = url.rstrip("/")
-        is_known = self._members.role(url) is not None or self._members.sources(url)
-        if not is_known and not self._members.is_drained(url):
+        if not (urls := self._members.instances_of(url)):
             raise KeyError(url)
-        return url
+        return urls
 
     def _register(self, registry: Registry, request: HttpRequest, client: Connection) -> None:
         now = asyncio.get_running_loop().time()

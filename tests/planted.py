@@ -34,7 +34,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("D compares rearranged blocks", "protocol/read_plan.py", "return self.piece_kind is None and heads", "return heads"),
     ("D compares a part of the heads", "protocol/read_plan.py", "return self.piece_kind is None and heads == self.kind.heads == self.source_kind.heads", "return self.piece_kind is None"),
     ("a repeated Confirm is progress", "protocol/receiver.py", "            source.confirmed_sums = event.sums\n            t.last_progress = now\n", "            source.confirmed_sums = event.sums\n        t.last_progress = now\n"),
-    ("a load without a comparison counts as verified", "protocol/receiver.py", "return is_compared and self.sums is not None and", "return is_compared and"),
+    ("a load without a comparison counts as verified", "protocol/receiver.py", "return is_compared and self.sums == self.confirmed_sums", "return is_compared"),
     ("P confirms without sums that will come", "protocol/sender.py", "            if self._lacks_sums(t, event.extents):\n", "            if False:\n"),
     ("P never answers who has waited for sums", "protocol/sender.py", "            if waiting is None or not receiver.is_active or self._lacks_sums(t, waiting.extents):", "            if True:"),
     ("P waits for sums after the end of the prefill", "protocol/sender.py", "if t.block_sums is None or t.state is not SendState.COMPUTING:", "if t.block_sums is None:"),

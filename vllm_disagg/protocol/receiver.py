@@ -170,9 +170,9 @@ class SourceRecord:
 
     @property
     def is_verified(self) -> bool:
-        """Whether all its blocks are compared, and have equal sums here and at the source."""
+        """Whether a settled source has summed all its blocks; the sums are equal then."""
         is_compared = len(self.compared) == len(self.read_plans)
-        return is_compared and self.sums is not None and self.sums == self.confirmed_sums
+        return is_compared and self.sums == self.confirmed_sums
 
 
 @dataclass

@@ -11,7 +11,8 @@ Real CPU engines of a tiny model, with one core each for their model's threads:
 For each stack and each of three workloads: a closed loop of 1, 2 and 4 clients for N seconds, from
 which the engines' own profiles, the hand-off and the path are read; nothing is fitted later. They
 predict the goodput, and the median TTFT at three rates around it. Then the same requests are sent
-at these rates, and measured. Goodput is where attainment falls to 90 %, between two of the rates.
+at these rates, and measured. Goodput is where attainment falls to 90 %, between two rates: lower
+and higher ones are sent too, until both the predicted and the measured attainment cross it.
 
 `--cost` measures how long the connector takes for one step's composition and sums.
 """
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import math
 import random
 import signal
 import statistics
@@ -63,6 +65,9 @@ WORKLOADS = {
 STACKS = ("disaggregated", "colocated")
 CLIENTS = (1, 2, 4)  # of the closed loop, one after the other
 RATE_RATIOS = (0.7, 0.95, 1.25)  # of the predicted goodput
+FURTHER_RATIO = 1.4  # between further rates, which are sent for the goodput only
+MAX_FURTHER_RATES = 6
+ATTAINED = ("attained_predicted", "attained")
 MAX_REQUESTS = 2000
 MIN_REQUESTS = 30  # of a run
 WARM_UP_SECONDS = 3.0
@@ -261,22 +266,13 @@ def compare(
     deployment = deployment_of(name, profile, args.model)
     goodput = find_goodput(deployment, first(sample, 200))
     print(f"{name}, {kind}: {words(profile)}; predicted {goodput:.2f} req/s", flush=True)
-    rates = []
-    for ratio in RATE_RATIOS:
-        rate = ratio * goodput
-        part = first(sample, min(MAX_REQUESTS, max(MIN_REQUESTS, round(rate * args.seconds))))
-        predicted = simulate(deployment, part, rate)
-        said = list(zip(predicted.ttft, predicted.tpot, strict=True))
-        row = rate_row(rate, said, open_loop(front, part, rate))
-        rates.append(row)
-        print(
-            f"  {rate:6.2f} req/s: TTFT median {row['predicted']:.3f} predicted,"
-            f" {row['measured']:.3f} measured ({row['error']:+.0%}); attained"
-            f" {row['attained_predicted']:.0%}, {row['attained']:.0%}",
-            flush=True,
-        )
-    predicted_goodput = crossing(rates, "attained_predicted")
-    measured_goodput = crossing(rates, "attained")
+    compared = partial(compare_at, deployment, sample, front, args.seconds)
+    rates = [compared(ratio * goodput) for ratio in RATE_RATIOS]
+    every = list(rates)
+    while len(every) < len(rates) + MAX_FURTHER_RATES and (further := further_rate(every)):
+        every.append(compared(further))
+        every.sort(key=lambda row: row["rate"])
+    predicted_goodput, measured_goodput = (crossing(every, attained) for attained in ATTAINED)
     error = predicted_goodput / measured_goodput - 1
     print(
         f"  goodput {predicted_goodput:.2f} predicted, {measured_goodput:.2f} measured"
@@ -292,8 +288,36 @@ def compare(
             "error": error,
         },
         "rates": rates,
+        "further_rates": [row for row in every if row not in rates],
         "profile": engine_profiles.facts(profile),
     }
+
+
+def compare_at(
+    deployment: Deployment, sample: WorkloadSample, front: str, seconds: float, rate: float
+) -> dict[str, float]:
+    """Predicts and measures the first requests of a sample, as many as come in some seconds."""
+    part = first(sample, min(MAX_REQUESTS, max(MIN_REQUESTS, round(rate * seconds))))
+    predicted = simulate(deployment, part, rate)
+    said = list(zip(predicted.ttft, predicted.tpot, strict=True))
+    row = rate_row(rate, said, open_loop(front, part, rate))
+    print(
+        f"  {rate:6.2f} req/s: TTFT median {row['predicted']:.3f} predicted,"
+        f" {row['measured']:.3f} measured ({row['error']:+.0%}); attained"
+        f" {row['attained_predicted']:.0%}, {row['attained']:.0%}",
+        flush=True,
+    )
+    return row
+
+
+def further_rate(rates: list[dict[str, float]]) -> float:
+    """Returns a rate beyond those tried, in order, if an attainment does not cross; else 0."""
+    lowest, highest = rates[0], rates[-1]
+    if min(lowest[name] for name in ATTAINED) < OBJECTIVE.attainment:
+        return lowest["rate"] / FURTHER_RATIO
+    if max(highest[name] for name in ATTAINED) >= OBJECTIVE.attainment:
+        return highest["rate"] * FURTHER_RATIO
+    return 0.0
 
 
 def read_profile(
@@ -370,18 +394,16 @@ def attained(times: list[tuple[float, float]]) -> float:
 
 
 def crossing(rates: list[dict[str, float]], name: str) -> float:
-    """Returns the rate at which attainment falls to the objective, between those tried.
+    """Returns the rate at which attainment falls to the objective, by a line between two rates.
 
-    It is the highest one if none is missed, and scaled down from the lowest one if all are.
+    NaN if it does not cross.
     """
     limit = OBJECTIVE.attainment
-    if rates[0][name] < limit:
-        return rates[0]["rate"] * rates[0][name] / limit
     for lower, higher in pairwise(rates):
-        if higher[name] < limit:
+        if lower[name] >= limit > higher[name]:
             share = (lower[name] - limit) / (lower[name] - higher[name])
             return lower["rate"] + share * (higher["rate"] - lower["rate"])
-    return rates[-1]["rate"]
+    return float("nan")
 
 
 def words(profile: engine_profiles.FleetProfile) -> str:
@@ -397,10 +419,13 @@ def words(profile: engine_profiles.FleetProfile) -> str:
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the worst errors and the shares within the targets."""
+    # A goodput that was not found misses its target.
     goodputs = [abs(row["goodput"]["error"]) for row in rows]
+    found = [error for error in goodputs if math.isfinite(error)]
     ttfts = [abs(rate["error"]) for row in rows for rate in row["rates"]]
     return {
-        "goodput_error_worst": round(max(goodputs), 3),
+        "goodput_error_worst": round(max(found), 3) if found else None,
+        "goodput_not_found": len(goodputs) - len(found),
         "goodput_within_target": sum(error <= MAX_GOODPUT_ERROR for error in goodputs),
         "ttft_error_worst": round(max(ttfts), 3),
         "ttft_within_target": sum(error <= MAX_TTFT_ERROR for error in ttfts),

@@ -4,9 +4,10 @@ size. No vLLM engine runs.
     python benchmarks/gpu_transfer.py [--transports zmq,nccl,nixl] [--pieces 256,1024,4096]
     [--gigabytes N]
 
-On a GPU the KV lies there, else in host memory, where what needs a GPU is left out with a word:
-that is the dry run. *Kernels*: an extent's blocks gathered into a contiguous buffer and scattered
-back, beside `copy_` of as many bytes (both count bytes once). *Transports*: a prefill and a decode
+With GPUs the KV is in their memory: P's on the last one, D's on the first, so that with several of
+them it crosses their link. Else it is in host memory, where what needs a GPU is left out with a
+word: that is the dry run. *Kernels*: an extent's blocks gathered into a contiguous buffer and
+scattered back, beside `copy_` of as many bytes (both count bytes once). *Transports*: a prefill and a decode
 worker in two processes, with our drivers and the whole protocol; GB/s from asking to landed,
 medians of the rounds, and CPU seconds of both processes per GB. The limit beside them: one copy of
 as many bytes within the memory concerned. *Interference*: how often a large matrix product (as
@@ -55,8 +56,18 @@ WARM = 3  # transfers before it counts: until then two workers meet
 WARM_SECONDS = 60.0
 
 
-def memory(blocks: int, fill: int) -> tuple[Memory, list[torch.Tensor]]:
-    device = torch.device("cuda:0" if GPU else "cpu")
+def receiver_device() -> torch.device:
+    return torch.device("cuda", 0) if GPU else torch.device("cpu")
+
+
+def sender_device() -> torch.device:
+    """Returns the last GPU: NCCL refuses two ranks on one of several, and no byte leaves it."""
+    return torch.device("cuda", torch.cuda.device_count() - 1) if GPU else torch.device("cpu")
+
+
+def memory(blocks: int, fill: int, device: torch.device) -> tuple[Memory, list[torch.Tensor]]:
+    if GPU:
+        torch.cuda.set_device(device)  # else the kernels' streams would be those of the first GPU
     tensors = [
         torch.full((blocks, BLOCK_BYTES), fill, dtype=torch.uint8, device=device)
         for _ in range(LAYERS)
@@ -96,7 +107,7 @@ def outcome(made: Driver) -> Any:
 
 def serve(pipe: Connection, transport: str, piece: int, blocks: int) -> None:
     """Runs the prefill worker: a finished prompt for each transfer named in the pipe."""
-    store, _tensors = memory(blocks, 7)
+    store, _tensors = memory(blocks, 7, sender_device())
     made = driver(transport, piece, store)
     pipe.send(made.worker)
     while (transfer := pipe.recv()) is not None:
@@ -171,7 +182,7 @@ def measure(transport: str, piece: int, blocks: int, rounds: int) -> dict[str, A
         target=serve, args=(there, transport, piece, blocks)
     )
     child.start()
-    store, tensors = memory(blocks, 0)
+    store, tensors = memory(blocks, 0, receiver_device())
     made = driver(transport, piece, store)
     source = here.recv()
     size = LAYERS * blocks * BLOCK_BYTES
@@ -233,7 +244,7 @@ def copy_rate(size: int) -> float:
 
 
 def kernels(blocks: int) -> list[dict[str, Any]]:
-    _, tensors = memory(4 * blocks, 1)
+    _, tensors = memory(4 * blocks, 1, receiver_device())
     return [kernel(tensors[:layers], blocks) for layers in (1, 4, LAYERS)]
 
 
@@ -286,11 +297,12 @@ def main() -> None:
         parser.error(str(error))
     blocks = max(1, int(args.gigabytes * 1e9 / LAYERS / BLOCK_BYTES))
     result: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if GPU else "none: host memory, a dry run"
+        "device": torch.cuda.get_device_name() if GPU else "none: host memory, a dry run",
+        "from": str(sender_device()),
+        "to": str(receiver_device()),
     }
-    print(
-        f"device: {result['device']}; one transfer: {blocks} blocks in {LAYERS} layers", flush=True
-    )
+    size = f"one transfer: {blocks} blocks in {LAYERS} layers"
+    print(f"device: {result['device']}, {result['from']} to {result['to']}; {size}", flush=True)
     if GPU:
         result["kernels"] = kernels(blocks)
         for row in result["kernels"]:

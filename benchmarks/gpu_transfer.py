@@ -7,12 +7,12 @@ size. No vLLM engine runs.
 With GPUs the KV is in their memory: P's on the last one, D's on the first, so that with several of
 them it crosses their link. Else it is in host memory, where what needs a GPU is left out with a
 word: that is the dry run. *Kernels*: an extent's blocks gathered into a contiguous buffer and
-scattered back, beside `copy_` of as many bytes (both count bytes once). *Transports*: a prefill and a decode
-worker in two processes, with our drivers and the whole protocol; GB/s from asking to landed,
-medians of the rounds, and CPU seconds of both processes per GB. The limit beside them: one copy of
-as many bytes within the memory concerned. *Interference*: how often a large matrix product (as
-prefill) and a large sum (as decode: bound by memory) repeat in the decode worker's process during
-transfers, as a share of how often alone. The last line is one JSON object.
+scattered back, beside `copy_` of as many bytes (both count bytes once). *Transports*: a prefill and
+a decode worker in two processes, with our drivers and the whole protocol; GB/s from asking to
+landed, medians of the rounds, and CPU seconds of both processes per GB. The limit beside them: one
+copy of as many bytes within the memory concerned. *Interference*: how often a large matrix product
+(as prefill) and a large sum (as decode: bound by memory) repeat in the decode worker's process
+during transfers, as a share of how often alone. The last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -177,6 +177,7 @@ class Soak:
             "slowest_seconds": round(ledger.slowest_seconds, 1),
             "faults": counts,
             "failures": self.failures,
+            "hits": self.faults,
             "problems": ledger.problems,
             "processes": self.measures.summaries(self.now / 2),
             **self.found,
@@ -206,7 +207,7 @@ def main() -> int:
     seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
     print(f"soak: seed {seed}, {args.seconds:g} s", flush=True)
     if os.geteuid():
-        parser.error("the fault `network cut` changes a route of 127.0.7.0/24, which needs root")
+        parser.error("the fault `network cut` needs root: for routes, and boot ids of engines")
     if not (MODEL / "config.json").exists():
         tiny_model = [sys.executable, str(ROOT / "scripts/tiny_model.py"), "dense", str(MODEL)]
         subprocess.run(tiny_model, check=True)

@@ -31,6 +31,8 @@ from verdicts import RESET_SECONDS
 END_SECONDS = 30.0  # for the processes of an engine to end, beside load
 STORM_CLIENTS = 24
 Fault = Callable[[SoakFleet, random.Random], str]
+NOTICED_CUT_SECONDS = 4.0  # twice as long as D waits for P by default
+NOTICE_SECONDS = 10.0
 
 
 def kill_engine(fleet: SoakFleet, source: random.Random) -> str:
@@ -91,12 +93,19 @@ def freeze_part_of_engine(fleet: SoakFleet, source: random.Random) -> str:
 
 
 def cut_network(fleet: SoakFleet, source: random.Random) -> str:
-    """Drops all packets to an engine's KV address; its HTTP server is reached."""
-    engine = source.choice(fleet.engines)
+    """Drops all packets to the KV address of a P, which each D dials; its HTTP server is reached.
+
+    Fails if no D has noticed a cut that is longer than D waits for an answer.
+    """
+    engine = source.choice([engine for engine in fleet.engines if engine.role == "kv_producer"])
     seconds = source.choice((1.0, 4.0, 15.0))
     with engine.cut_off():
         time.sleep(seconds)
-    return f"{engine.name} {seconds:g} s"
+    before = fleet.unanswered_loads()
+    if seconds >= NOTICED_CUT_SECONDS:
+        # D reports a failed load with its next step.
+        wait("a D notices the cut", lambda: fleet.unanswered_loads() > before, NOTICE_SECONDS)
+    return f"{engine.name} {seconds:g} s, {fleet.unanswered_loads() - before} loads unanswered"
 
 
 def slow_log(fleet: SoakFleet, source: random.Random) -> str:

@@ -1,7 +1,8 @@
 """Two P, two D and a proxy of two workers, as processes that a soak disturbs.
 
-One P and one D are never killed, so that their memory can be followed. Each engine's KV goes over
-an address of its own (127.0.7.N), which a route can cut off while its HTTP server is reached.
+One P and one D are never killed, so that their memory can be followed. Each engine has a boot id of
+its own, as an engine of another machine has. So its KV goes over an address of its own (127.0.7.N)
+and no UNIX socket, and a route can cut this address off while its HTTP server is reached.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import re
 import subprocess
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +23,7 @@ from engines import ADMIN, STEADY, Engine, Process, Proxy, get, wait
 from slow_log import SlowLog
 
 from vllm_disagg.fleet import keys
+from vllm_disagg.transports.machine_identity import BOOT_ID_PATH
 
 INSIDE = Path(__file__).parent / "inside"
 NICE = 5  # of engines that have started, so that one that starts gets the core
@@ -29,6 +32,18 @@ READY_SECONDS = 120.0  # for the proxy to use an engine that is ready
 SHUTDOWN_SECONDS = 40  # vLLM's flag
 KV_CACHE_BYTES = 16 << 20  # eight of the longest requests: blocks are evicted, requests wait
 PROXY_WORKERS = 2
+UNANSWERED = ("vllm:disagg_failed_loads_total", 'reason="peer_timeout"')  # a metric and its label
+
+
+def on_own_machine(folder: Path, name: str) -> list[str]:
+    """Returns the words before a command that give its processes a boot id of their own.
+
+    Workers of one boot id would use UNIX sockets, which no route cuts off.
+    """
+    boot_id = folder / f"{name}.boot_id"
+    boot_id.write_text(f"{uuid.uuid4()}\n")
+    setup = f'mount --bind "$0" {BOOT_ID_PATH} && exec "$@"'
+    return ["unshare", "--mount", "sh", "-c", setup, str(boot_id)]
 
 
 class SoakEngine(Engine):
@@ -54,6 +69,7 @@ class SoakEngine(Engine):
             env=environment,
             settings={"host": self.kv_address},
         )
+        self.command = [*on_own_machine(folder, name), *self.command]
         self.patience = START_SECONDS
         self.slow_log = SlowLog(folder / f"{name}.pipe", self.log)
         self.output = self.slow_log.path
@@ -189,6 +205,11 @@ class SoakFleet:
     def held_kv(self) -> dict[str, float]:
         """Returns the share of KV blocks in use, of each engine."""
         return {engine.name: engine.usage for engine in self.engines}
+
+    def unanswered_loads(self) -> int:
+        """Returns the number of loads that all D have given up because P did not answer."""
+        decodes = [engine for engine in self.engines if engine.role == "kv_consumer"]
+        return int(sum(engine.metric(*UNANSWERED) for engine in decodes))
 
     def counters(self, *patterns: str) -> dict[str, float]:
         """Returns the counters of all servers whose lines match a pattern, where above zero."""

@@ -30,7 +30,8 @@ PAGE = """\
 
 An answer is exact (text, usage, finish reason), clean (an explicit error in time), cut (its proxy
 worker was killed), left (by its client, one in twelve), wrong, or hung (no end in two minutes). The
-fault `network cut` drops all packets to an engine's KV address.
+fault `network cut` drops all packets to a P's KV address; each engine counts as a machine of its
+own, so no UNIX socket is used. A cut of 4 s or more that no D has noticed is a failure.
 
 ## Result
 

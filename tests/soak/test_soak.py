@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import os
+import random
 import re
+import subprocess
+import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import soak_faults
 import soak_report
 from measures import KINDS, ProcessHistory, ProcessMeasures, ProcessReading, slope_per_hour
 from slow_log import SlowLog
+from soak_fleet import SoakEngine, on_own_machine
 from soak_report import verdict as report_verdict
 from verdicts import WINDOW_REQUESTS, RequestEnding, Verdict, VerdictLedger, judge
+
+from vllm_disagg.transports.machine_identity import machine_id
 
 DEADLINE_SECONDS = 60.0
 
@@ -184,3 +193,62 @@ def test_the_page_hides_no_failure() -> None:
     text = soak_report.page(found, "2026-11-23", 2, 3.0)
     assert "* D1 died:\n* none: wrong after 1.0 s: other" in text
     assert "1 failures" in text and "10,000 clients left" in text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mount namespaces need root")
+def test_engines_are_on_machines_of_their_own(tmp_path: Path) -> None:
+    """Their workers would use UNIX sockets otherwise, which no route cuts off."""
+    tell = "from vllm_disagg.transports.machine_identity import machine_id; print(machine_id())"
+    command = [sys.executable, "-c", tell]
+    machines = {machine_id()}
+    for name in ("P0", "D0"):
+        words = [*on_own_machine(tmp_path, name), *command]
+        machines.add(subprocess.check_output(words, text=True).strip())
+    assert len(machines) == 3
+    engine = SoakEngine("P1", tmp_path, 3, role="kv_producer")
+    assert engine.command[:2] == ["unshare", "--mount"]
+
+
+class CutFleet:
+    """A fleet whose D count this many unanswered loads with each look."""
+
+    def __init__(self, step: int) -> None:
+        self.engines = [CutEngine("P1", "kv_producer"), CutEngine("D1", "kv_consumer")]
+        self.unanswered = 0
+        self.step = step
+
+    def unanswered_loads(self) -> int:
+        self.unanswered += self.step
+        return self.unanswered
+
+
+@dataclass
+class CutEngine:
+    name: str
+    role: str
+
+    def cut_off(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def test_a_long_cut_must_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak_faults, "NOTICE_SECONDS", 0.2)
+    monkeypatch.setattr(soak_faults.time, "sleep", lambda _: None)
+    hits, failures = set(), set()
+    for seed in range(30):
+        source = random.Random(seed)
+        hits.add(soak_faults.cut_network(CutFleet(1), source))  # type: ignore[arg-type]
+        try:
+            hits.add(soak_faults.cut_network(CutFleet(0), source))  # type: ignore[arg-type]
+        except AssertionError as error:
+            failures.add(str(error))
+    assert hits == {
+        f"P1 {hit}"
+        for hit in (
+            "1 s, 1 loads unanswered",
+            "1 s, 0 loads unanswered",
+            "4 s, 2 loads unanswered",
+            "15 s, 2 loads unanswered",
+        )
+    }
+    assert failures == {"not within 0.2 s: a D notices the cut"}

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from chaos_client import Job, Result, ask
-from soak_load import DEADLINE_SECONDS, leave
-from verdicts import RequestEnding, VerdictLedger, judge
+from soak_load import DEADLINE_SECONDS, judge_left, leave
+from verdicts import RequestEnding, Verdict, VerdictLedger, judge
 
 LEAVERS = 12
 STAYERS = 2
@@ -37,6 +37,7 @@ class LeavingClients:
     tenths: Counter[int] = field(default_factory=Counter)  # of a whole answer's time
     before_first_byte: int = 0
     in_answer: int = 0
+    compared: int = 0  # had got a text, which began the right one
     left: int = 0
     _whole_seconds: float = FIRST_SECONDS
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -56,6 +57,7 @@ class LeavingClients:
             "left": self.left,
             "before_first_byte": self.before_first_byte,
             "in_answer": self.in_answer,
+            "compared": self.compared,
             "by_tenth": [self.tenths[tenth] for tenth in range(TENTHS + 1)],
         }
 
@@ -87,9 +89,14 @@ class LeavingClients:
                 self.left += 1
                 whole_seconds = self._whole_seconds
             share = source.uniform(0, LONGEST_STAY)
-            job, _ = source.choice(self.right)
-            came = leave(self.url, job, share * whole_seconds)
+            job, expected = source.choice(self.right)
+            status, came = leave(self.url, job, share * whole_seconds)
+            verdict, text = judge_left(job, expected, status, came)
             with self._lock:
                 self.tenths[int(share * TENTHS)] += 1
                 self.before_first_byte += not came
                 self.in_answer += bool(came)
+                self.compared += bool(text)
+                if verdict is not Verdict.LEFT:
+                    detail = f"{job.path} left with {status} {came[-200:]!r} for {expected!r:.200}"
+                    self.ledger.note(verdict, "aborts", share * whole_seconds, detail)

@@ -4,8 +4,8 @@
 
 Each answer is compared with plain vLLM's, computed before. `--save docs/benchmarks/soak` writes the
 JSON and the report page. The exit status is 1 if an answer was wrong or hung, an engine died
-without a fault, a fault did not heal, or KV blocks stayed in use. SIGTERM ends the faults early,
-and the run still has its report.
+without a fault, a fault did not heal or had no effect, or KV blocks stayed in use. SIGTERM ends the
+faults early, and the run still has its report.
 """
 
 from __future__ import annotations
@@ -169,6 +169,7 @@ class Soak:
             "seed": self._seed,
             "requests": sum(ledger.counts.values()),
             "verdicts": verdicts,
+            "compared_of_left": ledger.compared_of_left,
             "by_fault": {
                 fault: {verdict.value: count for verdict, count in by.items()}
                 for fault, by in sorted(ledger.by_fault.items())
@@ -176,8 +177,8 @@ class Soak:
             "exact_share_per_50": ledger.shares,
             "slowest_seconds": round(ledger.slowest_seconds, 1),
             "faults": counts,
-            "failures": self.failures,
             "hits": self.faults,
+            "failures": self.failures,
             "problems": ledger.problems,
             "processes": self.measures.summaries(self.now / 2),
             **self.found,

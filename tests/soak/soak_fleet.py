@@ -79,12 +79,13 @@ class SoakEngine(Engine):
         super().start()
         self.lower(NICE)
 
-    def send(self, path: str) -> int:
-        """Sends a POST without a body to its own HTTP server; returns the status."""
+    def send(self, path: str) -> tuple[int, str]:
+        """Sends a POST without a body to its own HTTP server; returns the status and the answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=READY_SECONDS)
         try:
             connection.request("POST", path)
-            return connection.getresponse().status
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
         finally:
             connection.close()
 

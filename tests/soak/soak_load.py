@@ -10,10 +10,11 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from http import HTTPStatus
 from typing import Any
 
 from asking import english, tokens
-from chaos_client import CLEAN, Job, Result, ask, running
+from chaos_client import CLEAN, Job, Result, ask, in_json, running
 from verdicts import RequestEnding, Verdict, VerdictLedger, judge
 
 CLIENTS = 16
@@ -91,9 +92,13 @@ class SoakLoad:
             fault = self.fault
             began_at = time.monotonic()
             if source.random() < LEAVE_SHARE:
-                leave(self._url, job, source.uniform(0, MAX_STAY_SECONDS))
+                status, raw = leave(self._url, job, source.uniform(0, MAX_STAY_SECONDS))
+                seconds = time.monotonic() - began_at
+                verdict, text = judge_left(job, expected, status, raw)
                 with self._lock:
-                    self.ledger.note(Verdict.LEFT, fault, time.monotonic() - began_at)
+                    self.ledger.compared_of_left += bool(text)
+                    detail = f"{job.path} left with {status} {raw[-200:]!r} for {expected!r:.200}"
+                    self.ledger.note(verdict, fault, seconds, detail)
             else:
                 result = ask(self._url, job, DEADLINE_SECONDS)
                 self._note(job, expected, result, fault, began_at)
@@ -116,20 +121,64 @@ class SoakLoad:
             self.ledger.note(verdict, fault, ended_at - began_at, f"{job.path} {detail[:400]}")
 
 
-def leave(url: str, job: Job, seconds: float) -> bytes:
-    """Sends a request and breaks the connection after these seconds; returns what came."""
+def judge_left(job: Job, expected: Result, status: int, raw: bytes) -> tuple[Verdict, str]:
+    """Returns the verdict of a client that left with this status and these bytes, and its text.
+
+    Status 0: it had got none.
+    """
+    if status != HTTPStatus.OK:
+        return (Verdict.WRONG if raw and b'"error"' not in raw else Verdict.LEFT), ""
+    try:
+        text = text_so_far(job, raw)
+    except (ValueError, LookupError, TypeError):
+        return Verdict.WRONG, ""
+    return (Verdict.LEFT if expected.text.startswith(text) else Verdict.WRONG), text
+
+
+def text_so_far(job: Job, raw: bytes) -> str:
+    """Returns the text of the whole events of a stream, or of a whole body.
+
+    Raises ValueError, LookupError or TypeError if no answer begins so.
+    """
+    if not job.body.get("stream"):
+        try:
+            answer = json.loads(raw or b"{")
+        except ValueError:
+            if raw[:1] in (b"", b"{"):
+                return ""  # the rest had not come yet
+            raise
+        return in_json(answer).text
+    text = ""
+    for event in raw.split(b"\n\n")[:-1]:
+        if event.startswith(b":") or event == b"data: [DONE]":
+            continue
+        said = json.loads(event.removeprefix(b"data: "))
+        if "error" in said:
+            break
+        for choice in said["choices"]:
+            text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+    return text
+
+
+def leave(url: str, job: Job, seconds: float) -> tuple[int, bytes]:
+    """Sends a request and breaks the connection after these seconds.
+
+    Returns the status, 0 without one, and the bytes that came.
+    """
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=seconds + 0.001)
     end = time.monotonic() + seconds
+    status = 0
     came = b""
     try:
         connection.request(
             "POST", job.path, json.dumps(job.body), {"content-type": "application/json"}
         )
         answer = connection.getresponse()
+        status = answer.status
         while time.monotonic() < end and (part := answer.read1(READ_BYTES)):
             came += part
     except (OSError, http.client.HTTPException):  # the time is over, or the server has ended
         pass
     finally:
         connection.close()
-    return came
+    return status, came

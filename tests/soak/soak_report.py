@@ -29,7 +29,8 @@ PAGE = """\
 | oracle | one plain vLLM, before |
 
 An answer is exact (text, usage, finish reason), clean (an explicit error in time), cut (its proxy
-worker was killed), left (by its client, one in twelve), wrong, or hung (no end in two minutes). The
+worker was killed: neither exact nor clean), left (by its client, one in twelve; what it had got by
+then began the right answer), wrong, or hung (no end in two minutes). The
 fault `network cut` drops all packets to a P's KV address; each engine counts as a machine of its
 own, so no UNIX socket is used. A cut of 4 s or more that no D has noticed is a failure.
 
@@ -40,7 +41,8 @@ own, so no UNIX socket is used. A cut of 4 s or more that no D has noticed is a 
 | {requests} | {exact} | {clean} | {cut} | {left} | {wrong} | {hung} |
 
 Share of exact answers, of each 50 that were not left: first {first_share}, last {last_share}, least
-{least_share}. Slowest answer {slowest_seconds} s.
+{least_share}. Slowest answer {slowest_seconds} s. Of the clients that left {compared_of_left} had
+got a text, which was compared.
 
 | requests that began under | faults | exact | clean | cut | left | wrong | hung |
 |---|---|---|---|---|---|---|---|
@@ -94,6 +96,7 @@ def page(found: dict[str, Any], date: str, cores: int, load: float) -> str:
         last_share=percent(shares[-1:]),
         least_share=percent(sorted(shares)[:1]),
         slowest_seconds=found["slowest_seconds"],
+        compared_of_left=f"{found['compared_of_left']:,}",
         by_fault="\n".join(fault_rows(found)),
         aborts=aborts_text(found.get("aborts")),
         failures=failures_text(found),
@@ -145,7 +148,7 @@ def aborts_text(aborts: dict[str, Any] | None) -> str:
     return (
         f"Then {aborts['left']:,} clients left one pair in fast succession, spread over the time of"
         f" a whole answer: {aborts['before_first_byte']:,} before its first byte,"
-        f" {aborts['in_answer']:,} in the answer."
+        f" {aborts['in_answer']:,} in the answer; {aborts['compared']:,} texts were compared."
     )
 
 

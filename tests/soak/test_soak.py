@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -11,13 +12,16 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import soak_faults
 import soak_report
+from chaos_client import Job, Result
 from measures import KINDS, ProcessHistory, ProcessMeasures, ProcessReading, slope_per_hour
 from slow_log import SlowLog
 from soak_fleet import SoakEngine, on_own_machine
+from soak_load import judge_left
 from soak_report import verdict as report_verdict
 from verdicts import WINDOW_REQUESTS, RequestEnding, Verdict, VerdictLedger, judge
 
@@ -44,6 +48,8 @@ def ending(
         (ending(broken=True), [98.9, 101.1], Verdict.WRONG),
         (ending(broken=True), [99.1], Verdict.CUT),
         (ending(broken=True), [100.5], Verdict.CUT),
+        (ending(broken=True, seconds=50), [100.5], Verdict.WRONG),  # long after the kill
+        (ending(broken=True, seconds=50), [148.0], Verdict.CUT),
     ],
 )
 def test_verdicts(one: RequestEnding, kills: list[float], expected: Verdict) -> None:
@@ -136,6 +142,7 @@ def run_of(**more: object) -> dict[str, object]:
         "verdicts": {"exact": 1200, "clean": 4, "left": 30},
         "by_fault": {"none": {"exact": 1000}, "slow log": {"exact": 200, "clean": 4}},
         "exact_share_per_50": [1.0, 0.96, 1.0],
+        "compared_of_left": 17,
         "slowest_seconds": 8.2,
         "faults": {"slow log": 9},
         "failures": [],
@@ -163,6 +170,7 @@ def test_the_page_has_the_figures() -> None:
     text = soak_report.page(run_of(), "2026-11-23", 2, 3.0)
     assert "make soak SECONDS=7200 SEED=3 ABORTS=500" in text
     assert "| 1,234 | 1,200 | 4 | 0 | 30 | 0 | 0 |" in text
+    assert "17 had\ngot a text" in text
     assert "first 100 %, last 100 %, least\n96 %" in text
     assert "| slow log | 9 | 200 | 4 | 0 | 0 | 0 | 0 |" in text
     assert (
@@ -186,13 +194,14 @@ def test_the_verdict_names_growth(seconds: int, growth: float, expected: str) ->
 
 
 def test_the_page_hides_no_failure() -> None:
-    aborts = {"left": 10_000, "before_first_byte": 6000, "in_answer": 4000, "by_tenth": []}
+    aborts = {"left": 10_000, "before_first_byte": 6000, "in_answer": 4000, "compared": 3210}
     found = run_of(
         aborts=aborts, failures=["D1 died:\nmore"], problems=["none: wrong after 1.0 s: other"]
     )
     text = soak_report.page(found, "2026-11-23", 2, 3.0)
     assert "* D1 died:\n* none: wrong after 1.0 s: other" in text
     assert "1 failures" in text and "10,000 clients left" in text
+    assert "3,210 texts were compared" in text
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mount namespaces need root")
@@ -252,3 +261,117 @@ def test_a_long_cut_must_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         )
     }
     assert failures == {"not within 0.2 s: a D notices the cut"}
+
+
+STREAM = Job("/v1/completions", {"stream": True})
+WHOLE = Job("/v1/completions", {})
+EVENTS = (
+    b': waits\n\ndata: {"choices": [{"text": "one"}]}\n\ndata: {"choices": [{"text": " two"}]}\n\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("job", "status", "raw", "expected"),
+    [
+        (STREAM, 0, b"", (Verdict.LEFT, "")),
+        (STREAM, 200, b"", (Verdict.LEFT, "")),
+        (STREAM, 200, EVENTS, (Verdict.LEFT, "one two")),
+        (STREAM, 200, EVENTS[:60], (Verdict.LEFT, "one")),
+        (STREAM, 200, EVENTS + b"data: [DONE]\n\n", (Verdict.LEFT, "one two")),
+        (STREAM, 200, EVENTS + b'data: {"error": {}}\n\n', (Verdict.LEFT, "one two")),
+        (STREAM, 200, EVENTS.replace(b"two", b"ten"), (Verdict.WRONG, "one ten")),
+        (STREAM, 200, b"data: garbage\n\n", (Verdict.WRONG, "")),
+        (STREAM, 200, b'data: {"choices": [{}]}\n\n', (Verdict.WRONG, "")),
+        (STREAM, 503, b'{"error": {"message": "no decode', (Verdict.LEFT, "")),
+        (STREAM, 502, b"<html>", (Verdict.WRONG, "")),
+        (WHOLE, 200, b'{"choices": [{"te', (Verdict.LEFT, "")),
+        (WHOLE, 200, b"<html>", (Verdict.WRONG, "")),
+        (WHOLE, 200, b"{}", (Verdict.WRONG, "")),
+    ],
+)
+def test_a_client_that_left_had_the_begin_of_its_answer(
+    job: Job, status: int, raw: bytes, expected: tuple[Verdict, str]
+) -> None:
+    assert judge_left(job, Result(text="one two three"), status, raw) == expected
+
+
+@pytest.mark.parametrize(("text", "verdict"), [("one", Verdict.LEFT), ("ten", Verdict.WRONG)])
+def test_a_whole_answer_before_the_client_left(text: str, verdict: Verdict) -> None:
+    usage = {"prompt_tokens": 1, "completion_tokens": 1}
+    answer = {"choices": [{"text": text, "finish_reason": "length"}], "usage": usage}
+    raw = json.dumps(answer).encode()
+    assert judge_left(WHOLE, Result(text="one two"), 200, raw) == (verdict, text)
+
+
+NO_PROCESS = (1 << 22) + 1  # no id of a process is so large
+
+
+class FaultFleet:
+    """A fleet of one engine that does not end, is never drained, and answers as it is told."""
+
+    def __init__(self, answer: tuple[int, str] = (404, "")) -> None:
+        self.engines = self.mortal = [self]
+        self.ended_by_us: set[str] = set()
+        self.name, self.url, self.role = "P0", "http://p", "kv_producer"
+        self.answer = answer
+
+    def child(self, title: str) -> int:
+        return NO_PROCESS
+
+    def begin_stop(self) -> None: ...
+
+    def runs(self) -> bool:
+        return True
+
+    def change(self, *words: str, **fields: str) -> None: ...
+
+    def wait_used(self, engine: object) -> None: ...
+
+    def start_again(self, engine: object) -> None: ...
+
+    def in_flight(self, engine: object) -> int:
+        return 1
+
+    def send(self, path: str) -> tuple[int, str]:
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("kill -9 of a part of an engine", "P0 ends without"),
+        ("SIGTERM to an engine", "P0 ends by SIGTERM"),
+        ("drain and re-add", "P0 is drained"),
+        ("reset_prefix_cache", "P0.*: 404"),
+    ],
+)
+def test_a_fault_that_does_not_do_what_it_should_fails(
+    fault: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(soak_faults.os, "kill", lambda *_: None)
+    for limit in ("END_SECONDS", "SHUTDOWN_SECONDS", "DRAIN_SECONDS"):
+        monkeypatch.setattr(soak_faults, limit, 0.1)
+    for seed in range(4):
+        with pytest.raises((AssertionError, RuntimeError), match=words):
+            soak_faults.FAULTS[fault](FaultFleet(), random.Random(seed))  # type: ignore[arg-type]
+
+
+def test_a_reset_that_vllm_refuses_is_reported() -> None:
+    """Without a preemption 500 is a failure, and so is an answer without a result."""
+    outcomes = set()
+    for answer in ((200, '{"success":false}'), (500, ""), (200, "")):
+        for seed in range(8):
+            fleet: Any = FaultFleet(answer)
+            try:
+                outcomes.add(soak_faults.reset_prefix_cache(fleet, random.Random(seed)))
+            except RuntimeError as error:
+                outcomes.add(f"fails: {error}")
+    flag = "?reset_running_requests=true"
+    assert outcomes == {
+        'P0 200 {"success":false}',
+        f'P0{flag} 200 {{"success":false}}',
+        f"P0{flag} 500 ",
+        "fails: P0: 500 ",
+        "fails: P0: 200 ",
+        f"fails: P0{flag}: 200 ",
+    }

@@ -2,12 +2,13 @@
 
     EXACT   text, usage and finish reason equal plain vLLM's
     CLEAN   an explicit error before the deadline
-    CUT     the connection broke, and a process of the proxy was killed meanwhile
-    LEFT    the client left on purpose
+    CUT     the connection broke because a process of the proxy was killed just before
+    LEFT    the client left on purpose; what it had got begins plain vLLM's answer, or is an error
     WRONG   anything else that came before the deadline
     HUNG    no end before the deadline
 
-Only WRONG and HUNG are faults of the product.
+WRONG and HUNG are faults of the product. CUT is neither exact nor clean: a server that is killed
+cannot end its answers, so the soak counts those apart and does not fail for them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from enum import Enum
 WINDOW_REQUESTS = 50  # for the share of exact answers, which shows a drift
 MAX_PROBLEMS = 50  # kept with their texts
 RESET_SECONDS = 1.0  # from the signal to the last reset of a killed process's connections
+SEEN_SECONDS = 3.0  # from the signal until a client beside load has seen its reset
 
 
 class Verdict(Enum):
@@ -56,7 +58,8 @@ def judge(ending: RequestEnding, proxy_kills: Sequence[float], deadline_seconds:
     if ending.is_explicit_error:
         return Verdict.CLEAN
     is_excused = any(
-        at <= ending.ended_at and ending.began_at <= at + RESET_SECONDS for at in proxy_kills
+        at <= ending.ended_at <= at + SEEN_SECONDS and ending.began_at <= at + RESET_SECONDS
+        for at in proxy_kills
     )
     return Verdict.CUT if ending.is_broken and is_excused else Verdict.WRONG
 
@@ -67,6 +70,7 @@ class VerdictLedger:
 
     counts: Counter[Verdict] = field(default_factory=Counter)
     by_fault: dict[str, Counter[Verdict]] = field(default_factory=dict)
+    compared_of_left: int = 0  # of clients that left, those that had got a text by then
     shares: list[float] = field(default_factory=list)  # exact, of each full window
     problems: list[str] = field(default_factory=list)
     slowest_seconds: float = 0.0

@@ -82,6 +82,17 @@ def test_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ab-cd" not in text, "of this machine"
 
 
+def test_a_gpu_that_another_process_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/gpu/test_nixl_pair.py looks for this line on a GPU."""
+    scripted(monkeypatch, 2)
+    monkeypatch.setattr(doctor, "unavailable_reason", lambda *_: "")
+    read = rates.Rate("NIXL GPU 1 to GPU 0", 1 << 20, 9.0)
+    monkeypatch.setattr(rates, "nixl_rates", lambda *_: [read])
+    lines = list(examined().lines())
+    assert "OK   nixl: memory of another process's GPU was read rightly" in lines
+    assert "rate NIXL GPU 1 to GPU 0:   1 MiB     9.00 GB/s of 53.1" in lines
+
+
 def test_a_wrong_copy_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch)
     right = doctor.small_cache

@@ -15,9 +15,9 @@ processes of a stack used for a request minus what the plain engine's used. Pref
 The answers to one fixed prompt of each length are compared with the plain engine's. The last line
 is one JSON object.
 
-On a GPU (--gpu) all engines of a stack share it, a third of its memory each, and nothing is pinned;
-NCCL between two ranks of one GPU needs NCCL >= 2.30.4 (VLLM_NCCL_SO_PATH) and
-NCCL_MULTI_RANK_GPU_ENABLE=1. Never run yet.
+On GPUs (--gpu) each engine of a stack has one, with CUDA graphs. On a single GPU they share it, a
+third of its memory each. NCCL between two ranks of one GPU needs NCCL >= 2.30.4 (VLLM_NCCL_SO_PATH)
+and NCCL_MULTI_RANK_GPU_ENABLE=1. Never run yet.
 
 Peers: nixl and nixl-cu12 (pip install --no-deps) in this environment, and the vllm-router program.
 """
@@ -267,7 +267,7 @@ def main() -> None:
         "--stacks", nargs="+", choices=STARTS, default=list(STARTS), help="fewer, for profiling"
     )
     parser.add_argument("--dtype", default="auto", help="of all engines")
-    parser.add_argument("--gpu", action="store_true", help="all engines on this machine's GPU")
+    parser.add_argument("--gpu", action="store_true", help="on this machine's GPUs")
     parser.add_argument(
         "--transport", default="auto", help="of ours: the connector's setting of this name"
     )

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from processes import cpu_seconds, free_port
 
+from vllm_disagg.launcher.machine import list_gpus
+
 VLLM = str(Path(sys.executable).with_name("vllm"))
 COMMAND = [sys.executable, "-m", "vllm_disagg.cli"]
 KEY_FILE = "key"  # in the folder of the logs
@@ -46,6 +48,7 @@ class Stack:
     def engine(
         self, model: str, log: Path, core: int, config: dict[str, object] | None = None, **env: str
     ) -> str:
+        """Starts an engine on that core, or on the GPU of that number if there are several."""
         port = free_port()
         command = [
             VLLM,
@@ -58,8 +61,13 @@ class Stack:
             "--dtype",
             self.dtype,
         ]
-        command += ["--max-model-len", "4096", "--enforce-eager", "--no-enable-prefix-caching"]
-        if self.gpu:
+        command += ["--max-model-len", "4096", "--no-enable-prefix-caching"]
+        gpus = list_gpus() if self.gpu else ()
+        if not self.gpu:
+            command.append("--enforce-eager")  # on GPUs with CUDA graphs, as engines are served
+        elif len(gpus) > 1:
+            env["CUDA_VISIBLE_DEVICES"] = gpus[core % len(gpus)]
+        else:
             command += ["--gpu-memory-utilization", "0.3"]
         if config:
             command += [
@@ -71,7 +79,9 @@ class Stack:
         )
         return f"http://127.0.0.1:{port}"
 
-    def wait(self, url: str, path: str, seconds: float = 180) -> None:
+    def wait(self, url: str, path: str) -> None:
+        """Returns when the URL answers; exits if it does not in time, or a process ends."""
+        seconds = 900 if self.gpu else 180  # compiling, and capturing CUDA graphs
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if any(process.poll() is not None for process in self.processes):

@@ -13,7 +13,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("no GPU here", allow_module_level=True)
 
-from transfer_runs import hit_the_sender, measured
+from gpu_runs import hit_the_sender, measured
 
 
 def test_bytes_are_right_and_the_rates_are_told() -> None:

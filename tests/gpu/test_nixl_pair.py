@@ -11,7 +11,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("no GPU here", allow_module_level=True)
 
-from transfer_runs import ENV, measured
+from gpu_runs import ENV, measured
 
 
 def test_nixl_carries_every_byte() -> None:

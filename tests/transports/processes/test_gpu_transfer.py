@@ -10,7 +10,7 @@ import torch
 if torch.cuda.is_available():
     pytest.skip("tests/gpu runs it on the GPU here", allow_module_level=True)
 
-from transfer_runs import hit_the_sender, measured
+from gpu_runs import hit_the_sender, measured
 
 SMALL = ("--gigabytes", "0.002")
 

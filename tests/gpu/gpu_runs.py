@@ -1,6 +1,6 @@
-"""Runs benchmarks/gpu_transfer.py: with NCCL and NIXL between GPUs, with Gloo in host memory.
+"""Runs benchmarks as the tests on GPUs do; tests on a CPU use the same commands and results.
 
-The tests on a CPU use the same functions, so that what they read in the output is there.
+benchmarks/gpu_transfer.py moves KV by NCCL and NIXL between GPUs, and by Gloo in host memory.
 """
 
 from __future__ import annotations
@@ -25,6 +25,14 @@ SENDER = re.compile(r"the sender is process (\d+)")
 ALONE = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if torch.cuda.device_count() == 1 else {}
 ENV = {**os.environ, **ALONE, "PYTHONPATH": str(ROOT)}
 END_SECONDS = 60.0
+# Of benchmarks/handoff.py, behind the model: a plain vLLM and ours. Its peer needs vllm-router.
+HANDOFF = ["--gpu", "--stacks", "plain", "ours", "--rounds", "1", "--repeats", "24"]
+HANDOFF += ["--lengths", "500", "2000", "3900"]
+
+
+def is_exact(output: str) -> bool:
+    """Returns whether all answers of ours were the plain vLLM's, by the last line of handoff.py."""
+    return bool(json.loads(output.splitlines()[-1])["exact"])
 
 
 def measured(*flags: str) -> dict[str, dict[str, Any]]:

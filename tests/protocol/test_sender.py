@@ -29,7 +29,7 @@ from vllm_disagg.protocol.events import (
     SendMessage,
     SendPiece,
 )
-from vllm_disagg.protocol.sender import Sender
+from vllm_disagg.protocol.sender import MAX_TRANSFERS, MAX_UNDELIVERED, Sender
 
 FULL = LayerLayout("kv", 4, [32], [opaque(32, 2)], 2, 0, 2)
 WINDOW = msgspec.structs.replace(FULL, group=1, window=6)
@@ -185,6 +185,43 @@ def test_a_withdrawal_may_be_said_before_what_it_withdraws_and_again(side: Sende
         side.validate()
     (answer,) = side.handle(messages.TransferRequest("new", "p", "d", "zmq:x"), 0.2)
     assert isinstance(answer, SendMessage) and isinstance(answer.message, messages.Abort)
+
+
+@pytest.mark.parametrize("end", ["unclaimed", "revoked", "half delivered"])
+def test_a_receiver_that_asks_thousands_of_endings_later_is_refused_at_once(end: str) -> None:
+    """It came late: its request waited in the queue of its engine."""
+    side = Sender("p", RankLayout([FULL], [0]))
+    side.handle(BlocksScheduled("late", 4, [[1]]), 0.0)
+    if end == "revoked":
+        side.handle(BlocksRevoked("late"), 0.0)
+    else:
+        side.handle(LayersComputed("late", 1), 0.0)
+        side.handle(PrefillFinished("late"), 0.0)
+        if end == "half delivered":
+            side.handle(messages.TransferRequest("late", "p", "e", "zmq:x", readers=2), 0.0)
+            side.handle(messages.ReadComplete("late", "p", "e"), 0.0)
+        assert side.handle(ClockTick(), 20.0) == [ReleaseBlocks("late", delivered=False)]
+    for number in range(2 * MAX_TRANSFERS):
+        name = str(number)
+        side.handle(BlocksScheduled(name, 4, [[1]]), 20.0)
+        side.handle(LayersComputed(name, 1), 20.0)
+        side.handle(messages.TransferRequest(name, "p", "d", "zmq:x"), 20.0)
+        side.handle(messages.ReadComplete(name, "p", "d"), 20.0)
+        assert side.handle(PrefillFinished(name), 20.0) == [ReleaseBlocks(name, delivered=True)]
+    readers = 2 if end == "half delivered" else 1
+    asks = messages.TransferRequest("late", "p", "d", "zmq:x", readers=readers)
+    (answer,) = side.handle(asks, 80.0)
+    assert isinstance(answer, SendMessage) and isinstance(answer.message, messages.Abort)
+    assert not side.transfers
+    side.validate()
+
+
+def test_undelivered_endings_are_bounded() -> None:
+    side = Sender("p", RankLayout([FULL], [0]))
+    for number in range(MAX_UNDELIVERED + 10):
+        side.handle(BlocksRevoked(str(number)), 0.0)
+    assert len(side.undelivered) == MAX_UNDELIVERED
+    assert next(iter(side.undelivered)) == "10"
 
 
 def test_the_first_request_sets_how_many_receivers_are_served(side: Sender) -> None:

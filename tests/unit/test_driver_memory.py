@@ -61,6 +61,7 @@ def test_transfers_leave_nothing_behind(
     # pytest would keep each line of the log.
     caplog.set_level(logging.CRITICAL, "vllm_disagg")
     monkeypatch.setattr(sender, "MAX_TRANSFERS", REMEMBERED)
+    monkeypatch.setattr(sender, "MAX_UNDELIVERED", REMEMBERED)
     monkeypatch.setattr(trace, "MAX_TRACE_ENTRIES", REMEMBERED)
     drivers = []
     for _ in range(2):

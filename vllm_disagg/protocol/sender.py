@@ -42,7 +42,7 @@ Rules, checked by `validate` and by the property tests:
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import assert_never
@@ -70,9 +70,13 @@ from .events import (
     SendPiece,
 )
 
-# Transfers known at a time; also the number of endings remembered.  A request for an unknown
-# transfer makes an entry, so without a bound one faulty receiver could fill the memory.
+# Transfers known at a time; also the number of endings remembered with their sums.  A request for
+# an unknown transfer makes an entry, so without a bound one faulty receiver could fill the memory.
 MAX_TRANSFERS = 4096
+# Names of undelivered endings; 160 bytes each, 10 MB in all.  A receiver may ask minutes later,
+# when its engine's queue lets it.  The default patience of 120 s and its margin of 60 s are covered
+# up to 364 undelivered endings a second, ten minutes up to 109.
+MAX_UNDELIVERED = 65536
 STEP_GAP_SECONDS = 1.0  # shorter gaps between two engine steps are not reported
 
 Actions = list[SenderAction]
@@ -188,6 +192,10 @@ class Sender:
         # The last endings: by transfer, the receivers that had sent ReadComplete by then, with the
         # sums of their Confirm.
         self.endings: dict[str, dict[str, list[int]]] = {}
+        # The last transfers that ended before all receivers had them.  `endings` alone would not
+        # do: its entries are large, and those of delivered transfers displace the others.
+        # Ordered: of a plain dict, the first entry of so many takes 0.2 ms to find.
+        self.undelivered: OrderedDict[str, None] = OrderedDict()
         # Time of vLLM's last call into the driver, which sets it before each `handle`.
         self.last_engine_step: float | None = None
 
@@ -245,7 +253,7 @@ class Sender:
 
     # Facts from vLLM ------------------------------------------------------------------------------
     def _on_scheduled(self, event: BlocksScheduled, now: float) -> Actions:
-        if event.transfer in self.endings:
+        if self._has_ended(event.transfer):
             return []  # revoked before, or all receivers have ended: no one will be served
         t = self.transfers.get(event.transfer)
         if t is None:
@@ -349,7 +357,7 @@ class Sender:
         # No receiver counts as complete: a ReadComplete that is under way must not be confirmed.
         # Remembered for unknown transfers too: the connector revokes a refused one before any
         # block is scheduled, so that its receiver does not wait in WANTED for the lease.
-        self._remember_ending(transfer, {})
+        self._remember_ending(transfer, {}, delivered=False)
         if t is None:
             return []
         # HELD blocks are vLLM's again only after ReleaseBlocks: it cannot take them earlier.
@@ -393,7 +401,7 @@ class Sender:
         is_full = t is None and len(self.transfers) >= MAX_TRANSFERS
         # An ended transfer never comes back: a new WANTED entry would only keep the receiver from
         # recomputing the prompt.
-        if event.transfer in self.endings or is_full:
+        if self._has_ended(event.transfer) or is_full:
             return [_abort(event)]
         # The receiver's request may be quicker than vLLM's scheduler.
         if t is None:
@@ -736,23 +744,34 @@ class Sender:
     def _release(self, transfer: str, t: OutgoingTransfer) -> Actions:
         del self.transfers[transfer]
         complete = {name: r.sums for name, r in t.receivers.items() if r.is_complete}
-        self._remember_ending(transfer, complete)
         delivered = len(complete) == t.expected_receivers
+        self._remember_ending(transfer, complete, delivered=delivered)
         return [ReleaseBlocks(transfer, delivered)]
 
-    def _remember_ending(self, transfer: str, complete: dict[str, list[int]]) -> None:
+    def _remember_ending(
+        self, transfer: str, complete: dict[str, list[int]], *, delivered: bool
+    ) -> None:
         self.endings[transfer] = complete
-        # Insertion order is the order of endings: the oldest one is forgotten first.  That is
-        # safe: its ReadComplete is answered as not valid, and the receiver recomputes.
+        # Insertion order is the order of endings: the oldest one is forgotten first.  Its
+        # ReadComplete is then answered as not valid, and the receiver recomputes.
         while len(self.endings) > MAX_TRANSFERS:
             oldest = next(iter(self.endings))
             del self.endings[oldest]
+        # A receiver of a forgotten one would wait in WANTED until its load stalls.
+        if not delivered:
+            self.undelivered[transfer] = None
+        while len(self.undelivered) > MAX_UNDELIVERED:
+            self.undelivered.popitem(last=False)
+
+    def _has_ended(self, transfer: str) -> bool:
+        """Returns whether the ending of a transfer is remembered."""
+        return transfer in self.endings or transfer in self.undelivered
 
     def validate(self) -> None:
         """Raises AssertionError if the state contradicts itself.  Tests call it at each event."""
         for name, t in self.transfers.items():
             context = (name, t)
-            assert name not in self.endings, name
+            assert not self._has_ended(name), name
             assert (t.state is SendState.WANTED) == (not t.blocks), context
             capacities = [0]  # by layer kind: tokens for which there are blocks
             if t.blocks:

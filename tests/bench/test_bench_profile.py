@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from vllm_disagg import cli
-from vllm_disagg.bench import neighbours, profile, steps
+from vllm_disagg.bench import instance, neighbours, profile, steps
 from vllm_disagg.bench.steps import DecodeProbe, MixedProbe, PrefillProbe, Probe, StepSample
 from vllm_disagg.errors import ConfigError
 
@@ -36,6 +36,7 @@ class Scripted(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     pages: dict[str, object]
     refuse: str
+    fingerprint: str | None = "vllm-0.32.0+cpu-tp2-pp2-0123abcd"
     asked: list[int]  # of each request, the tokens of its first prompt
 
     def do_GET(self) -> None:
@@ -46,6 +47,9 @@ class Scripted(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if not body.get("stream"):
+            self._answer(200, json.dumps({"system_fingerprint": self.fingerprint}))
+            return
         self.asked.append(len(body["prompt"][0]))
         if self.refuse:
             self._answer(400, json.dumps({"error": {"message": self.refuse}}))
@@ -162,7 +166,8 @@ def test_a_profile_finds_the_engines_times(
         points[name]
         for name in ("version", "model", "vllm", "machine", "kv_tokens", "max_num_batched_tokens")
     ]
-    assert facts == [2, "tiny", "0.32.0", "a script", 320, 128]
+    assert facts == [2, "/tiny", "0.32.0", "a script", 320, 128]
+    assert points["tensor_parallel_size"] == 2 and "gpu" in points
     for point in points["prefill"]:
         if len(point["tokens"]) == 1:  # more is not certain on a machine that has other work
             assert point["seconds"] > 0
@@ -171,6 +176,14 @@ def test_a_profile_finds_the_engines_times(
     assert [16] in [point["tokens"] for point in points["prefill"]]
     assert max(len(point["contexts"]) for point in points["decode"]) == 4
     assert "points of prefill" in capsys.readouterr().out
+
+
+def test_tensor_parallelism_is_that_of_the_fingerprint(
+    engine: tuple[str, type[Scripted]],
+) -> None:
+    for fingerprint, size in (("vllm-0.32.0-0123abcd", 1), ("mine", None), (None, None)):
+        engine[1].fingerprint = fingerprint
+        assert instance.tensor_parallel_size(engine[0], "tiny") == size
 
 
 def test_neighbours_work_meanwhile(

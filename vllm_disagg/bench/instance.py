@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from http.client import HTTPException
 
 import msgspec
 
 from ..errors import ConfigError
-from ..http_client import get
+from ..http_client import PAGE_TIMEOUT_SECONDS, connect, get, headers
 
 
 class ServedModel(msgspec.Struct, frozen=True):
@@ -20,6 +21,10 @@ class ServedModel(msgspec.Struct, frozen=True):
 
 class _ModelsAnswer(msgspec.Struct):
     data: list[ServedModel]
+
+
+class _Completion(msgspec.Struct):
+    system_fingerprint: str | None = None
 
 
 class _ServerVersion(msgspec.Struct):
@@ -65,3 +70,21 @@ def kv_tokens(url: str) -> int:
             f"{url}/metrics: vllm:cache_config_info lacks num_gpu_blocks or block_size"
         )
     return int(blocks[1]) * int(size[1])
+
+
+def tensor_parallel_size(url: str, model: str) -> int | None:
+    """Returns an engine's tensor parallel size; None if its answers do not name it.
+
+    A fingerprint as `vllm-0.33.0-tp2-0123abcd` names all sizes above 1.
+    """
+    body = msgspec.json.encode({"model": model, "prompt": [[1]], "max_tokens": 1})
+    connection = connect(url, PAGE_TIMEOUT_SECONDS)
+    try:
+        connection.request("POST", "/v1/completions", body, headers())
+        answer = msgspec.json.decode(connection.getresponse().read(), type=_Completion)
+    except (OSError, HTTPException, msgspec.DecodeError):
+        return None
+    finally:
+        connection.close()
+    found = re.match(r"vllm-[^-]+(?:-tp(\d+))?", answer.system_fingerprint or "")
+    return int(found[1] or 1) if found else None

@@ -237,9 +237,11 @@ def run(args: argparse.Namespace) -> int:
         samples = _rounds(plan, profile.measure, args.seconds, time.monotonic)
     points: dict[str, Any] = {
         "version": 2,
-        "model": model.id,
+        "model": model.root or model.id,  # what `vllm serve` takes: the name may be an alias
         "vllm": version,
         "machine": args.machine or _machine(url),
+        "gpu": _gpu(url),
+        "tensor_parallel_size": instance.tensor_parallel_size(url, model.id),
         "beside": len(beside),
         "kv_tokens": kv_tokens,
         "max_num_batched_tokens": args.max_num_batched_tokens,
@@ -335,16 +337,28 @@ def _say(line: str) -> None:
     print(f"profile: {line}", file=sys.stderr, flush=True)
 
 
+def _is_local(url: str) -> bool:
+    """Returns whether the instance runs on this machine."""
+    return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
+
+
+def _gpu(url: str) -> str:
+    """Returns this machine's first GPU, if the instance runs on it; empty without one."""
+    if not _is_local(url):
+        return ""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.SubprocessError):
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        return listed.stdout.partition("\n")[0].strip()
+    return ""
+
+
 def _machine(url: str) -> str:
     """Describes this machine, if the instance runs on it."""
-    if urlsplit(url).hostname not in ("127.0.0.1", "localhost", "::1"):
+    if not _is_local(url):
         return "another machine (describe it with --machine)"
-    with suppress(OSError, subprocess.SubprocessError):
-        command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-        first = listed.stdout.partition("\n")[0].strip()
-        if first:
-            return first
+    if gpu := _gpu(url):
+        return gpu
     cpu = platform.processor() or platform.machine()
     with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()

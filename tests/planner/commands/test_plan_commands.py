@@ -16,8 +16,9 @@ import pytest
 from distserve_scenario import distserve_scenario
 
 from vllm_disagg import cli
+from vllm_disagg.errors import ConfigError
 from vllm_disagg.planner.commands import flags, output, plan
-from vllm_disagg.planner.cost import hardware, speculative
+from vllm_disagg.planner.cost import hardware, known_models, speculative
 from vllm_disagg.planner.cost import model as known_model
 from vllm_disagg.planner.cost.latency import unloaded_prefill
 from vllm_disagg.planner.search.scenario import PerformanceSource, Placement, ReplicaGroup
@@ -35,6 +36,21 @@ def _json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     found = json.loads(capsys.readouterr().out)
     assert isinstance(found, dict)
     return found
+
+
+def _points_file(path: Path, **fields: object) -> str:
+    """Writes measured points with these fields. Returns the path."""
+    prefill = [{"tokens": [n], "seconds": 1e-4 * n} for n in (32, 128, 512)]
+    decode = [{"contexts": [n], "seconds": 0.01} for n in (32, 128, 512)]
+    points = {"version": 2, "path": PATH, "model": "org/m", "kv_tokens": 20000}
+    path.write_text(json.dumps({**points, "prefill": prefill, "decode": decode, **fields}))
+    return str(path)
+
+
+def _planned(*words: str) -> flags.PlanInputs:
+    parser = argparse.ArgumentParser()
+    flags.add_arguments(parser)
+    return flags.read(parser.parse_args(words), 2, "--gpus")
 
 
 def test_closed_form(capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,7 +191,7 @@ def test_a_profile_is_planned_with(capsys: pytest.CaptureFixture[str], tmp_path:
     points = {
         "version": 2,
         "path": PATH,
-        "model": "m",
+        "model": "meta-llama/Llama-3.1-8B-Instruct",
         "kv_tokens": 20000,
         "max_num_batched_tokens": 2048,
     }
@@ -201,25 +217,63 @@ def test_a_profile_is_planned_with(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 def test_a_profile_without_a_model_names_the_one_it_measured(tmp_path: Path) -> None:
-    path = tmp_path / "points.json"
-    prefill = [{"tokens": [n], "seconds": 1e-4 * n} for n in (32, 128, 512)]
-    decode = [{"contexts": [n], "seconds": 0.01} for n in (32, 128, 512)]
-    points = {"version": 2, "path": PATH, "model": "org/m", "kv_tokens": 20000}
-    path.write_text(json.dumps({**points, "prefill": prefill, "decode": decode}))
-    parser = argparse.ArgumentParser()
-    flags.add_arguments(parser)
-    words = ["--profile", str(path), "--link", "none"]
-    planned = flags.read(parser.parse_args(words), 2, "--gpus")
-    assert planned.model == "org/m"
+    path = _points_file(tmp_path / "points.json")
+    assert _planned("--profile", path, "--link", "none").model == "org/m"
 
 
 def test_no_default_is_a_free_handoff() -> None:
     measured = {"live"}  # by the engines themselves
     assert {kind for kind, link in flags.DEFAULT_LINKS.items() if link == "none"} == measured
     alone = PerformanceSource("profile", "points.json")
-    assert flags._default_link("profile", alone) == "eth-25"
+    assert flags._default_link("profile", alone, alone) == "eth-25"
     beside = msgspec.structs.replace(alone, beside=1)
-    assert flags._default_link("profile", beside) == "loopback"
+    assert flags._default_link("profile", beside, beside) == "loopback"
+    elsewhere = msgspec.structs.replace(beside, machine="another")
+    assert flags._default_link("profile", beside, elsewhere) == "eth-25"
+
+
+def test_a_profile_of_another_model_or_version_is_refused(tmp_path: Path) -> None:
+    path = _points_file(tmp_path / "p.json")
+    with pytest.raises(ConfigError, match=r"measured org/m, not llama-3\.1-8b"):
+        _planned("--profile", path, "--model", "llama-3.1-8b")
+    other = _points_file(tmp_path / "d.json", model="org/n")
+    words = ("--profile", path, "--link", "none", "--decode-profile")
+    with pytest.raises(ConfigError, match="--decode-profile: it measured org/n, and --profile org"):
+        _planned(*words, other)
+    assert _planned(*words, _points_file(tmp_path / "d.json", model="/local/M"))
+    with pytest.raises(ConfigError, match="--decode-gpu goes with --gpu"):
+        _planned("--profile", path, "--link", "none", "--decode-gpu", "h100")
+    old = _points_file(tmp_path / "old.json", vllm="0.27.1+cpu")
+    with pytest.raises(ConfigError, match=r"vllm is 0\.27\.1\+cpu; this release works with 0\.28"):
+        _planned("--profile", old, "--link", "none")
+    for fine in ("0.28.0", "0.40.0rc1.dev3+gabc", "a build of mine"):
+        _planned("--profile", _points_file(tmp_path / "p.json", vllm=fine), "--link", "none")
+
+
+def test_a_local_folder_is_another_model_only_by_a_known_name(tmp_path: Path) -> None:
+    """A folder may have any name; profiles of vLLM with an alias have any name, too."""
+    for name in ("model", "Llama-3.1-8B", "Qwen3-32B"):
+        (tmp_path / name).mkdir()
+        config = known_models.MODELS["llama-3.1-8b"]
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    path = _points_file(tmp_path / "p.json", model="meta-llama/Llama-3.1-8B-Instruct")
+    words = ("--profile", path, "--model")
+    for fine in ("model", "model/config.json", "Llama-3.1-8B"):
+        assert _planned(*words, str(tmp_path / fine))
+    with pytest.raises(ConfigError, match=r"not .*Qwen3-32B/config\.json: give the --model"):
+        _planned(*words, str(tmp_path / "Qwen3-32B" / "config.json"))
+    _points_file(tmp_path / "p.json", model="alias")
+    assert _planned(*words, str(tmp_path / "Qwen3-32B"))
+
+
+def test_a_profile_of_several_gpus_is_served_with_as_many(tmp_path: Path) -> None:
+    path = _points_file(tmp_path / "p.json", tensor_parallel_size=2, gpu="NVIDIA H100")
+    planned = _planned("--profile", path, "--link", "none")
+    one = ReplicaGroup(1, 1, 1)
+    lines = output.commands(planned.scenario, Placement(one, one), "org/m")
+    served = [line for line in lines if "serve" in line or " up " in line]
+    assert len(served) == 3 and all("--tensor-parallel-size 2" in line for line in served)
+    assert "counts as one GPU" in output.remarks(planned.scenario, Placement(one, one))[0]
 
 
 @pytest.mark.parametrize(

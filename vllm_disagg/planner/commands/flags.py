@@ -254,7 +254,7 @@ def read(
     kind, prefill, decode, fits = _live_source(args, live) if live else _sources(args)
     rules = args.rules or ("distserve" if kind == "coefficients" else "vllm")
     like_distserve = rules == "distserve"
-    link = args.link or _default_link(kind, prefill)
+    link = args.link or _default_link(kind, prefill, decode)
     _check_handoff(args, prefill, link)
     work = workload.load(args.workload)
     if args.max_model_len:
@@ -305,9 +305,10 @@ def read(
     return PlanInputs(scenario, known_models.servable_name(args.model or prefill.served), fits)
 
 
-def _default_link(kind: str, prefill: PerformanceSource) -> str:
-    """Returns the link of a source of step times."""
-    return "loopback" if prefill.beside else DEFAULT_LINKS[kind]
+def _default_link(kind: str, prefill: PerformanceSource, decode: PerformanceSource) -> str:
+    """Returns the link of sources of step times: of one machine if they had neighbours there."""
+    is_one_machine = prefill.beside and prefill.machine == decode.machine
+    return "loopback" if is_one_machine else DEFAULT_LINKS[kind]
 
 
 def _check_handoff(args: argparse.Namespace, prefill: PerformanceSource, link: str) -> None:
@@ -378,10 +379,15 @@ def _sources(
     _check_source(args)
     if args.profile:
         loaded = model.load(args.model, args.kv_cache_dtype) if args.model else None
-        prefill, fits = _profiled(args.profile, loaded)
+        if args.decode_gpu:
+            raise ConfigError("--decode-gpu goes with --gpu; give --decode-profile")
+        points = _points(args.profile, args.model)
+        prefill, fits = _profiled(args.profile, points, loaded)
         decode = prefill
         if args.decode_profile:
-            decode, decode_fits = _profiled(args.decode_profile, loaded)
+            decode_points = _points(args.decode_profile, args.model)
+            profile.check_pair(points, decode_points)
+            decode, decode_fits = _profiled(args.decode_profile, decode_points, loaded)
             fits += decode_fits
         return "profile", prefill, decode, fits
     if args.decode_profile:
@@ -446,11 +452,18 @@ def _in_nodes(args: argparse.Namespace, gpu: hardware.GpuType) -> hardware.GpuTy
     return msgspec.structs.replace(found, fabric=link.bandwidth * args.node_links / found.node)
 
 
-def _profiled(
-    path: str, loaded: ModelCosts | None
-) -> tuple[PerformanceSource, list[tuple[str, profile.LatencyFit]]]:
-    """Returns the source fitted to a file of points, and the fit with the file's path."""
+def _points(path: str, name: str | None) -> profile.ProfilePoints:
+    """Loads points. Raises ConfigError if they are of another model than the one named."""
     points = profile.load(path)
+    if name:
+        profile.check_model(points, path, name)
+    return points
+
+
+def _profiled(
+    path: str, points: profile.ProfilePoints, loaded: ModelCosts | None
+) -> tuple[PerformanceSource, list[tuple[str, profile.LatencyFit]]]:
+    """Returns the source fitted to a file's points, and the fit with the file's path."""
     fit = profile.fit(points)
     source = PerformanceSource(
         kind="profile",
@@ -461,6 +474,8 @@ def _profiled(
         budget=points.max_num_batched_tokens or 0,
         beside=points.beside,
         served=points.model,
+        machine=points.machine,
+        measured_tp=points.tensor_parallel_size or 1,
         path=PathDelay(points.path.seconds, points.path.seconds_per_token),
     )
     return source, [(path, fit)]

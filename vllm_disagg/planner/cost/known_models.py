@@ -103,6 +103,12 @@ HUB_NAMES = {
 }
 
 
+def known_key(name: str) -> str:
+    """Returns the known model that a name or a folder is of, or empty: also of its variants."""
+    words = f"-{name.rstrip('/').rpartition('/')[2].lower()}-"
+    return next((key for key in MODELS if f"-{key}-" in words), "")
+
+
 def servable_name(name: str) -> str:
     """Returns the name of a model as `vllm serve` takes it."""
     return HUB_NAMES.get(name, name)

@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
+from packaging.version import InvalidVersion, Version
 
 from ...errors import ConfigError
+from ...fleet.conventions import OLDEST_VLLM
+from .known_models import known_key
 from .latency import LinearLatency
 
 Coefficients = tuple[float, float, float]
@@ -67,6 +70,8 @@ class ProfilePoints(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     vllm: str = ""
     machine: str = ""
+    gpu: str = ""
+    tensor_parallel_size: Annotated[int, msgspec.Meta(ge=1)] | None = None
     # Other instances of the machine that were under load during the measurement.
     beside: Annotated[int, msgspec.Meta(ge=0)] = 0
     kv_tokens: int
@@ -127,8 +132,48 @@ def load(path: str) -> ProfilePoints:
     return points
 
 
+def check_model(points: ProfilePoints, path: str, model: str) -> None:
+    """Raises ConfigError if the points are of another model than the one of --model.
+
+    A local folder may have any name: it is of another model only if its name is a known one.
+    """
+    folder = Path(model)
+    is_local = folder.exists()
+    if is_local and folder.is_file():
+        folder = folder.parent
+    wanted = known_key(str(folder.resolve()) if is_local else model)
+    measured = known_key(points.model)
+    if points.model == model or wanted == measured or (is_local and not (wanted and measured)):
+        return
+    raise ConfigError(
+        f"--profile: {path} measured {points.model}, not {model}: give the --model that it"
+        " measured, or a profile of this one"
+    )
+
+
+def check_pair(prefill: ProfilePoints, decode: ProfilePoints) -> None:
+    """Raises ConfigError if P and D were measured with different models."""
+    first, second = (points.model.rpartition("/")[2].lower() for points in (prefill, decode))
+    key = known_key(prefill.model)
+    if first != second and (not key or key != known_key(decode.model)):
+        raise ConfigError(
+            f"--decode-profile: it measured {decode.model}, and --profile {prefill.model}:"
+            " give profiles of one model"
+        )
+
+
+def _is_too_old(vllm: str) -> bool:
+    """Returns whether this release does not work with the vLLM that was measured."""
+    try:
+        return Version(vllm).release[:2] < OLDEST_VLLM.release
+    except InvalidVersion:
+        return False  # of a build without a number
+
+
 def _problem(points: ProfilePoints) -> str:
     """Returns the first invalid field and its value, or an empty text."""
+    if _is_too_old(points.vllm):
+        return f"vllm is {points.vllm}; this release works with {OLDEST_VLLM} and newer"
     for field, value in (
         ("kv_tokens", points.kv_tokens),
         ("max_num_batched_tokens", points.max_num_batched_tokens),

@@ -935,6 +935,8 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a model_type that is not known is read as Llama", "planner/cost/families.py", "    family = FAMILIES.get(kind)\n", "    family = FAMILIES.get(kind, _PLAIN)\n", "tests/planner/cost/test_model_families.py"),
     ("a field of sizes that is not read is ignored", "planner/cost/families.py", "    read.refuse_unread()\n", "", "tests/planner/cost/test_model_families.py"),
     ("each layer of Llama 4 has experts", "planner/cost/families.py", "read.first_number(\"decoder_sparse_step\", \"interleave_moe_layer_step\") or 1", "1", "tests/planner/cost/test_model_families.py"),
+    ("the interval of Llama 4's layers without RoPE is not read", "planner/cost/families.py", "read.number(\"no_rope_layer_interval\", family.window_pattern or 0)", "family.window_pattern or 0", "tests/planner/cost/test_model_families.py"),
+    ("Llama 4 has no interval by default", "planner/cost/families.py", "shared_by_default=1, window_pattern=4)", "shared_by_default=1)", "tests/planner/cost/test_model_families.py"),
     ("a window that is switched off counts", "planner/cost/families.py", " or not read.flag(\"use_sliding_window\", True)", "", "tests/planner/cost/test_model_families.py"),
     ("latent experts are as wide as the model", "planner/cost/layer_sizes.py", "(latent or self.hidden)", "self.hidden", "tests/planner/cost/test_model_families.py"),
     ("K of Gemma 4 has weights of V beside it", "planner/cost/layer_sizes.py", "(1 if shared_kv else 2)", "2", "tests/planner/cost/test_model_families.py"),

@@ -37,6 +37,18 @@ def test_sizes_are_those_of_the_model_card(published: PublishedModel) -> None:
     assert found.active == published.active
 
 
+def test_llama_4_takes_its_layers_without_rope_from_a_list_or_an_interval() -> None:
+    published = next(one for one in MODELS if one.name == "Llama-4-Scout")
+    for fields, full in (
+        ({"no_rope_layers": []}, 12),
+        ({"no_rope_layer_interval": 6}, 8),
+        ({"no_rope_layers": [1] * 47 + [0]}, 1),
+    ):
+        text = {**published.config["text_config"], **fields}
+        kv = families.parse("s", {"model_type": "llama4", "text_config": text}).kv
+        assert {group.window: group.layers for group in kv} == {0: full, 8192: 48 - full}
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [

@@ -127,7 +127,8 @@ def _kinds(read: ConfigReader, family: Family, layers: int, window: int) -> Iter
         return [WINDOWED_TYPES[1] if local else FULL_TYPE for local in no_rope]
     if not window or not read.flag("use_sliding_window", True):
         return [FULL_TYPE] * layers
-    pattern = read.number("sliding_window_pattern", family.window_pattern or 0)
+    interval = read.number("no_rope_layer_interval", family.window_pattern or 0)
+    pattern = read.number("sliding_window_pattern", interval)
     if family.window_pattern is None:
         raise read.error("sliding_window is set, and which layers have it is not known")
     if not pattern:
@@ -187,7 +188,7 @@ FAMILIES: dict[str, Family] = {
     "granite": Family(tied=True),
     "kimi_k2": _LATENT_MOE,
     "llama": _PLAIN,
-    "llama4_text": Family(is_moe=True, shared_by_default=1),
+    "llama4_text": Family(is_moe=True, shared_by_default=1, window_pattern=4),
     "minimax_m2": _MOE,
     "mistral": Family(window_pattern=0),
     "mixtral": Family(is_moe=True, window_pattern=0),

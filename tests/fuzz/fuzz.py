@@ -20,7 +20,7 @@ from fuzz_campaign import MakeTarget, Tally, Target, run
 from fuzz_decoders import DecoderTarget
 from fuzz_files import FileTarget
 from fuzz_proxy import AnswerTarget, BodyTarget, RegistrationTarget, RequestTarget
-from fuzz_transports import ChannelTarget, NixlTarget, TcpTarget
+from fuzz_transports import ChannelTarget, LinkTarget, NixlTarget, TcpTarget
 from fuzz_worker import WorkerTarget
 
 
@@ -35,6 +35,7 @@ TARGETS: dict[str, MakeTarget] = {
     "decoder": DecoderTarget,
     "worker": WorkerTarget,
     "tcp": TcpTarget,
+    "link": LinkTarget,
     "nixl": NixlTarget,
     "channel": ChannelTarget,
     "request": RequestTarget,

@@ -2,8 +2,9 @@
 
     python tests/fuzz/fuzz_engines.py [--seconds SECONDS] [--seed SEED]
 
-Strangers send bytes to every port of P, D and the proxy but those of vLLM's process groups (Gloo,
-on the loopback): by such bytes a plain vLLM dies, too (docs/benchmarks/fuzzing.md). Members of the
+Strangers send bytes to every port of P, D and the proxy, the listener of P's TCP transport among
+them, but none to those of vLLM's process groups (Gloo, on the loopback): by such bytes a plain vLLM
+dies, too (docs/benchmarks/fuzzing.md). Members of the
 fleet send messages of any content to the workers of P and D. In between, and beside them, good
 requests go through the proxy; each answer must be that of a plain vLLM. The last line is JSON.
 Fails after a death, a leak, another answer, or a median of good answers under fire above twice that
@@ -18,7 +19,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -29,6 +31,7 @@ from direct import probe
 from engines import Engine, Process, Proxy, get, wait
 from fuzz import MAX_SLOWDOWN
 from fuzz_ports import HostileProcess, PortTally, Watched, Windows
+from hostile_peers import expect_frames, ports_to_fire_at
 from listening import listening, tree
 
 from vllm_disagg.fleet import keys
@@ -102,25 +105,23 @@ class Fleet:
                 path = Path(f"/proc/{pid}")
                 yield Watched(f"{server.name} {name}", pid, path.exists)
 
-    def ports(self) -> dict[str, list[int]]:
-        """Returns the ports to fire at, by process: all but those of vLLM's process groups."""
-        worker_ports = {
-            int(endpoint.rpartition(":")[2])
-            for engine in (self.prefill, self.decode)
-            for worker in probe(self.key, engine.url).workers
-            for endpoint in (worker.control, worker.data)
-        }
-        http_ports = {server.port for server in self.under_fire}
-        found = {}
+    def listening(self) -> dict[str, set[int]]:
+        """Returns all ports that listen now, by process."""
+        found: dict[str, set[int]] = {}
         for server in self.under_fire:
             for pid, held in listening(_pid(server)).items():
                 name = f"{server.name} {Path(f'/proc/{pid}/comm').read_text().strip()}"
-                ports = {port for _, port in held}
-                if server is not self.proxy:
-                    ports &= worker_ports | http_ports
-                if ports:
-                    found[name] = sorted(ports)
+                found.setdefault(name, set()).update(port for _, port in held)
         return found
+
+    def own_ports(self) -> set[int]:
+        """Returns the ports of HTTP servers, and those that the workers of P and D tell."""
+        told = {server.port for server in self.under_fire}
+        for engine in (self.prefill, self.decode):
+            for worker in probe(self.key, engine.url).workers:
+                for endpoint in (worker.control, worker.data):
+                    told.add(int(endpoint.rpartition(":")[2]))
+        return told
 
 
 def _pid(server: Process) -> int:
@@ -128,9 +129,10 @@ def _pid(server: Process) -> int:
     return server._process.pid
 
 
-def hostile_processes(fleet: Fleet, seed: int) -> list[HostileProcess]:
-    """Starts strangers at all ports, and members at the workers of P and of D."""
-    ports = fleet.ports()
+def hostile_processes(
+    fleet: Fleet, ports: Mapping[str, list[int]], seed: int
+) -> list[HostileProcess]:
+    """Starts strangers at these ports, and members at the workers of P and of D."""
     print(f"fuzz: {json.dumps(ports)}", flush=True)
     listed = ",".join(str(port) for held in ports.values() for port in held)
     made = []
@@ -162,7 +164,15 @@ class AllHostile:
     @property
     def frames(self) -> int:
         """How many were sent."""
-        return sum(part.counts.get("frames", 0) for part in self._parts)
+        return sum(int(part.counts.get("frames", 0)) for part in self._parts)
+
+    @property
+    def by_port(self) -> dict[str, int]:
+        """How many frames of strangers went to each port."""
+        found: Counter[str] = Counter()
+        for part in self._parts:
+            found.update(part.counts.get("by_port", {}))
+        return dict(found)
 
     def kill(self) -> None:
         """Ends all."""
@@ -175,13 +185,15 @@ def fire(seconds: float, seed: int) -> PortTally:
     tally = PortTally()
     with ExitStack() as stack:
         fleet = Fleet(stack)
+        at_start = fleet.listening()
         for _ in range(3):
             fleet.good_answer()
         watched = list(fleet.watched())
         for one in watched:
             one.look(is_warm=False)
         received = fleet.decode.received
-        hostile = AllHostile(hostile_processes(fleet, seed))
+        ports = ports_to_fire_at(at_start, fleet.listening(), fleet.own_ports())
+        hostile = AllHostile(hostile_processes(fleet, ports, seed))
         stack.callback(hostile.kill)
         windows = Windows(hostile, seconds, tally, WINDOW_SECONDS)
         while windows.go_on():
@@ -193,6 +205,8 @@ def fire(seconds: float, seed: int) -> PortTally:
         tally.frames = hostile.frames
         hostile.kill()
         print(f"fuzz: {tally.frames} frames were sent", flush=True)
+        print(f"fuzz: by port, of strangers: {json.dumps(hostile.by_port)}", flush=True)
+        expect_frames(hostile.by_port, {port for held in ports.values() for port in held})
         _judge(fleet, watched, received, tally)
     return tally
 

@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 from fuzz_campaign import descriptors, resident_bytes
+from hostile_peers import expect_frames
 from listening import listening
 from peer import Peer
 
@@ -80,7 +81,7 @@ class HostileProcess:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
         os.setpriority(os.PRIO_PROCESS, self._process.pid, NICE)
-        self.counts: dict[str, int] = {}
+        self.counts: dict[str, Any] = {}
         self._reading = threading.Thread(target=self._read, daemon=True)
         self._reading.start()
 
@@ -301,6 +302,8 @@ async def proxy_port(seconds: float, seed: int) -> PortTally:
         tally.frames = hostile.counts.get("frames", 0)
         tally.bodies = hostile.counts.get("bodies", 0)
         hostile.kill()
+        if not tally.frames or not tally.bodies:
+            raise RuntimeError("no hostile input has met the proxy, which proves nothing")
         await _judge_proxy(tally, watched, world, errors, folder)
         for engine in engines:
             await engine.stop()
@@ -357,7 +360,8 @@ def worker_ports(seconds: float, seed: int, transport: str) -> PortTally:
             _load(p, d)
         ports = {port for held in listening(p.process.pid).values() for _, port in held}
         known = {urlsplit(at).port for at in (p.worker.control, p.worker.data)}
-        assert known <= ports, (known, ports)
+        own = len(known) + (transport == "tcp")  # which listens at a port of its own
+        assert known <= ports and len(ports) == own, (known, ports)
         watched = [
             Watched("P's worker", p.process.pid, lambda: p.process.poll() is None),
             Watched("D's worker", d.process.pid, lambda: d.process.poll() is None),
@@ -377,6 +381,7 @@ def worker_ports(seconds: float, seed: int, transport: str) -> PortTally:
                 one.look(is_warm=windows.is_warm)
         tally.frames = hostile.counts.get("frames", 0)
         hostile.kill()
+        expect_frames(hostile.counts.get("by_port", {}), ports)
         for one in watched:
             one.judge(tally)
         if not tally.deaths:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import socket
@@ -23,6 +24,7 @@ from vllm_disagg.errors import BadMessage
 from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.memory import HostBuffer, HostMemory, MemoryPlace, hasher
 from vllm_disagg.kv.runs import RunList, Runs, are_inside, joined, runs_of, total_bytes
+from vllm_disagg.protocol import messages
 from vllm_disagg.protocol.events import (
     BlocksAtSource,
     PostRead,
@@ -31,11 +33,13 @@ from vllm_disagg.protocol.events import (
     SendPiece,
 )
 from vllm_disagg.protocol.peers import WorkerInfo
+from vllm_disagg.transports import local_links, local_socket
 from vllm_disagg.transports.base import Counters, DriverPort
 from vllm_disagg.transports.collective import channel
 from vllm_disagg.transports.collective import notes as channel_notes
 from vllm_disagg.transports.collective.receiver_end import ReceiverEnd
 from vllm_disagg.transports.collective.sender_end import SenderEnd
+from vllm_disagg.transports.machine_identity import machine_id
 from vllm_disagg.transports.nixl import notes as nixl_notes
 from vllm_disagg.transports.nixl import reads as nixl_reads
 from vllm_disagg.transports.nixl import sender as nixl_sender
@@ -250,6 +254,179 @@ class TcpTarget:
         self.close()
         if (left := descriptors() - self._before) > 0:
             raise Leak(f"{left} descriptors")
+
+
+class LinkTarget:
+    """Links over UNIX sockets between hostile ends: hellos and offers, tokens, packets and seals.
+
+    The hostile end has the fleet's key, so right tokens and seals are among its input. What the
+    worker takes must be what the hostile end has sealed rightly, once.
+    """
+
+    unit: Unit = "frames"
+    batch = 5000
+    MAX_OPEN = 8
+
+    def __init__(self, random: Random) -> None:
+        self._before = descriptors()
+        self._clock = Clock()
+        self._stack = ExitStack()
+        self._stack.enter_context(mock.patch.object(local_links, "time", self._clock))
+        folder = local_socket.create_folder()
+        self._stack.callback(local_socket.remove_folder, folder)
+        self._path = local_socket.path_in(folder)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._stack.callback(self._listener.close)
+        self._listener.bind(self._path)
+        self._listener.listen()
+        self._listener.setblocking(False)
+        self._poller = zmq.Poller()
+        self._offers: list[bytes] = []
+        self._links = local_links.LocalLinks(
+            self._poller,
+            lambda receiver, data: self._offers.append(data),
+            lambda sender, data: None,
+        )
+        self._stack.callback(self._links.close)
+        self._ends: list[local_links.Link] = []  # of links that are open, the oldest first
+        self._sealed: set[bytes] = set()  # frames that the worker has still to take
+        self._numbers = itertools.count()
+
+    def feed(self, random: Random) -> None:
+        """Opens a link at one of both ends, or goes on with an open one."""
+        self._clock.now += random.choice((0.0, 0.1, 6.0))
+        how = random.random()
+        if how < 0.3:
+            self._open_as_receiver(random)
+        elif how < 0.6:
+            self._open_as_sender(random)
+        if self._ends:
+            self._say(random, random.choice(self._ends))
+        while len(self._ends) > self.MAX_OPEN:
+            self._ends.pop(0).close()
+        self._poll()
+
+    def _keep(self, connection: socket.socket, key: bytes, sends: bytes, receives: bytes) -> None:
+        connection.setblocking(False)
+        self._ends.append(local_links.Link(connection, key, sends, receives))
+
+    def _open_as_receiver(self, random: Random) -> None:
+        """Greets the worker, and shows its listener a token: the right one in most cases."""
+        hello = local_links._encode(local_links.LinkHello())
+        if random.random() < 0.2:
+            hello = mutated(random, hello)
+        try:
+            self._links.on_receiver_note(f"r/{random.randrange(4)}", hello)
+        except BadMessage:
+            return
+        offer = local_links._offer.decode(self._offers.pop())
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.connect(offer.path)
+        token = offer.token
+        how = random.random()
+        if how < 0.15:
+            token = mutated(random, token)
+        elif how < 0.3:
+            token = random_bytes(random, 40)
+        connection.send(token)
+        if random.random() < 0.2:  # a stranger that has left before it is looked at
+            connection.close()
+            return
+        if token == offer.token:
+            self._keep(connection, offer.key, local_links.TO_SENDER, local_links.TO_RECEIVER)
+            return
+        # What follows a wrong token must be dropped with it.
+        with contextlib.suppress(OSError):
+            connection.send(random_bytes(random, 100))
+        self._poll()
+        connection.close()
+
+    def _open_as_sender(self, random: Random) -> None:
+        """Makes the worker an offer: of this target's own listener in most cases."""
+        name = f"s/{random.randrange(4)}"
+        nowhere = "tcp://127.0.0.1:1"
+        self._links.connect(WorkerInfo(name, nowhere, nowhere, host=machine_id()))
+        key = random.randbytes(local_links.KEY_BYTES)
+        path = self._path
+        if random.random() < 0.1:
+            path = random.choice(("/tmp/x", "", self._path + "x", "/dev/null"))
+        note = local_links._encode(local_links.LinkOffer(path, random.randbytes(16), key))
+        is_changed = random.random() < 0.2
+        if is_changed:
+            note = mutated(random, note)
+        if random.random() < 0.1:
+            self._links.disconnect(name)
+        with contextlib.suppress(BadMessage):
+            self._links.on_sender_note(name, note)
+        with contextlib.suppress(BlockingIOError):
+            connection, _ = self._listener.accept()
+            connection.recv(100)  # the token
+            if is_changed:  # the key, perhaps
+                connection.close()
+                return
+            self._keep(connection, key, local_links.TO_RECEIVER, local_links.TO_SENDER)
+
+    def _say(self, random: Random, end: local_links.Link) -> None:
+        """Sends some right packets, then perhaps a wrong one, which must end the link."""
+        packet = b""
+        for _ in range(random.randrange(3)):
+            frame = b"%d " % next(self._numbers) + random_bytes(random, 200)
+            packet = end._seal(end._sends, end._sent, frame) + frame
+            try:
+                end.send(frame)
+            except OSError:  # the worker has closed the link
+                self._end(end)
+                return
+            self._sealed.add(frame)
+        if random.random() < 0.4:
+            return
+        wrong = packet  # once more
+        how = random.random()
+        if how < 0.5:
+            frame = random_bytes(random, 200)
+            right = end._seal(end._sends, end._sent, frame) + frame
+            wrong = mutated(random, right)
+            wrong += b"x" * (wrong == right)
+        elif how < 0.6:
+            wrong = random_bytes(random, 60)
+        elif how < 0.65:
+            wrong = bytes(local_links.SEAL_BYTES + messages.MAX_FRAME_BYTES + 9)
+        with contextlib.suppress(OSError):
+            end._connection.send(wrong)
+        self._poll()
+        self._end(end)
+
+    def _end(self, end: local_links.Link) -> None:
+        self._ends.remove(end)
+        end.close()
+
+    def _poll(self) -> None:
+        for _ in range(3):
+            ready = {fd for fd, _ in self._poller.poll(0)}
+            for frame in (*self._links.from_receivers(ready), *self._links.from_senders(ready)):
+                self._sealed.remove(frame)  # KeyError: not sent so, or taken twice
+
+    def finish(self) -> None:
+        """Ends all links; nothing may be left of them."""
+        for end in self._ends:
+            end.close()
+        self._poll()
+        left = [self._links._receivers, self._links._senders, self._links._pending]
+        if any(left):
+            raise Leak(f"links {left}")
+        if len(self._links._tokens) > local_links.MAX_TOKENS:
+            raise Leak(f"{len(self._links._tokens)} tokens")
+        self.close()
+        if self._poller.sockets:
+            raise Leak("descriptors that are polled")
+        if (more := descriptors() - self._before) > 0:
+            raise Leak(f"{more} descriptors")
+
+    def close(self) -> None:
+        """Closes all sockets."""
+        for end in self._ends:
+            end.close()
+        self._stack.close()
 
 
 class ScriptedAgent:

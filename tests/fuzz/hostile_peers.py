@@ -13,6 +13,8 @@ import select
 import socket
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from random import Random
 
 import msgspec
@@ -34,6 +36,28 @@ CURVE = GREETING + b"CURVE".ljust(20, b"\0") + bytes(32)
 HELLO = CURVE + b"\x04\xc8\x05HELLO\x01\x00" + bytes(72) + bytes(120)
 
 
+def ports_to_fire_at(
+    at_start: Mapping[str, set[int]], now: Mapping[str, set[int]], own: set[int]
+) -> dict[str, list[int]]:
+    """Returns all ports but those of vLLM's process groups, by process.
+
+    A process group listens before the first request, and its ports are none of our `own`. A
+    transport's listener opens with the first transfer, so it is among those of `now` only.
+    """
+    spared = set().union(*at_start.values()) - own
+    found = {name: sorted(ports - spared) for name, ports in now.items()}
+    if not set().union(*found.values()) - own:
+        raise RuntimeError("no transport listens at a port of its own")
+    return {name: ports for name, ports in found.items() if ports}
+
+
+def expect_frames(by_port: Mapping[str, int], ports: Iterable[int]) -> None:
+    """Raises RuntimeError if no frame has met one of these ports."""
+    unmet = [port for port in sorted(ports) if not by_port.get(str(port))]
+    if unmet:
+        raise RuntimeError(f"no frame has met the ports {unmet}, which proves nothing of them")
+
+
 class Strangers:
     """Connections without the key, at every port of a worker."""
 
@@ -41,8 +65,13 @@ class Strangers:
         self._ports = ports
         self._random = random
         self._openings = [HELLO, CURVE, GREETING, *corpus("http_requests")]
-        self._open: list[socket.socket] = []
-        self.frames = 0
+        self._open: dict[socket.socket, int] = {}  # to this port
+        self.by_port: Counter[int] = Counter()  # frames
+
+    @property
+    def frames(self) -> int:
+        """How many were sent."""
+        return self.by_port.total()
 
     def step(self) -> None:
         """Makes, uses and leaves some connections."""
@@ -50,8 +79,9 @@ class Strangers:
         while len(self._open) < CONNECTIONS:
             made = socket.socket()
             made.setblocking(False)
-            made.connect_ex(("127.0.0.1", random.choice(self._ports)))
-            self._open.append(made)
+            port = random.choice(self._ports)
+            made.connect_ex(("127.0.0.1", port))
+            self._open[made] = port
         _, writable, _ = select.select([], self._open, [], 0)
         for one in writable:
             frame = random.choice(self._openings)
@@ -61,13 +91,18 @@ class Strangers:
                 frame = random_bytes(random, 500)
             try:
                 one.send(frame)
-                self.frames += 1
+                self.by_port[self._open[one]] += 1
                 is_gone = random.random() < 0.3
             except OSError:
                 is_gone = True
             if is_gone:
                 one.close()
-                self._open.remove(one)
+                del self._open[one]
+
+    def close(self) -> None:
+        """Leaves."""
+        for one in self._open:
+            one.close()
 
 
 class Members:
@@ -125,7 +160,8 @@ def main() -> None:
         time.sleep(ROUND_SECONDS)
         if time.monotonic() > reported + 1.0:
             reported = time.monotonic()
-            print(json.dumps({"frames": strangers.frames + members.frames}), flush=True)
+            counts = {"frames": strangers.frames + members.frames, "by_port": strangers.by_port}
+            print(json.dumps(counts), flush=True)
 
 
 if __name__ == "__main__":

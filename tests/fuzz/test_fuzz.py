@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import socket
+import time
 from random import Random
 
 import pytest
 from fuzz import TARGETS
 from fuzz_campaign import Leak, Tally, Target, Unit, run_batch
+from hostile_peers import Strangers, expect_frames, ports_to_fire_at
 
 SEED = 17
 INPUTS = 400  # of each target
@@ -76,3 +80,31 @@ def test_what_is_left_is_a_leak() -> None:
     target = FailingTarget(Leak("an entry"), after=99)
     run_batch("x", lambda _: target, 5, 7, tally)
     assert (tally.deaths, tally.leaks, tally.frames) == (0, 1, 10)
+
+
+def test_all_ports_are_fired_at_but_those_of_process_groups() -> None:
+    """A transport's listener opens with the first transfer: it was left out once."""
+    at_start = {"P worker": {1, 2, 7}, "P core": {8}, "proxy": {3}}
+    now = {"P worker": {1, 2, 7, 9}, "P core": {8}, "proxy": {3}}
+    own = {1, 2, 3}
+    fired_at = ports_to_fire_at(at_start, now, own)
+    assert fired_at == {"P worker": [1, 2, 9], "proxy": [3]}
+    with pytest.raises(RuntimeError, match="no transport listens"):
+        ports_to_fire_at(at_start, at_start, own)
+
+
+def test_strangers_reach_each_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        ports = [server.getsockname()[1], closed.getsockname()[1]]
+        strangers = Strangers(ports, Random(SEED))
+        until = time.monotonic() + 10
+        while not strangers.frames:
+            assert time.monotonic() < until
+            strangers.step()
+        assert set(strangers.by_port) == {ports[0]}, "nothing was sent where nothing listens"
+        strangers.close()
+    told = json.loads(json.dumps(strangers.by_port))  # as the process tells it
+    expect_frames(told, ports[:1])
+    with pytest.raises(RuntimeError, match=f"no frame has met the ports .{ports[1]}"):
+        expect_frames(told, ports)

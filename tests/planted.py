@@ -254,6 +254,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("host memory is registered by plane", "transports/nixl/agent.py", "            self.regions = joined(self.regions)\n", "            pass\n", "tests/transports/nixl/test_nixl_agent.py"),
     ("allocations of a GPU are registered as one", "transports/nixl/agent.py", "        if self.place.kind != \"VRAM\":\n            self.regions", "        if True:\n            self.regions", "tests/transports/nixl/test_nixl_agent.py"),
     ("an agent is made in a thread without the device", "transports/nixl/agent.py", "        self._memory = memory\n        memory.prepare_thread()\n", "        self._memory = memory\n", "tests/transports/nixl/test_nixl_agent.py"),
+    ("GPU: a thread of device 0 has no context", "kv_connectors/gpu/runtime.py", "        torch.cuda.mem_get_info(self.device)\n", "", "tests/gpu/test_cuda_runtime.py"),
     ("an agent is closed in a thread without the device", "transports/nixl/agent.py", "        self._memory.prepare_thread()\n", "", "tests/transports/nixl/test_nixl_agent.py"),
     ("a closed agent does not wait for the GPU", "transports/nixl/agent.py", "        self._memory.wait_for_device()\n", "", "tests/transports/nixl/test_nixl_agent.py"),
     ("P's memory is read at D's device", "transports/nixl/agent.py", "self._descriptors(remote, place)", "self._descriptors(remote, self.place)", "tests/transports/nixl/test_nixl_agent.py"),

@@ -4,8 +4,9 @@
 is CUDA's. Tests have a simulated one, which runs the same code in any order that CUDA permits.
 
 Rules:
-  1. Each thread calls `use_device` before any other call here. CUDA's current device is a fact of
-     each thread; a thread that does not set it makes a context of 0.5 GB on the first GPU.
+  1. Each thread calls `use_device` before any other call here. CUDA's current device and context
+     are facts of each thread. A thread that does not set its device makes a context of 0.5 GB on
+     the first GPU. Without a context UCX fails, or copies without CUDA IPC.
   2. Work is launched on a stream that the caller names. Only vLLM's thread has a current stream of
      its own: `record_event` without a stream records behind the work that vLLM has launched.
   3. Memory of `empty` and `upload` is used by work of its own stream, or by work that waits for
@@ -99,8 +100,12 @@ class CudaRuntime:
         self.device = device
 
     def use_device(self) -> None:
-        """Selects the device for the calling thread."""
+        """Selects the device for the calling thread, and makes its context current there."""
         torch.cuda.set_device(self.device)
+        # A new thread has device 0 without a context, and torch does nothing where the device is
+        # the same (its issue 155668). UCX calls CUDA's driver, which needs the context. This call
+        # of CUDA sets it. It allocates and launches nothing, so no capture of a graph minds it.
+        torch.cuda.mem_get_info(self.device)
 
     def synchronize(self) -> None:
         """Waits for all streams of the device's context, which UCX shares."""

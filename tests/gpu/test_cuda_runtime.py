@@ -36,6 +36,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         made.append(("leave", entered))
 
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: made.append(("set", device)))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: made.append(("call", device)))
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"current of {device}")
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -46,7 +47,7 @@ def test_a_runtime_makes_no_call_before_its_thread_sets_the_device(calls: list[A
     runtime = CudaRuntime(DEVICE)
     assert calls == []
     runtime.use_device()
-    assert calls == [("set", DEVICE)]
+    assert calls == [("set", DEVICE), ("call", DEVICE)], "without a call there is no context"
 
 
 def test_who_waits_for_an_event_sleeps(calls: list[Any]) -> None:

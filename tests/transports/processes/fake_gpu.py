@@ -7,11 +7,14 @@ memory for their KV if FAKE_DEVICE names their device.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import subprocess
+import threading
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +26,7 @@ SOURCES = Path(__file__).resolve().parents[2] / "gpu" / "fake"
 LIBRARIES = {"cuda.c": "libcuda.so.1", "nvml.c": "libnvidia-ml.so.1"}
 OUT_OF_MEMORY = 2  # CUDA's error
 IS_ON_GPU = "FAKE_DEVICE" in os.environ
+_threads = threading.local()
 
 
 def build(folder: Path) -> None:
@@ -84,11 +88,31 @@ class FakeGpu:
         self._context = ctypes.c_void_p()
         call("cuInit", 0)
         call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
-        self.prepare_thread()
+        self._set_context()
+        # For the whole process: threads call them at the same time.
+        self._torch = importlib.import_module("torch")  # seconds; peers in host memory need none
+        self._torch.cuda.set_device = self._set_device
+        self._torch.cuda.mem_get_info = self._mem_get_info
 
     def prepare_thread(self) -> None:
-        """Makes the device's context current in the calling thread."""
+        """Prepares the calling thread as an engine does, by the true runtime's call."""
+        from kv_connectors.gpu.runtime import CudaRuntime  # needs Triton
+
+        CudaRuntime(self._torch.device("cuda", self.device)).use_device()
+
+    def _set_context(self) -> None:
         call("cuCtxSetCurrent", self._context)
+
+    # As torch.cuda has them.
+    def _set_device(self, device: Any) -> None:
+        # Nothing where the device is the current one: a new thread has device 0, and no context.
+        if device.index != getattr(_threads, "device", 0):
+            _threads.device = device.index
+            self._set_context()
+
+    def _mem_get_info(self, device: Any) -> tuple[int, int]:
+        self._set_context()  # as any call of CUDA's runtime
+        return 0, 0
 
     def allocate(self, size: int) -> Row:
         """Returns new device memory, laid open to numpy."""

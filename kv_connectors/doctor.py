@@ -23,7 +23,12 @@ import torch
 from vllm_disagg.config import Config
 from vllm_disagg.doctor.findings import Report, Status
 from vllm_disagg.kv.layout import LayerLayout, RankLayout, opaque
-from vllm_disagg.transports.nixl.agent import NixlError, rdma_devices, unavailable_reason
+from vllm_disagg.transports.nixl.agent import (
+    NixlError,
+    no_rdma_reason,
+    rdma_devices,
+    unavailable_reason,
+)
 
 from . import transports
 from .gpu import machine, start_checks
@@ -192,8 +197,8 @@ class Examination(Report):
     def examine_peers(self, count: int) -> None:
         """Checks NIXL between two processes, and the access of GPUs to each other's memory."""
         rdma = rdma_devices()
-        names = ", ".join(rdma) or "none: only GPUs of this machine are reached without host memory"
-        self.add(Status.OK, "rdma", names)
+        without = f"{no_rdma_reason()}: only GPUs of this machine are reached without host memory"
+        self.add(Status.OK, "rdma", ", ".join(rdma) or without)
         for first in range(count):
             for second in range(first + 1, count):
                 self.examine_pair(first, second)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from vllm_disagg.config import Config
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.kv.memory import DirectMemory
-from vllm_disagg.transports.nixl.agent import Agent, Job, rdma_devices
+from vllm_disagg.transports.nixl.agent import Agent, Job, no_rdma_reason, rdma_devices
 
 from .machine import GpuInfo
 
@@ -38,7 +38,7 @@ def nixl_obstacle(config: Config, memory: DirectMemory, gpu: GpuInfo) -> str:
     if gpu.is_mig and not rdma_devices():
         return (
             f"GPU {gpu.index} is a MIG instance ({gpu.name}), whose memory CUDA maps into no other"
-            " process, and this machine has no RDMA device"
+            f" process, and {no_rdma_reason()}"
         )
     # Made and closed again: the transport makes its own at the first request, after vLLM has
     # captured its CUDA graphs.

@@ -142,7 +142,7 @@ FAULTS: dict[str, tuple[Callable[[ScriptedMachine], object], str]] = {
     ),
     "an unknown network device": (
         lambda m: m.setenv("UCX_NET_DEVICES", "mlx5_7:1,lo"),
-        "WARN ucx: UCX_NET_DEVICES names mlx5_7:1, which this machine does not have; name some of",
+        "WARN ucx: UCX_NET_DEVICES names mlx5_7:1, which UCX cannot use here; name some of",
     ),
     "few open files": (
         lambda m: m.limits.update({resource.RLIMIT_NOFILE: 1024}),

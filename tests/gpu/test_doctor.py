@@ -41,6 +41,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, count: int = 1, **reported: Any) -
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a < b)
     monkeypatch.setitem(sys.modules, machine.NVML_MODULE, ScriptedNvml())  # type: ignore[arg-type]
     monkeypatch.setattr(doctor, "rdma_devices", lambda: [])
+    monkeypatch.setattr(doctor, "no_rdma_reason", lambda: "no device")
     monkeypatch.setattr(doctor, "unavailable_reason", lambda *_: "nixl is not installed")
     monkeypatch.setattr(doctor.transports, "try_all", lambda *_: ({}, {}))
     monkeypatch.setattr(rates, "SIZES_BYTES", SMALL)
@@ -69,7 +70,7 @@ def test_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         "OK   gpu 0 proof: copies, sums and their order are right (N ms)",
     ]
     assert lines[6:10] == [
-        "OK   rdma: none: only GPUs of this machine are reached without host memory",
+        "OK   rdma: no device: only GPUs of this machine are reached without host memory",
         "OK   gpu 0 and 1: direct access",
         "WARN nixl: nixl is not installed; KV goes through host memory",
         "WARN transport auto: zmq through host memory",

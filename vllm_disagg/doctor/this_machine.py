@@ -144,7 +144,7 @@ def _active_nvlinks() -> int:
 def _examine_devices(report: Report) -> None:
     """Adds RDMA devices and their limit."""
     devices = nixl.rdma_devices()
-    report.ok("rdma", ", ".join(devices) or "no device")
+    report.ok("rdma", ", ".join(devices) or nixl.no_rdma_reason())
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if devices and locked != resource.RLIM_INFINITY:
         report.warn(
@@ -163,7 +163,7 @@ def _examine_ucx(report: Report, device: str) -> None:
     if missing:
         report.warn(
             "ucx",
-            f"UCX_NET_DEVICES names {', '.join(missing)}, which this machine does not have",
+            f"UCX_NET_DEVICES names {', '.join(missing)}, which UCX cannot use here",
             f"name some of {', '.join(sorted(known))}, or unset it",
         )
         return

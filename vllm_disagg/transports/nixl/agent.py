@@ -41,6 +41,8 @@ from ...kv.memory import FRAME_BYTES, ByteBuffer, DirectMemory, MemoryPlace
 from ...kv.runs import RunList, Runs, joined, runs_of
 
 RDMA_DEVICES_PATH = Path("/sys/class/infiniband")
+VERBS_PATH = Path("/sys/class/infiniband_verbs")
+VERBS_FILES_PATH = Path("/dev/infiniband")
 AGENT_GONE_SECONDS = 5.0  # until a closed agent must have no reference any more
 AGENT_GONE_POLL_SECONDS = 0.02
 SPEED_TEST_MILLISECONDS = 2000  # after which measuring ZMQ fails
@@ -68,15 +70,55 @@ def unavailable_reason(config: Config, kv_device: str) -> str:
         return ""
     tcp_is_better = "TCP is as fast here, and accepts only receivers with a token"
     if not rdma_devices():
-        return f"this machine has no RDMA device; {tcp_is_better}"
+        return f"{no_rdma_reason()}; {tcp_is_better}"
     if ipaddress.ip_address(config.host).is_loopback:
         return f"host is loopback, which no RDMA device serves; {tcp_is_better}"
     return ""
 
 
 def rdma_devices() -> list[str]:
-    """Returns the names of this machine's RDMA devices."""
-    return sorted(os.listdir(RDMA_DEVICES_PATH)) if RDMA_DEVICES_PATH.is_dir() else []
+    """Returns the names of the RDMA devices that UCX can use here."""
+    return [name for name, obstacle in rdma_obstacles().items() if not obstacle]
+
+
+def no_rdma_reason() -> str:
+    """Returns why UCX can use no RDMA device here."""
+    found = rdma_obstacles()
+    if not found:
+        return "this machine has no RDMA device"
+    why = "; ".join(f"{name}: {obstacle}" for name, obstacle in found.items())
+    return f"no RDMA device can be used here ({why})"
+
+
+def rdma_obstacles() -> dict[str, str]:
+    """Returns why UCX cannot use each RDMA device of this machine; empty for those that it can."""
+    # A container may see the devices of its host without their files.
+    if not RDMA_DEVICES_PATH.is_dir():
+        return {}
+    files: dict[str, Path] = {}
+    for verbs in VERBS_PATH.glob("uverbs*"):
+        files[_content(verbs / "ibdev")] = VERBS_FILES_PATH / verbs.name
+    return {
+        name: _rdma_obstacle(name, files.get(name))
+        for name in sorted(os.listdir(RDMA_DEVICES_PATH))
+    }
+
+
+def _rdma_obstacle(name: str, file: Path | None) -> str:
+    ports = (RDMA_DEVICES_PATH / name / "ports").glob("*/state")
+    if not any(_content(state).endswith(": ACTIVE") for state in ports):
+        return "no active port"
+    if file is None or not os.access(file, os.R_OK | os.W_OK):
+        return f"no access to {file or VERBS_FILES_PATH}"
+    return ""
+
+
+def _content(file: Path) -> str:
+    # Devices may go while they are looked at.
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
 
 
 def environment(

@@ -70,6 +70,7 @@ from .agent import (
     Job,
     NixlError,
     NixlRefused,
+    no_rdma_reason,
     rdma_devices,
     unavailable_reason,
     zmq_speed,
@@ -831,11 +832,11 @@ def _devices(place: MemoryPlace) -> str:
         found = f"RDMA devices here: {', '.join(devices)}"
     elif place.kind == "VRAM":
         found = (
-            f"there is no RDMA device here, so UCX can only copy from GPU to GPU within this "
+            f"{no_rdma_reason()}, so UCX can only copy from GPU to GPU within this "
             f"machine (KV is on GPU {place.device}; not with MIG, nor from containers apart)"
         )
     else:
-        found = "there is no RDMA device here, so UCX can only take TCP to another machine"
+        found = f"{no_rdma_reason()}, so UCX can only take TCP to another machine"
     settings = [f"{name}={os.environ[name]}" for name in UCX_VARIABLES if name in os.environ]
     if not settings:
         return found

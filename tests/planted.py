@@ -1184,6 +1184,8 @@ MUTANTS: list[tuple[str, ...]] = [
     ("plan --live: waiting for D's step is a part of the path", "planner/commands/engine_profiles.py", " + decode.mean_step_wait()", "", "tests/planner/commands/test_live_engines.py"),
     ("plan --live: no engine is slow", "planner/commands/engine_profiles.py", "            if ratio > SLOW_RATIO:\n", "            if False:\n", "tests/planner/commands/test_live_engines.py"),
     ("plan --live: steps that determine nothing are trusted", "planner/commands/engine_profiles.py", "        if error > MAX_STEP_ERROR:\n", "        if False:\n", "tests/planner/commands/test_live_engines.py"),
+    ("plan --live: larger steps than any seen are trusted", "planner/commands/live.py", "    reason = simulated_steps.beyond(measured, present, profile, document)\n", "    reason = \"\"\n", "tests/planner/commands/test_live_engines.py"),
+    ("plan --live: steps without growth grow by nothing", "sums_fit.py", "    if np.linalg.norm(parts[~held]) >", "    if False and np.linalg.norm(parts[~held]) >", "tests/planner/cost/test_step_fit.py"),
     ("plan --live: a simulation of another deployment is trusted", "planner/commands/engine_profiles.py", "        if abs(simulated[name] - measured) > MAX_MEAN_ERROR * measured:\n", "        if False:\n", "tests/planner/commands/test_live_engines.py"),
     ("plan --live: a restarted engine's sums are taken", "planner/commands/engine_profiles.py", "    if min(steps.values()) < 0:\n", "    if False:\n", "tests/planner/commands/test_live_engines.py"),
     ("plan --live: an overload is booked as slow engines", "planner/commands/live_text.py", "    if queue <= QUEUE_SHARE * ttft:\n", "    if True:\n", "tests/planner/commands/test_live_engines.py"),

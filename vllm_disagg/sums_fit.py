@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     Matrix = NDArray[np.float64]
 
 MAX_CONDITION = 1e8  # of the normal equations: terms that vary together more are one term
+MAX_UNSEEN_SHARE = 1e-3  # of a sample, along directions that no sample of the sums has
 STANDARD_ERRORS = 1.96  # in half of a 95 % interval
 
 Sums = Mapping[str, float]  # by the names of `product_names`
@@ -77,6 +78,37 @@ def fit(sums: Sums, quantities: Sequence[str]) -> SumsFit:
         inverse = np.linalg.inv(scaled) / np.outer(scale[terms], scale[terms])
         covariances[np.ix_(terms, terms)] = max(0.0, least) / freedom * inverse
     return SumsFit(coefficients.tolist(), covariances.tolist())
+
+
+def half_interval_elsewhere(
+    sums: Sums, quantities: Sequence[str], fitted: SumsFit, sample: Sequence[float]
+) -> float:
+    """Returns half of the 95 % interval of the mean seconds of samples unlike those of the sums.
+
+    The covariances of a fit have only the terms that it chose, and another choice may fit as well.
+    So here all terms count. Infinity if the sums hold no such direction: with prompts of one length
+    they do not show what two of them take.
+    """
+    import numpy as np  # noqa: PLC0415 - as in `fit`
+
+    gram, moments, square = _equations(sums, quantities)
+    scale = np.sqrt(np.diag(gram))
+    wanted = np.asarray(sample, dtype=float)
+    present = scale > 0
+    if wanted[~present].any():
+        return math.inf
+    values, vectors = np.linalg.eigh(
+        gram[np.ix_(present, present)] / np.outer(scale[present], scale[present])
+    )
+    parts = vectors.T @ (wanted[present] / scale[present])
+    held = values > values[-1] / MAX_CONDITION
+    if np.linalg.norm(parts[~held]) > MAX_UNSEEN_SHARE * np.linalg.norm(parts):
+        return math.inf
+    found = np.asarray(fitted.coefficients)
+    residual = max(0.0, square - 2 * float(found @ moments) + float(found @ gram @ found))
+    freedom = max(1.0, gram[0, 0] - int(held.sum()))
+    leverage = float((parts[held] ** 2 / values[held]).sum())
+    return STANDARD_ERRORS * math.sqrt(residual / freedom * leverage)
 
 
 def _equations(sums: Sums, quantities: Sequence[str]) -> tuple[Matrix, Matrix, float]:

@@ -186,6 +186,34 @@ def test_a_simulation_that_differs_from_the_deployment_cannot_tell(
     assert found["verdict"] == "cannot tell" and "--workload with a trace" in found["why"]
 
 
+def alike(kind: str) -> MetricSamples:
+    """Returns the page of an engine whose steps have one prompt of 60 tokens, or one sequence."""
+    chance = random.Random(5)
+    found = ProductSums(STEP_QUANTITIES)
+    for _ in range(2000):
+        step = (1, 1, 60, 3600, 0, 0) if kind == "prefill" else (1, 0, 0, 0, 1, 60)
+        true = sum(c * x for c, x in zip(TRUE, step, strict=True))
+        found.add((*step, true * chance.gauss(1, 0.02)))
+    times = (0.001, 0.026) if kind == "prefill" else (0.002, 0.0106)
+    return engine_page(found.take(), *times)
+
+
+def test_larger_steps_than_any_of_the_window_cannot_tell(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All steps of one size show no growth: fitted as a constant, with a tiny error."""
+    pages = {"prefill": [alike("prefill")], "decode": [decode_page()]}
+    fleet(monkeypatch, proxy_window(0.06), pages)
+    found = answer(capsys)
+    assert found["engines"]["prefill"]["error"] < 0.01
+    assert found["verdict"] == "cannot tell" and "prefill steps of " in found["why"]
+    pages = {"prefill": [prefill_page()], "decode": [alike("decode")]}
+    fleet(monkeypatch, proxy_window(0.06), pages)
+    found = answer(capsys)
+    assert found["engines"]["decode"]["error"] < 0.01
+    assert found["verdict"] == "cannot tell" and " sequences, and those" in found["why"]
+
+
 def test_a_gain_on_both_sides_of_the_limit_cannot_tell() -> None:
     assert live._verdict((0.9, 1.05)) == ("keep", "")
     assert live._verdict((1.2, 1.5)) == ("change", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -84,6 +85,21 @@ def test_draws_differ_as_much_as_the_sums_permit_and_are_repeatable() -> None:
     times = sorted(base + slope * 8000 for base, slope in drawn)
     half = found.fit.half_interval([1, 0, 0, 0, 20, 8020])
     assert half / 2 < (times[-1] - times[0]) / 2 < 3 * half
+
+
+def test_steps_unlike_all_others_are_known_by_how_others_grow() -> None:
+    noisy = step_fit.fit_steps(sums("d", 400, noise=0.1))
+    errors = [noisy.error_elsewhere([1, 0, 0, 0, n, 450 * n]) for n in (20, 60, 400)]
+    assert all(0.005 < error < 0.05 for error in errors), "they differ enough"
+    assert noisy.error_elsewhere([1, 1, 100, 1e4, 0, 0]) == math.inf, "no prompt was computed"
+    alike = ProductSums(STEP_QUANTITIES)
+    for number in range(100):
+        alike.add((1, 1, 100, 10_000, 0, 0, 0.03 + 1e-5 * (number % 7)))
+    found = step_fit.fit_steps(alike.take())
+    assert found.error_elsewhere([1, 1, 100, 10_000, 0, 0]) < 0.001
+    assert found.error_elsewhere([1, 1, 400, 40_000, 0, 0]) == math.inf
+    exact = step_fit.fit_steps(sums("p"))
+    assert exact.error_elsewhere([1, 1, 4000, 8e6, 0, 0]) < 1e-3
 
 
 def test_a_hand_off_has_a_fixed_part_and_one_by_bytes() -> None:

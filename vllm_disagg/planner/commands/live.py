@@ -33,7 +33,7 @@ from ..search.advice import MIN_GAIN_RATIO
 from ..search.scenario import Placement, ReplicaGroup, Scenario
 from ..simulation import workload
 from ..simulation.simulator import simulate
-from . import engine_profiles, flags
+from . import engine_profiles, flags, simulated_steps
 from .live_text import cannot_tell, doubt, text
 from .metric_page import MetricSamples, MetricWindow, parse
 from .output import describe
@@ -327,9 +327,11 @@ def judge_measured(
     document["setting"]["latency"] = dict.fromkeys(("prefill", "decode"), "the engines' own steps")
     waits = doubt(traffic.queue, traffic.ttft)
     document["overloaded"] = bool(waits)
-    reason = engine_profiles.unexplained(means, traffic.ttft, traffic.tpot)
+    reason = simulated_steps.beyond(measured, present, profile, document)
     # A queue that grows has no mean to compare.
-    if reason and not waits:
+    if not reason and not waits:
+        reason = engine_profiles.unexplained(means, traffic.ttft, traffic.tpot)
+    if reason:
         document |= {"verdict": "cannot tell", "right": False, "why": reason}
     return document
 

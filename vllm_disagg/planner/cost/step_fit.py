@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from ...product_sums import HANDOFF_QUANTITIES, STEP_QUANTITIES
-from ...sums_fit import Sums, SumsFit, fit
+from ...sums_fit import Sums, SumsFit, fit, half_interval_elsewhere
 from .latency import LinearLatency
 
 MIN_STEPS = 30  # of a kind, for a fit of its time
@@ -50,6 +50,12 @@ class StepFit(msgspec.Struct, frozen=True):
         """Returns half of the 95 % interval of a step's mean seconds, as a share of them."""
         seconds = self.fit.value(sample)
         return self.fit.half_interval(sample) / seconds if seconds > 0 else float("inf")
+
+    def error_elsewhere(self, sample: Sequence[float]) -> float:
+        """Returns the same of a step that the engines may not have had; infinity: not known."""
+        seconds = self.fit.value(sample)
+        half = half_interval_elsewhere(self.sums, STEP_QUANTITIES, self.fit, sample)
+        return half / seconds if seconds > 0 else float("inf")
 
     def prompt_step(self) -> list[float]:
         """Returns the mean step with tokens of prompts, without the sequences beside them."""

@@ -76,6 +76,7 @@ class Decode:
         policy: str,
         monkeypatch: pytest.MonkeyPatch,
         speculative: dict[str, Any] | None = None,
+        chunk: int = CHUNK,
     ) -> None:
         (folder / "config.json").write_text(json.dumps(MODEL))
         keys.create(str(folder / "key"))
@@ -89,7 +90,7 @@ class Decode:
         config = EngineArgs(
             model=str(folder),
             max_model_len=1024,
-            max_num_batched_tokens=CHUNK,
+            max_num_batched_tokens=chunk,
             max_num_seqs=64,
             skip_tokenizer_init=True,
             enable_prefix_caching=True,
@@ -168,6 +169,10 @@ class Decode:
             ]
         return output
 
+    def cached_tokens(self, name: str) -> int:
+        """Returns how many tokens of a prompt its prefix cache would give to another request."""
+        return int(self.vllm.kv_cache_manager.get_computed_blocks(self.vllm.requests[name])[1])
+
     def loading(self) -> set[str]:
         return {name for name, leg in self.side._legs.legs.items() if leg.waits_for_kv}
 
@@ -218,6 +223,23 @@ def test_a_failed_load_is_computed_beside_a_stream_of_loads(
         if "leg0" in d.answered:
             break
     assert "leg0" in d.answered and at < 120
+
+
+@pytest.mark.parametrize("is_good", [True, False])
+def test_only_a_good_load_enters_the_prefix_cache(
+    is_good: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failed load's blocks hold other bytes than their hashes tell."""
+    d = Decode(tmp_path, 94, "fcfs", monkeypatch, chunk=4 * BLOCK)
+    d.ask("leg", 1)
+    d.step()
+    assert d.loading() == {"leg"} and d.cached_tokens("leg") == 0
+    report = "loaded" if is_good else "failed"
+    d.step(**{report: {"leg"}})
+    assert d.cached_tokens("leg") == 0, "vLLM takes a report with its next step"
+    d.step()
+    # Whole blocks of all tokens but the last, or those that this step has computed.
+    assert d.cached_tokens("leg") == (LENGTH - 1) // BLOCK * BLOCK if is_good else 4 * BLOCK
 
 
 def test_failed_loads_are_computed_beside_new_loads_of_higher_priority(

@@ -2,15 +2,17 @@
 
 import argparse
 import asyncio
+import contextlib
 import signal
 import socket
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from proxy_world import Call, ScriptedEngine, World
+from proxy_world import Call, ScriptedEngine, World, answer, until
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet import keys
 from vllm_disagg.proxy import flags
@@ -243,6 +245,58 @@ async def test_sigterm_lets_running_requests_end(tmp_path: Path) -> None:
         if process.returncode is None:
             process.kill()
         w.close()
+        await d.stop()
+
+
+@contextlib.asynccontextmanager
+async def proxy_of(p: ScriptedEngine, d: ScriptedEngine, folder: Path) -> AsyncIterator[World]:
+    """Runs a proxy in a process of its own, which is killed at the end."""
+    key = folder / "key"
+    key.write_text((b"k" * 32).hex())
+    key.chmod(0o600)
+    flags = ["--prefill", p.url, "--decode", d.url, "--port", "0", "--key-file", str(key)]
+    process = await start(*flags)
+    w = World([p], [d])
+    try:
+        assert process.stdout
+        w.port = int((await process.stdout.readline()).decode().rsplit(":", 1)[1])
+        await w.until_ready()
+        yield w
+    finally:
+        process.kill()
+        await process.wait()
+        w.close()
+
+
+async def test_a_killed_proxy_ends_its_requests_at_both_engines(tmp_path: Path) -> None:
+    """Engines abort a request whose connection has ended. A new proxy needs no state of the old."""
+    held: dict[str, Call] = {}
+
+    async def script(call: Call) -> None:
+        if call.body.get("prompt") == "hi":
+            await answer(call)
+            return
+        if call.leg == "decode":
+            await call.stream()
+            await call.event("a")
+        held[call.leg] = call
+        await call.gone.wait()
+
+    p, d = ScriptedEngine("p", "prefill", script), ScriptedEngine("d", "decode", script)
+    await p.start()
+    await d.start()
+    try:
+        async with proxy_of(p, d, tmp_path) as w:
+            await w.start(prompt="held", stream=True)
+            await until(lambda: set(held) == {"prefill", "decode"}, 10)
+            assert not any(call.gone.is_set() for call in held.values())
+        for call in held.values():
+            await asyncio.wait_for(call.gone.wait(), 10)
+        async with proxy_of(p, d, tmp_path) as w:
+            assert (await w.post()).status == 200
+            assert p.legs("prefill")[-1].body["prompt"] == "hi", "P and D have served it"
+    finally:
+        await p.stop()
         await d.stop()
 
 

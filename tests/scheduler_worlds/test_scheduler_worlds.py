@@ -68,6 +68,16 @@ def test_small_pools_preempt() -> None:
     assert preempted > 5
 
 
+def test_d_preempts_requests_whose_prompts_were_loaded() -> None:
+    """P has room, so each preemption is one at D, where each request begins with a load."""
+    small = EngineSetup(pool_factor=1.0, prefix_cache=False)
+    setup = replace(PLAIN, prefill=ROOMY, decode=small, concurrency=12, requests=12)
+    worlds = [run_world(seed, setup, is_calm=True) for seed in range(10)]
+    assert sum(world.counts["preemptions"] for world in worlds) > 5
+    assert {load for world in worlds for load in world.loads} == {"load ok"}
+    assert sum(world.loads["load ok"] for world in worlds) > 60
+
+
 def test_a_router_of_the_standard_handshake_moves_the_kv_of_each_prompt() -> None:
     setup = replace(PLAIN, routed_share=1.0, prefill=ROOMY, decode=ROOMY)
     handovers = loads = 0

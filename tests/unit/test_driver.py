@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -17,6 +18,7 @@ import zmq
 
 from vllm_disagg.config import Config
 from vllm_disagg.driver import GPU_WINDOW_BYTES, WINDOW_BYTES, BlockSummer, Driver
+from vllm_disagg.errors import BadMessage
 from vllm_disagg.fleet import keys
 from vllm_disagg.kv import reshard
 from vllm_disagg.kv.block_sums import SummedBlocks, layer_sum
@@ -26,6 +28,7 @@ from vllm_disagg.kv.memory import HostMemory, MemoryPlace
 from vllm_disagg.protocol import events, messages
 from vllm_disagg.transports.posted_reads import PostedReads
 from vllm_disagg.transports.zmq import control, half_open
+from vllm_disagg.transports.zmq.transport import ZmqTransport
 
 LAYERS, BLOCKS, BLOCK_SIZE = 4, 32, 16
 KEY = keys.FleetKey(b"k" * keys.KEY_BYTES)
@@ -325,6 +328,104 @@ def test_what_vllm_has_withdrawn_is_never_confirmed(
         events.Reason.BLOCKS_REVOKED,
         events.Reason.BLOCKS_RELEASED,
     ), report
+
+
+def test_a_reader_that_comes_back_behind_the_lease_gets_no_reused_blocks(
+    start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P is cut off from D in the middle of a load, and computes another prompt into the blocks."""
+    theirs, ours = memory(4096, 1), memory(4096, None)
+    fast = {"keepalive_interval": 0.1}
+    p = start(theirs, lease=1.5, **fast)
+    d = start(ours, peer_timeout=8.0, piece_bytes=4096, window_bytes=8192, **fast)
+    transfer, decode = "0b" * 16, messages.decode_at_sender
+    seen: list[messages.AtSender] = []
+    is_cut = False
+
+    def decode_if_not_cut(data: bytes) -> messages.AtSender:
+        nonlocal is_cut
+        message = decode(data)
+        if is_cut:
+            raise BadMessage("lost in the network")
+        seen.append(message)
+        is_cut = isinstance(message, messages.ReadRequest) and not any(
+            isinstance(one, messages.ReadRequest) for one in seen[:-1]
+        )
+        return message
+
+    monkeypatch.setattr(messages, "decode_at_sender", decode_if_not_cut)
+    prefill(p, transfer, [1, 2, 3], 48)
+    d.submit([wanted(p, d, transfer, [1, 2, 3], 0, 48)])
+    assert outcome(p) == events.ReleaseBlocks(transfer, delivered=False), "the lease is over"
+    for layer in theirs.planes:
+        for plane in layer:
+            plane[1:4] = 77
+    is_cut = False
+    report = outcome(d)
+    assert isinstance(report, events.LoadResult)
+    assert report.reason is events.Reason.UNKNOWN_TRANSFER and report.bytes_landed, report
+
+
+def test_a_slow_network_is_no_failure(
+    start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load takes longer than D waits for a message, and than for bytes."""
+    theirs, ours = memory(4096, 1), memory(4096, None)
+    fast = {"keepalive_interval": 0.1, "piece_bytes": 16384, "window_bytes": 32768}
+    p, d = start(theirs, **fast), start(ours, peer_timeout=2.0, **fast)
+    send = ZmqTransport.send
+
+    def send_slowly(self: ZmqTransport, piece: events.SendPiece) -> None:
+        time.sleep(0.4)
+        send(self, piece)
+
+    monkeypatch.setattr(ZmqTransport, "send", send_slowly)
+    transfer = "0c" * 16
+    prefill(p, transfer, [1, 2, 3, 4], 64)
+    load = wanted(p, d, transfer, [1, 2, 3, 4], 0, 64)
+    began = time.monotonic()
+    d.submit([msgspec.structs.replace(load, stall_timeout=2.0)])
+    report = outcome(d)
+    assert isinstance(report, events.LoadResult) and report.reason is None, report
+    assert time.monotonic() - began > 2.0
+    assert all(
+        np.array_equal(here[1:5], there[1:5])
+        for layer, other in zip(ours.planes, theirs.planes, strict=True)
+        for here, there in zip(layer, other, strict=True)
+    )
+
+
+def test_peers_that_answer_no_handshake_delay_no_other_load(start: Callable[..., Driver]) -> None:
+    """They accept connections, and never say a byte."""
+    p, d = start(memory(64, 1)), start(memory(64, None), peer_timeout=4.0)
+    with contextlib.ExitStack() as stack:
+        for at in range(8):
+            silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            endpoint = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+            load = wanted(p, d, f"{at:02x}" * 16, [10 + at], 0, 3)
+            hung = msgspec.structs.replace(
+                p.worker, name=f"hung{at}/0", control=endpoint, data=endpoint, host="elsewhere"
+            )
+            d.submit([msgspec.structs.replace(load, sources=[hung])])
+        prefill(p, "ab" * 16, [1], 3)
+        began = time.monotonic()
+        d.submit([wanted(p, d, "ab" * 16, [1], 0, 3)])
+        report = outcome(d)
+        assert isinstance(report, events.LoadResult) and report.transfer == "ab" * 16, report
+        assert report.reason is None and time.monotonic() - began < 3.0
+        found = outcomes(d, 8)
+        assert {one.reason for one in found} == {events.Reason.PEER_TIMEOUT}, found
+
+
+def outcomes(driver: Driver, count: int) -> list[events.LoadResult]:
+    """Returns this many ended loads, which may come in one turn."""
+    found: list[events.LoadResult] = []
+    end = time.monotonic() + 10
+    while len(found) < count:
+        assert time.monotonic() < end, found
+        found += [one for one in driver.take() if isinstance(one, events.LoadResult)]
+        time.sleep(0.001)
+    return found
 
 
 def test_an_idle_pair_does_not_wake_up(start: Callable[..., Driver]) -> None:

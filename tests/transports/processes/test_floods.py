@@ -9,16 +9,20 @@ import selectors
 import socket
 import time
 from collections.abc import Iterator
+from random import Random
 from urllib.parse import urlsplit
 
 import msgspec
 import pytest
+from listening import listening
 from peer import Peer
 
 from vllm_disagg.transports.zmq import half_open
 
 CROWD = 1000  # connections of strangers, renewed as they are closed
 SECONDS = 4.0
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"  # of ZMQ
+OPENINGS = (b"", b"GET / HTTP/1.1\r\n\r\n", GREETING, GREETING + b"CURVE".ljust(20, b"\0"))
 
 
 @pytest.fixture
@@ -103,3 +107,28 @@ def test_a_flood_of_silent_connections_is_bounded(peers: tuple[Peer, Peer]) -> N
     while descriptors(p) > before + 20:
         assert time.monotonic() < end, (before, descriptors(p))
         time.sleep(0.05)
+
+
+def test_garbage_at_each_port_stops_no_load() -> None:
+    """Ports of control, data and TCP. `tests/fuzz` has more bytes and more ports."""
+    p, d = Peer(settings={"transport": "tcp"}), Peer(seed=None, settings={"transport": "tcp"})
+    random = Random(17)
+    try:
+        while not d("received").get("tcp"):  # type: ignore[attr-defined]
+            assert "reason=None" in load(p, d)
+        ports = {port for held in listening(p.process.pid).values() for _, port in held}
+        assert len(ports) == 3
+        before = descriptors(p)
+        for at in range(30):
+            for port in ports:
+                with socket.create_connection(("127.0.0.1", port)) as stranger:
+                    stranger.sendall(random.choice(OPENINGS) + random.randbytes(2000 * (at % 3)))
+            assert "reason=None" in load(p, d)
+        end = time.monotonic() + 10
+        while descriptors(p) > before + 5:
+            assert time.monotonic() < end, (before, descriptors(p))
+            time.sleep(0.05)
+        assert p("digest 3") == d("digest 3")
+    finally:
+        p.stop()
+        d.stop()

@@ -3,16 +3,15 @@
     python scripts/pack_gpu.py pack OUT [--limit MIB] [--leave-out PATTERN] SPEC...
     python scripts/pack_gpu.py unpack FOLDER SITE
 
-`pack`: each SPEC is a wheel's path, or something for `pip download --no-deps` (vllm==0.26.0,
+`pack`: each SPEC is a wheel's path, or something for `pip download --no-deps` (vllm==0.32.0,
 nvidia-nccl-cu13>=2.30.4). OUT gets files of at most --limit MiB (64) and a manifest with their
-SHA-256. --leave-out drops members of the wheels (`*_vllm_fa2_C*`: 130 MB of vLLM 0.26's 304 that
-Hopper does not use). `unpack`: checks all of it, puts the wheels together and unzips them into
-SITE; then
+SHA-256. --leave-out drops members of the wheels, as kernels of other GPUs. `unpack`: checks all of
+it, puts the wheels together and unzips them into SITE; then
 
     PYTHONPATH=SITE VLLM_NCCL_SO_PATH=SITE/nvidia/nccl/lib/libnccl.so.2 vllm serve ...
 
-For what the reference GPU machine lacks (torch 2.11, CUDA 13, Python 3.12): vllm==0.26.0 and
-nvidia-nccl-cu13>=2.30.4; two ranks on one GPU need that NCCL and NCCL_MULTI_RANK_GPU_ENABLE=1.
+vLLM 0.28.0 and 0.32.0 are built for torch 2.13: where the machine has another, name torch and its
+libraries, too. Two ranks on one GPU need NCCL >= 2.30.4 and NCCL_MULTI_RANK_GPU_ENABLE=1.
 """
 
 from __future__ import annotations

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[2] / "scripts/pack_gpu.py"
+from packaging.version import Version
+
+from vllm_disagg.fleet.conventions import OLDEST_VLLM
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts/pack_gpu.py"
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -50,3 +56,10 @@ def test_pack_unpack_and_their_errors(tmp_path: Path) -> None:
             and done.stderr.startswith("pack_gpu: ")
             and "Traceback" not in done.stderr
         ), done
+
+
+def test_the_recipe_packs_a_vllm_that_the_connector_supports() -> None:
+    for file in (SCRIPT, ROOT / "docs/how-to/run-on-gpus.md"):
+        versions = re.findall(r"vllm==([\d.]+)", file.read_text())
+        assert versions, file
+        assert all(Version(version) >= OLDEST_VLLM for version in versions), file

@@ -887,6 +887,8 @@ MUTANTS: list[tuple[str, ...]] = [
     ("each larger read registers another buffer", "transports/nixl/reads.py", "self.agent.buffer(rounded)", "self.agent.buffer(size)", "tests/transports/nixl"),
     ("NCCL: a scatter that fails half-way is over at once", "kv_connectors/gpu/staging.py", "                failure = error\n", "                raise\n", "tests/gpu/test_device_memory.py"),
     ("GPU: a peer's axes end the driver", "kv/tiles.py", "        if names.count(\"h\") != 1 or names.count(\"c\") != 1 or \"t\" not in names:", "        if False:", "tests/kv/test_tiles.py"),
+    ("GPU: an engine moves KV though the proof has found a difference", "kv_connectors/worker.py", "            raise ProofFailed(difference)\n", "            log.debug(difference)\n", "tests/gpu/test_bad_machines.py"),
+    ("proof: kernel blocks are taken for blocks", "kv_connectors/gpu/proof.py", "        part if part.shape[0] == num_blocks else part.unflatten(0, (num_blocks, -1))\n", "        part[:num_blocks]\n", "tests/gpu/test_layout_matrix.py"),
     ("GPU: an engine goes on beside a UCX that hangs", "kv_connectors/gpu/start_checks.py", "    if made.is_over:\n", "    if True:\n", "tests/gpu/test_bad_machines.py"),
     ("a piece behind sources that hang stops all others", "protocol/receiver.py", "        return now - since < self.peer_timeout\n", "        return True\n", "tests/protocol/test_receiver.py"),
     ("a piece of more than half the window stops all others", "protocol/receiver.py", "        if self.transfers[name].pieces[number].credit > self.window_bytes // 2:\n            return False\n", "", "tests/protocol/test_receiver.py"),

@@ -14,6 +14,9 @@ P's blocks are gathered and scattered into other blocks of D, whose cache has an
 blocks. Then the whole buffer of D must equal a second one, in which the same blocks were assigned
 through vLLM's own views: so each byte is right, and neighbours, padding and other blocks are as
 before. Bytes move by the planes' arithmetic; each 40th case by our kernels in Triton's interpreter.
+
+The proof that a worker makes at its start runs over D's cache before: it must find no difference,
+leave each byte as it was, and launch no more than what fits into 200 ms on a GPU.
 """
 
 from __future__ import annotations
@@ -21,10 +24,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from types import SimpleNamespace
@@ -33,6 +37,9 @@ from typing import Any, NamedTuple, cast
 import before_vllm  # noqa: F401 - its name puts it before vLLM
 import plane_arithmetic
 import torch
+from counted_launches import MAX_LAUNCHES_BY_LAYER, CountedLaunches
+from simulated_gpu import KERNELS
+from torch.utils._python_dispatch import _disable_current_modes
 from vllm.config import CacheConfig
 from vllm.model_executor.layers.mamba.mamba_utils import (
     MambaStateDtypeCalculator,
@@ -71,6 +78,7 @@ from vllm.v1.worker.utils import (
 from kv_connectors.gpu import kernels
 from kv_connectors.gpu.layout import device_layout
 from kv_connectors.gpu.memory import DeviceMemory
+from kv_connectors.gpu.proof import MIN_BLOCKS, StartProof
 from kv_connectors.gpu.runtime import Runtime
 from kv_connectors.kv_layout import RankCache
 from vllm_disagg.kv import reshard
@@ -116,7 +124,7 @@ OTHER_BACKENDS = {
 HEADS = 2
 HEAD_SIZE = 16  # of backends that take any
 LAYERS = 3
-BLOCKS = 7  # of P; the prompt has two in each of up to three groups
+BLOCKS = MIN_BLOCKS  # of P; the prompt has two in each of up to three groups
 WINDOW_TOKENS = 24
 STATE_FLOATS = 331
 KDA_HEAD_SIZE = 8
@@ -186,29 +194,67 @@ def _cache_dtypes(backend: Any) -> list[str]:
 
 
 class HostRuntime:
-    """The part of a `Runtime` that moves need, in host memory, where all work ends at once."""
+    """The part of a `Runtime` that moves and the proof need, in host memory.
+
+    All work ends at once, so the order of copies is not proved here.
+    """
 
     device = torch.device("cpu")
 
     def __init__(self, *, is_interpreted: bool) -> None:
-        """Chooses between our kernels in the interpreter and the planes' arithmetic."""
-        self._move = kernels.move if is_interpreted else plane_arithmetic.move
+        """Chooses between our kernels in the interpreter and what does the same on the host."""
+        self.is_interpreted = is_interpreted
+        self.launches = 0
 
     def new_stream(self) -> None:
         """Returns no stream: nothing waits."""
+
+    def current_stream(self) -> None:
+        """Returns no stream, either."""
+
+    def record_event(self, stream: Any = None) -> Any:
+        """Returns an event that is reached."""
+        return SimpleNamespace(synchronize=lambda: None)
 
     def empty(self, size: int, stream: Any) -> torch.Tensor:
         """Returns bytes of any content."""
         return torch.empty(size, dtype=torch.uint8)
 
+    def pinned(self, size: int) -> torch.Tensor:
+        """Returns bytes of any content."""
+        return torch.empty(size, dtype=torch.uint8)
+
     def upload(self, numbers: Sequence[int], stream: Any) -> torch.Tensor:
         """Returns the numbers as int64."""
-        return torch.tensor(numbers)
+        made = torch.tensor(numbers)
+        made.numbers = tuple(numbers)  # type: ignore[attr-defined] # for `simulated_gpu`
+        self.launches += 1
+        return made
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+        """Copies bytes."""
+        self._run(lambda: target.copy_(source))
+
+    def delay(self, stream: Any) -> None:
+        """Does nothing: nothing waits."""
+        self.launches += 1
 
     def launch(self, stream: Any, kernel: Any, *arguments: Any, **keywords: Any) -> None:
-        """Moves blocks: nothing else is launched here."""
-        assert kernel is kernels.move
-        self._move(*arguments, **keywords)
+        """Does what a kernel does."""
+        run: Callable[..., Any]
+        if self.is_interpreted:
+            run = kernel
+        elif kernel is kernels.move:
+            run = plane_arithmetic.move
+        else:
+            run = KERNELS[kernel](*arguments)[0]
+            arguments = ()
+        self._run(lambda: run(*arguments, **keywords))
+
+    def _run(self, work: Callable[[], object]) -> None:
+        self.launches += 1
+        with _disable_current_modes():  # it counts once, whatever it does on the host
+            work()
 
 
 @dataclass
@@ -217,6 +263,7 @@ class Rank:
 
     config: KVCacheConfig
     views: dict[str, torch.Tensor]  # of the layers with KV of their own, by vLLM
+    names: list[str]  # of these layers, in the order of our memory
     memory: DeviceMemory  # ours
     raw: torch.Tensor  # the whole buffer
 
@@ -363,7 +410,7 @@ def allocated(
     raw.set_(next(iter(views.values())).untyped_storage())
     fill(raw, number + blocks)
     memory = DeviceMemory(found.planes, found.shape, cast(Runtime, runtime))
-    return Rank(config, own, memory, raw)
+    return Rank(config, own, found.names, memory, raw)
 
 
 def copied(rank: Rank) -> Rank:
@@ -373,7 +420,7 @@ def copied(rank: Rank) -> Rank:
     for name, view in rank.views.items():
         whole = raw.view(view.dtype)
         views[name] = whole.as_strided(view.size(), view.stride(), view.storage_offset())
-    return Rank(rank.config, views, rank.memory, raw)
+    return Rank(rank.config, views, rank.names, rank.memory, raw)
 
 
 def fill(raw: torch.Tensor, seed: int) -> None:
@@ -539,8 +586,42 @@ def forget_tails(ranks: Sequence[Rank], here: list[GroupBlocks], tokens: int) ->
                     last[token // size, :, token % size] = 0
 
 
-def is_right(case: Case, backend: Any, runtime: HostRuntime) -> bool:
-    """Returns whether D's caches are what vLLM's views make of them. Raises RefusedByVllm."""
+@dataclass
+class Proofs:
+    """What the proofs at start have cost."""
+
+    milliseconds: list[float]  # on this CPU, beside the count of launches; not interpreted
+    launches_by_layer: float = 0.0  # the most of any case: on a GPU they bound the time
+
+    def prove(self, rank: Rank, runtime: HostRuntime) -> None:
+        """Makes the proof over a cache; AssertionError if it finds a difference."""
+        launched_before = runtime.launches
+        started_at = time.perf_counter()
+        with CountedLaunches() as launches:
+            proof = StartProof(rank.memory, rank.views, rank.names, rank.config.num_blocks)
+            difference = proof.difference()
+        assert not difference, f"a false alarm of the proof at start: {difference}"
+        if not runtime.is_interpreted:
+            self.milliseconds.append((time.perf_counter() - started_at) * 1000)
+        count = launches.count + runtime.launches - launched_before
+        self.launches_by_layer = max(self.launches_by_layer, count / len(rank.names))
+        assert self.launches_by_layer <= MAX_LAUNCHES_BY_LAYER, "too many for 200 ms on a GPU"
+
+    def report(self) -> dict[str, Any]:
+        """Returns the costs for the result."""
+        return {
+            "count": len(self.milliseconds),
+            "cpu_ms_median": round(statistics.median(self.milliseconds), 1),
+            "cpu_ms_max": round(max(self.milliseconds), 1),
+            "launches_by_layer_max": round(self.launches_by_layer),
+        }
+
+
+def is_right(case: Case, backend: Any, runtime: HostRuntime, proofs: Proofs) -> bool:
+    """Returns whether D's caches are what vLLM's views make of them. Raises RefusedByVllm.
+
+    The proof at start is made over the first one; what it leaves behind would be seen.
+    """
     parallelism, _, into = case.model.partition("into ")
     senders, receivers = 1, 1
     if parallelism.startswith("tp "):
@@ -552,13 +633,15 @@ def is_right(case: Case, backend: Any, runtime: HostRuntime) -> bool:
     if is_other_size:
         # Two blocks and a part of a third, of the larger ones; D has its own first one.
         tokens = 2 * max(case.block_size, of_reader.block_size) + 5
-        blocks = -(-tokens // min(case.block_size, of_reader.block_size)) + 1
+        needed = -(-tokens // min(case.block_size, of_reader.block_size)) + 1
+        blocks = max(needed, MIN_BLOCKS)
     sources = [allocated(case, backend, runtime, at, senders, blocks) for at in range(senders)]
     repeat_shared_heads(sources)
     readers = [
         allocated(of_reader, backend, runtime, at, receivers, blocks + 1) for at in range(receivers)
     ]
     expected = [copied(rank) for rank in readers]
+    proofs.prove(readers[0], runtime)
     there = group_blocks(sources[0].config, tokens, seed=1)
     here = group_blocks(readers[0].config, tokens, seed=2, cached_blocks=int(is_other_size))
     workers = [
@@ -580,11 +663,12 @@ def run(every: int = 1, *, verbose: bool = False) -> dict[str, Any]:
     """Returns the counts of all cases, or of each `every`-th one."""
     known = backends()
     found: Counter[str] = Counter(right=0, refused=0, wrong=0, interpreted=0)
+    proofs = Proofs([])
     for number, case in enumerate(list(cases(known))[::every]):
         is_interpreted = number % INTERPRETED_EVERY == 0
         runtime = HostRuntime(is_interpreted=is_interpreted)
         try:
-            outcome = "right" if is_right(case, known[case.backend], runtime) else "wrong"
+            outcome = "right" if is_right(case, known[case.backend], runtime, proofs) else "wrong"
             found["interpreted"] += is_interpreted
         except RefusedByVllm as refusal:
             outcome = "refused"
@@ -596,7 +680,8 @@ def run(every: int = 1, *, verbose: bool = False) -> dict[str, Any]:
         if outcome == "wrong":
             print("wrong:", *case, file=sys.stderr)
         found[outcome] += 1
-    return {**found, "backends": len(known), "layouts": len(KVCacheLayout)}
+    counts = {"backends": len(known), "layouts": len(KVCacheLayout)}
+    return {**found, **counts, "start_proofs": proofs.report()}
 
 
 def main() -> None:
@@ -606,6 +691,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="take each N-th case only")
     parser.add_argument("--verbose", action="store_true", help="print why vLLM refuses")
     args = parser.parse_args()
+    torch.set_num_threads(1)  # cases are small, and other work runs beside them
     began = time.monotonic()
     found = run(args.every, verbose=args.verbose)
     if args.json:

@@ -24,7 +24,7 @@ pytest.importorskip("triton", reason="there is no Triton here")
 from kv_connectors import kv_layout
 from kv_connectors.connector import DisaggConnector
 from kv_connectors.engine_description import shared_gpu
-from kv_connectors.gpu import machine, start_checks
+from kv_connectors.gpu import layout, machine, proof, start_checks
 from kv_connectors.metadata import FailedProof, Handshake
 from kv_connectors.worker import WorkerSide
 from vllm_disagg.config import Config
@@ -107,6 +107,22 @@ def test_a_gpu_without_memory_for_copies(monkeypatch: pytest.MonkeyPatch) -> Non
         " --gpu-memory-utilization, or piece_bytes"
     )
     with pytest.raises(ConfigError, match=r"15 MiB are free .* does not start"):
+        worker("fail").register_kv_caches(caches_on_the_gpu(monkeypatch))
+
+
+def prove_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the proof at start find a difference."""
+    ScriptedCuda(monkeypatch)
+    found: Any = (SimpleNamespace(planes=[]), ["a"])
+    monkeypatch.setattr(layout, "device_memory", lambda *_: found)
+    missed = SimpleNamespace(difference=lambda: "layer a: other bytes", proves_order=True)
+    monkeypatch.setattr(proof, "StartProof", lambda *_: missed)
+
+
+def test_a_copy_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    prove_wrong(monkeypatch)
+    assert line_at_start(worker(), monkeypatch) == "layer a: other bytes"
+    with pytest.raises(ConfigError, match=r"^KV transfers are off: layer a: .* does not start"):
         worker("fail").register_kv_caches(caches_on_the_gpu(monkeypatch))
 
 

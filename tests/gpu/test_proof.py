@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from counted_launches import MAX_LAUNCHES_BY_LAYER, CountedLaunches
 
 from vllm_disagg.kv.layout import LayerLayout, RankLayout, opaque
 
@@ -214,31 +214,12 @@ def test_a_control_without_power_is_no_fault_and_is_noted() -> None:
     assert made.difference() == "" and not made.proves_order
 
 
-class CountedLaunches(TorchDispatchMode):
-    """Counts torch's operations, but views and allocations: on a GPU each is a launch.
-
-    Triton's interpreter, too, makes tensors over memory that is there.
-    """
-
-    ALLOCATIONS = frozenset(("empty", "empty_like", "new_empty", "set_"))
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = op.overloadpacket.__name__
-        self.count += not op.is_view and name not in self.ALLOCATIONS
-        return op(*args, **(kwargs or {}))
-
-
 def test_the_proof_launches_little() -> None:
-    """The start may take 200 ms: of 80 layers that leaves 15 us for each of 160 launches."""
     caches = allocated("bf16", KVCacheLayout.LBHNC)
     device_memory = memory_of(caches)
     with CountedLaunches() as launches:
         assert difference(caches, device_memory) == ""
-    assert 50 * LAYERS < launches.count <= 160 * LAYERS
+    assert 50 * LAYERS < launches.count <= MAX_LAUNCHES_BY_LAYER * LAYERS
 
 
 def test_too_few_blocks_are_no_proof() -> None:

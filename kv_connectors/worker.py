@@ -111,13 +111,13 @@ class WorkerSide:
         self._drafts_later = has_draft and compat.drafts_here(self._vllm_config)
         try:
             memory, names = self._memory(caches)
+            chosen = transports.chosen(self._config, kv_device(caches))
+            chosen = self._without_obstacles(chosen, memory)
         except ProofFailed as error:
             self._stay_off(str(error))
             return
         self._layers = FinalLayers(names)
         self._layout = memory.shape
-        chosen = transports.chosen(self._config, kv_device(caches))
-        chosen = self._without_obstacles(chosen, memory)
         self._driver = Driver(
             self._config, self._key, memory, self._rank, chosen, self._loaded_sums
         )
@@ -213,7 +213,10 @@ class WorkerSide:
     def _without_obstacles(
         self, chosen: dict[str, MakeTransport], memory: Memory
     ) -> dict[str, MakeTransport]:
-        """Returns the chosen transports, without NIXL if it cannot serve this GPU's memory."""
+        """Returns the chosen transports, without NIXL if it cannot serve this GPU's memory.
+
+        Raises ProofFailed if UCX hangs.
+        """
         if self._gpu is None or "nixl" not in chosen or not isinstance(memory, DirectMemory):
             return chosen
         from .gpu.start_checks import nixl_obstacle  # noqa: PLC0415 - as above

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllm_disagg.config import Config
-from vllm_disagg.errors import ConfigError
+from vllm_disagg.errors import ProofFailed
 from vllm_disagg.kv.memory import DirectMemory
 from vllm_disagg.transports.nixl.agent import Agent, Job, no_rdma_reason, rdma_devices
 
@@ -33,7 +33,7 @@ def memory_shortage(gpu: GpuInfo, piece_bytes: int) -> str:
 def nixl_obstacle(config: Config, memory: DirectMemory, gpu: GpuInfo) -> str:
     """Returns why NIXL cannot serve this GPU's memory; empty if UCX has registered it.
 
-    Takes seconds, in a thread for that. Raises ConfigError if UCX does not come to an end.
+    Takes seconds, in a thread for that. Raises ProofFailed if UCX does not come to an end.
     """
     if gpu.is_mig and not rdma_devices():
         return (
@@ -47,8 +47,9 @@ def nixl_obstacle(config: Config, memory: DirectMemory, gpu: GpuInfo) -> str:
         return ""
     if made.is_over:
         return made.error
-    # Not plain, either: vLLM captures CUDA graphs next, which calls of CUDA in that thread break.
-    raise ConfigError(
+    # Not by ZMQ: that thread may hold what the driver's calls of CUDA wait for. A plain engine may
+    # end, too: if the thread calls CUDA while vLLM captures graphs, the capture raises.
+    raise ProofFailed(
         f"UCX has not started within {NIXL_START_SECONDS:.0f} s on GPU {gpu.index}: set transport"
         " to zmq in kv_connector_extra_config, or mend UCX"
     )

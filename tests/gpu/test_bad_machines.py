@@ -194,17 +194,31 @@ def test_a_gpu_that_nixl_serves_keeps_it(monkeypatch: pytest.MonkeyPatch) -> Non
     assert closed == ["agent"], "the transport makes its own at the first request"
 
 
-def test_an_engine_does_not_go_on_beside_a_ucx_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its thread may call CUDA while vLLM captures graphs."""
+@pytest.fixture
+def hanging_ucx(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     goes_on = threading.Event()
     agent = SimpleNamespace(close=goes_on.wait)
     monkeypatch.setattr(start_checks, "Agent", lambda *_: agent)
     monkeypatch.setattr(start_checks, "NIXL_START_SECONDS", 0.05)
-    try:
-        with pytest.raises(ConfigError, match=r"UCX has not started .* set transport to zmq"):
-            start_checks.nixl_obstacle(Config(), memory(), GPU)
-    finally:
-        goes_on.set()
+    yield
+    goes_on.set()
+
+
+@pytest.mark.usefixtures("hanging_ucx")
+def test_a_ucx_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread may hold what calls of CUDA wait for, so no transport is used beside it."""
+    line = "UCX has not started within 0 s on GPU 1: set transport to zmq in"
+    for policy in ("recompute", "fail"):
+        made = worker(policy, transport="nixl")
+        made._gpu = GPU
+        monkeypatch.setattr(made, "_memory", lambda caches: (memory(), ["a"]))
+        if policy == "recompute":
+            assert line_at_start(made, monkeypatch).startswith(line)
+            assert made.take_results() == (set(), set(), set())
+        else:
+            with pytest.raises(ConfigError, match=f"transfers are off: {line} .* does not start"):
+                made.register_kv_caches(caches_on_the_gpu(monkeypatch))
+        made.close()
 
 
 def handshakes(*gpus: str) -> list[Handshake]:

@@ -14,6 +14,7 @@
  *   FAKE_CUDA_SEED        of the random order (the process id)
  *   FAKE_CUDA_MEMORY      bytes of device memory in this process (8 GiB)
  *   FAKE_CUDA_NO_IPC      set: no memory can be shared with other processes, as with MIG
+ *   FAKE_CUDA_FIRST_VMM   set: nor can the first allocation, as memory of cuMemCreate
  *
  * fake_cuda_count() returns the totals that tests look at; fake_cuda_delay() sets the delay.
  */
@@ -304,6 +305,7 @@ typedef struct {
     size_t size; /* 0: freed */
     int device;
     int descriptor; /* by which other processes map it; -1 of their memory */
+    int is_vmm;
     uint64_t id;
 } Allocation;
 
@@ -360,6 +362,7 @@ static Result add(Allocation one, Address *address)
     pthread_mutex_lock(&memory_lock);
     if (one.address != 0 && allocation_count < MAX_ALLOCATIONS) {
         one.id = ++last_id;
+        one.is_vmm = one.id == 1 && getenv("FAKE_CUDA_FIRST_VMM") != NULL;
         allocations[allocation_count++] = one;
         *address = one.address;
         result = SUCCESS;
@@ -454,6 +457,8 @@ static Result pointer_attribute(void *value, int attribute, Address address)
         *(int *)value = found.device;
         break;
     case POINTER_IS_LEGACY_IPC_CAPABLE:
+        *(int *)value = is_device && !found.is_vmm;
+        break;
     case POINTER_MAPPED:
         *(int *)value = is_device;
         break;
@@ -523,7 +528,7 @@ Result cuIpcGetMemHandle(Handle *handle, Address address)
     if (getenv("FAKE_CUDA_NO_IPC") != NULL) {
         return NOT_SUPPORTED;
     }
-    if (!is_known(address, &found) || found.descriptor < 0) {
+    if (!is_known(address, &found) || found.descriptor < 0 || found.is_vmm) {
         return INVALID_VALUE;
     }
     SharedMemory shared = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from vllm_disagg.transports.nixl import notes
 from vllm_disagg.transports.nixl.path import (
     LARGE_READS,
     MAX_PROBE_TRIES,
@@ -103,3 +104,13 @@ def test_a_late_answer_is_ignored() -> None:
     )
     probe.on_count(probe.turn, 8, 1.0)
     assert probe.step is ProbeStep.QUIET and probe.tries == 0
+
+
+def test_a_small_read_takes_some_of_each_registration() -> None:
+    """KV may be where CUDA exports nothing, beside a test region that it does export."""
+    nonce = notes.NONCE_BYTES
+    test = (9 << 20, notes.TEST_REGION_BYTES)
+    info = notes.AgentInfo("a#1", b"", [(4096, 1 << 20), (8 << 20, 8), test], test, b"n" * nonce)
+    last = (test[0] + test[1] - nonce, nonce)
+    expected = [(test[0], nonce), (4096, nonce), (8 << 20, 8), (test[0], nonce), last]
+    assert notes.sampled_runs(info).tolist() == [list(run) for run in expected]

@@ -46,6 +46,7 @@ KEY = keys.FleetKey(b"k" * keys.KEY_BYTES)
 HERE = Path(__file__).resolve()
 # A peer has the first GPU, and the tests the second one.
 FIRST_GPU = {"FAKE_DEVICE": "0"} if fake_gpu.IS_ON_GPU else {}
+FAR = 1 << 36  # bytes behind all memory of a sender
 
 
 class Peer:
@@ -113,7 +114,7 @@ class Liar:
             case "short":
                 runs[:, 1] -= 1
             case "unregistered":
-                runs[:, 0] = 1 << 20
+                runs[:, 0] += FAR
         return runs
 
     def plane_places(self) -> list[list[Plane]]:
@@ -127,7 +128,7 @@ class Liar:
             case "short":
                 return place._replace(row_bytes=place.row_bytes - 1)
             case "unregistered":
-                return place._replace(base=1 << 20)
+                return place._replace(base=place.base + FAR)
         return place
 
     def regions(self) -> Runs:
@@ -136,7 +137,9 @@ class Liar:
 
             honest = nixl_notes.AgentInfo
             nixl_notes.AgentInfo = lambda regions, **others: honest(  # type: ignore[assignment,misc]
-                regions=[*regions, (1, 1 << 40)], **others
+                # What begins where memory is registered passes the probe.
+                regions=[(address, 2 * FAR) for address, _ in regions],
+                **others,
             )
         return super().regions()  # type: ignore[misc]
 

@@ -273,6 +273,15 @@ def test_memory_that_cannot_be_shared(
     assert "MIG" in line, line
 
 
+def test_kv_that_cannot_be_shared_beside_a_test_region_that_can(
+    start: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with vLLM's cuMem allocator (sleep mode): of the memory, only KV is of cuMemCreate."""
+    source, sink = start(Source, env={"FAKE_CUDA_FIRST_VMM": "1"}), start(Sink)
+    line = refusal(sink, source, caplog)
+    assert "reads end only with the peer's help" in line, line
+
+
 # The doctor ---------------------------------------------------------------------------------------
 def doctors_rates(monkeypatch: pytest.MonkeyPatch, *options: str) -> list[rates.Rate]:
     monkeypatch.setattr(rates, "SIZES_BYTES", doctor_source.SIZES_BYTES)

@@ -209,6 +209,17 @@ def registered(info: AgentInfo) -> Runs:
     return joined(runs_of(info.regions))
 
 
+def sampled_runs(info: AgentInfo) -> Runs:
+    """Returns the begin of each registration, between the nonces at both ends of the test region.
+
+    KV may be of an allocator whose memory CUDA exports to no process, unlike the test region.
+    """
+    address, size = info.test
+    begins = [(start, min(length, NONCE_BYTES)) for start, length in info.regions]
+    last = (address + size - NONCE_BYTES, NONCE_BYTES)
+    return runs_of([(address, NONCE_BYTES), *begins, last])
+
+
 def decode_runs(note: PieceRuns) -> Runs:
     """Returns the runs of a note. Raises BadMessage for none, and for those of no memory."""
     if not note.runs or len(note.runs) % RUN_BYTES:

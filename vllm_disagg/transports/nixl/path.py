@@ -7,7 +7,7 @@ that dies would end a prefill engine.
 The duration of a read proves nothing on a busy machine. So the sender counts how often it lets UCX
 work, and reports the count on request. States of a probe (`ProbeStep`):
 
-    CONNECTING  one small read, with as much help (ProbeLook) as it takes
+    CONNECTING  one small read of all registered memory, with as much help (ProbeLook) as it takes
     QUIET       no request for help, for QUIET_SECONDS
     COUNTING    ProbeProgress --> ProbeProgressReply(count)
     READING     a small read, then LARGE_READS large ones

@@ -368,11 +368,11 @@ class NixlTransport:
             now = time.monotonic()
 
     def _read_test(self, source: NixlSource, large: bool) -> None:
-        """Reads the whole test region of a sender, or only the nonce at its begin."""
+        """Reads the whole test region of a sender, or a few bytes of all that it has registered."""
         assert self._ready is not None and source.agent_info is not None
-        address, size = source.agent_info.test
-        if not large:
-            size = notes.NONCE_BYTES
+        info = source.agent_info
+        remote_runs = runs_of([info.test]) if large else notes.sampled_runs(info)
+        size = total_bytes(remote_runs)
         buffer = self._ready.reads.take_buffer(size)
         if buffer is None:
             self._lose(source, "registering memory for the test read failed")
@@ -386,7 +386,7 @@ class NixlTransport:
             self._ready.reads.give_back(buffer)
             self._lose(source, str(error))
             return
-        runs = (runs_of([(buffer.address, size)]), runs_of([(address, size)]))
+        runs = cut(runs_of([(buffer.address, size)]), remote_runs)
         opened = self._read(source, runs, size, None, buffer)
         # Ended within the call. An open one ends in `_poll_reads`.
         if opened is not None and opened.read is None:
@@ -403,7 +403,7 @@ class NixlTransport:
             return
         nonce = source.agent_info.nonce
         # UCX authenticates no peer, so only the nonce, which came over the control channel, proves
-        # whose memory this is. Of a small read both are the same bytes.
+        # whose memory this is.
         end = opened.size - notes.NONCE_BYTES
         try:
             first = bytes(opened.buffer.load(0, notes.NONCE_BYTES))

@@ -197,8 +197,9 @@ class DeviceMemory:
     # The driver's thread: for ZMQ, through pinned host memory -------------------------------------
     # Each call waits for its own copy, of one piece, and for nothing else: 4 MiB take 0.2 ms at 25
     # GB/s, plus what the GPU takes to schedule one kernel beside those of the forward pass. A
-    # window of 64 pieces that D requests at once holds the driver for 64 of them, some 10 ms. That
-    # is little against `peer_timeout`, so these copies have no thread of their own.
+    # window of 64 pieces that D requests at once holds the driver for 64 of them, some 10 ms, and
+    # several receivers are served by turns. That is little against `peer_timeout`, so these copies
+    # have no thread of their own.
     def read(self, extent: Extent, blocks: Sequence[int]) -> list[memoryview]:
         """Returns the bytes of an extent in frames of at most `FRAME_BYTES`.
 

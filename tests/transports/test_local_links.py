@@ -144,6 +144,21 @@ def test_many_messages_take_several_turns(pair: tuple[Worker, Worker]) -> None:
     assert len(p.received()[0]) == 5
 
 
+def test_no_peer_waits_for_all_messages_of_another(worker: Callable[[], Worker]) -> None:
+    """Each may cost P the copy of a piece from its GPU, and D asks for 64 at once."""
+    p = worker()
+    receivers = {f"d/{number}": worker() for number in range(8)}
+    for name, d in receivers.items():
+        link(p, d, name)
+    for name, d in receivers.items():
+        for _ in range(local_links.MESSAGES_PER_TURN):
+            assert d.links.send_to_sender(P.name, name.encode())
+    ready = {fd for fd, _ in p.poller.poll(0)}
+    frames = [frame.decode() for frame in p.links.from_receivers(ready)]
+    turns = [frames[start : start + 8] for start in range(0, len(frames), 8)]
+    assert turns == [list(receivers)] * local_links.MESSAGES_PER_TURN
+
+
 def test_a_longer_message_than_is_allowed_ends_the_link(pair: tuple[Worker, Worker]) -> None:
     p, d = pair
     link(p, d)

@@ -193,23 +193,37 @@ class LocalLinks:
         return self._receive(self._senders, ready)
 
     def _receive(self, links: dict[str, Link], ready: Collection[object]) -> Iterator[bytes]:
-        # A copy: a message that is handled may close a link, or replace it by a newer one.
-        for peer, link in [(peer, link) for peer, link in links.items() if link.fileno() in ready]:
-            for _ in range(MESSAGES_PER_TURN):
-                if links.get(peer) is not link:
-                    break
-                try:
-                    frame = link.receive()
-                except BlockingIOError:
-                    break
-                except OSError:
-                    frame = b""
-                # Also an empty message, which no worker sends.
-                if not frame:
-                    self._close(links, peer)
-                    break
-                _mark_used(links, peer)
-                yield frame
+        reading = {peer: link for peer, link in links.items() if link.fileno() in ready}
+        # By turns, as ZMQ's sockets do. The answer to a message may be a piece that is copied from
+        # a GPU first, and a receiver asks for 64 at once: no other peer may wait for all of them.
+        for _ in range(MESSAGES_PER_TURN):
+            if not reading:
+                return
+            # A copy: a link without a message is left out from then on.
+            for peer, link in list(reading.items()):
+                frame = self._next_message(links, peer, link)
+                if frame:
+                    yield frame
+                else:
+                    del reading[peer]
+
+    def _next_message(self, links: dict[str, Link], peer: str, link: Link) -> bytes:
+        """Returns the next message of a link, empty without one; closes a link that has ended."""
+        # A message that was handled may have closed the link, or replaced it by a newer one.
+        if links.get(peer) is not link:
+            return b""
+        try:
+            frame = link.receive()
+        except BlockingIOError:
+            return b""
+        except OSError:
+            frame = b""
+        # Also an empty message, which no worker sends.
+        if frame:
+            _mark_used(links, peer)
+        else:
+            self._close(links, peer)
+        return frame
 
     def _last_messages(self, link: Link) -> Iterator[bytes]:
         """Yields what has arrived on a link, and closes it."""

@@ -72,6 +72,12 @@ QUANTIZATIONS: dict[str, dict[str, Any]] = {
     "fp8": {"quant_method": "fp8"},
     "fp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
 }
+# As the config.json of nvidia/MiniMax-M2.5-NVFP4: aiconfigurator-core 0.12.0 has a copy.
+MINIMAX_NVFP4 = {
+    **QUANTIZATIONS["fp4"],
+    "ignore": ["lm_head", "model.layers.*.block_sparse_moe.gate", "model.layers.*.self_attn*"],
+    "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+}
 IRLS_ROUNDS = 8
 IRLS_FLOOR = 0.03  # relative errors below it weigh the same
 
@@ -79,7 +85,7 @@ IRLS_FLOOR = 0.03  # relative errors below it weigh the same
 class ServingSettings(NamedTuple):
     """What the script of a run gave to `vllm serve`."""
 
-    is_kv_fp8: bool
+    is_kv_fp8: bool  # by a flag; a checkpoint may have it too
     utilization: float  # of a GPU's memory
     budget: int  # tokens of a step
 
@@ -150,7 +156,9 @@ def load() -> dict[MeasuredRun, RunTimes]:
 def costs(model: str, precision: str, is_kv_fp8: bool) -> ModelCosts:
     """Returns the sizes of a model at a precision."""
     config = {k: v for k, v in CONFIGS[model].items() if k != "quantization_config"}
-    if precision:
+    if (model, precision) == ("MiniMax-M2.5", "fp4"):
+        config["quantization_config"] = MINIMAX_NVFP4
+    elif precision:
         config["quantization_config"] = QUANTIZATIONS[precision]
     if is_kv_fp8:
         config["kv_cache_dtype"] = "fp8"
@@ -274,7 +282,7 @@ class RooflineBefore:
         self._model = model
         flops = gpu.flops * 0.55 * tp
         speed = gpu.bandwidth * 0.60 * tp
-        weights = model.dense * model.weight_bytes + model.head * model.embedding_bytes
+        weights = model.dense_bytes + model.head * model.embedding_bytes
         self._weights = weights / speed
         self._expert = model.expert * model.expert_bytes / speed
         self._token = 2 * (model.dense + model.expert * model.active) / flops
@@ -437,9 +445,10 @@ def least_tpot(run: MeasuredRun) -> float:
     prompts = (run.clients - 1) / answer
     contexts = run.clients * (prompt + answer / 2)
     read = sum(g.layers * g.token_bytes / min(run.tp, g.heads) for g in model.kv) * contexts
-    weights = (model.dense * model.weight_bytes + model.head * model.embedding_bytes) / run.tp
+    weights = (model.dense_bytes + model.head * model.embedding_bytes) / run.tp
     attention = model.attention / 2 * prompt**2 / gpu.flops
-    products = 2 * model.dense * (prompts * prompt + run.clients) / gpu.rate(model.compute)
+    dense = sum(group.parameters / gpu.rate(group.dtype) for group in model.products)
+    products = 2 * dense * (prompts * prompt + run.clients)
     # Matrix products read their weights while they compute.
     memory = weights / gpu.bandwidth
     return read / gpu.bandwidth + max(memory, products / run.tp) + prompts * attention / run.tp

@@ -6,14 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from model_configs import MODELS, PublishedModel
 
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.planner.cost import families, hardware, model
-from vllm_disagg.planner.cost.kernels import H100
+from vllm_disagg.planner.cost.kernels import H100, kernel_times
 from vllm_disagg.planner.cost.latency import InstanceShape, RooflineLatency
-from vllm_disagg.planner.cost.sizes import KvLayers, ModelCosts
+from vllm_disagg.planner.cost.sizes import KvLayers, ModelCosts, StoredProducts
 
 LLAMA = {
     "model_type": "llama",
@@ -87,6 +88,10 @@ def _quantized(**fields: Any) -> ModelCosts:
     return families.parse("m", {**LLAMA, "quantization_config": fields})
 
 
+def _stored(width: float, dtype: str, parameters: float) -> StoredProducts:
+    return StoredProducts(dtype, parameters, width * parameters)
+
+
 def test_weights_have_the_width_of_their_quantization() -> None:
     nvfp4 = {"weights": {"num_bits": 4, "type": "float", "group_size": 16}}
     int4 = {"weights": {"num_bits": 4, "type": "int", "group_size": 32}}
@@ -102,7 +107,7 @@ def test_weights_have_the_width_of_their_quantization() -> None:
         ({"quant_method": tensors, "config_groups": {"group_0": fp8}}, (1.0, "fp8")),
     ):
         found = _quantized(**fields)
-        assert (found.weight_bytes, found.compute) == width, fields
+        assert found.products == (_stored(*width, found.dense),), fields
         assert found.embedding_bytes == 2.0
     with pytest.raises(ConfigError, match="weights of one width"):
         _quantized(quant_method=tensors, config_groups={"group_0": nvfp4, "group_1": fp8})
@@ -112,11 +117,116 @@ def test_names_that_are_no_list_skip_nothing() -> None:
     assert _quantized(quant_method="fp8", ignore=7) == _quantized(quant_method="fp8")
 
 
-def test_attention_that_is_not_quantized_keeps_its_width() -> None:
-    plain = _quantized(quant_method="fp8")
-    kept = _quantized(quant_method="fp8", ignore=["lm_head", "re:.*self_attn.*"])
-    attention = 32 * 4096 * 128 * (2 * 32 + 2 * 8)
-    assert kept.stored_bytes - plain.stored_bytes == pytest.approx(attention)
+HEAD = 4096 * 128  # parameters of one head's projection
+ATTENTION = HEAD * (2 * 32 + 2 * 8)
+MLP = 3 * 4096 * 14336
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("re:.*self_attn.*", 32 * ATTENTION),
+        ("self_attn", 32 * ATTENTION),
+        ("*.self_attn.*", 32 * ATTENTION),
+        ("model.layers.*.self_attn", 32 * ATTENTION),
+        ("re:.*mlp\\.(gate|up|gate_up|down)_proj.*", 32 * MLP),
+        ("model.layers.3.self_attn*", ATTENTION),
+        ("model.language_model.layers.3.self_attn.q_proj", HEAD * 32),
+        ("language_model.model.layers.3.self_attn.qkv_proj", HEAD * (32 + 2 * 8)),
+        ("re:language_model.model.layers.3.mlp.*", MLP),
+        ("model.layers.1*", ATTENTION + MLP),
+        ("model.layers.31", ATTENTION + MLP),
+        # Not counted: norms, gates, vision, layers for drafts, the head.
+        ("model.layers.3.self_attn.k_norm", 0),
+        ("model.layers.3.linear_attn.in_proj_ba", 0),
+        ("model.layers.3.mlp.gate", 0),
+        ("model.layers.3.mlp.shared_expert_gate", 0),
+        ("gate", 0),
+        ("lm_head", 0),
+        ("model.layers.32*", 0),
+        ("mtp.layers.0*", 0),
+        ("vision_tower.encoder.layers.3.self_attn.q_proj", 0),
+        ("visual.blocks.3.attn.qkv", 0),
+    ],
+)
+def test_a_module_that_is_skipped_stays_bf16(name: str, plain: float) -> None:
+    found = _quantized(quant_method="fp8", ignore=["model.norm", name])
+    parameters = {group.dtype: group.parameters for group in found.products}
+    assert parameters.get("bf16", 0) == plain
+    assert parameters["fp8"] == 32 * (ATTENTION + MLP) - plain
+    assert found.dense_bytes == parameters["fp8"] + 2 * plain
+
+
+def _published(name: str, *skipped: str, **fields: Any) -> ModelCosts:
+    """Parses a published model as NVFP4 with the names that its checkpoint skips."""
+    config = next(one for one in MODELS if one.name == name).config
+    nvfp4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": list(skipped)}
+    return families.parse(name, {**config, "quantization_config": nvfp4, **fields})
+
+
+def test_published_checkpoints_have_their_bytes() -> None:
+    """Names are those of NVIDIA's checkpoints; gigabytes follow from them by hand."""
+    nano = (
+        *(f"backbone.layers.{n}.mixer.in_proj" for n in (4, 11, 18, 25, 32, 41)),
+        *(f"backbone.layers.{n}.mixer.out_proj" for n in (4, 11, 18, 25, 32, 41)),
+        *(f"backbone.layers.{n}.mixer.{p}_proj" for n in (5, 12, 19, 26, 33, 42) for p in "qkvo"),
+        *(f"backbone.layers.{n}.mixer.conv1d" for n in range(0, 52, 2)),
+    )
+    found = _published("Nemotron-3-Nano-30B-A3B", *nano)
+    mamba = 2688 * (2 * 4096 + 2 * 8 * 128 + 64) + 2688 * 4096
+    attention = 2688 * 128 * (2 * 32 + 2 * 2)
+    beside = 23 * (2688 * 128 + 6144 * 4)  # routers and convolutions
+    plain = next(group for group in found.products if group.dtype == "bf16")
+    assert plain.parameters == 6 * (mamba + attention) + beside
+    assert found.expert_dtype == "fp4"
+    names = ("self_attn*", "mlp*", "router*")
+    gemma = _published(
+        "Gemma-4-26B-A4B",
+        *(f"model.language_model.layers.{n}.{m}" for n in range(30) for m in names),
+    )
+    assert [group.dtype for group in gemma.products] == ["bf16"]
+    assert (gemma.expert_dtype, gemma.expert_bytes) == ("fp4", 0.5625)
+    assert gemma.stored_bytes / 1e9 == pytest.approx(17.6, abs=0.05)
+    qwen = _published("Qwen3.5-397B-A17B", "model.language_model.layers.7.mlp.shared_expert_gate")
+    assert next(g for g in qwen.products if g.dtype == "bf16").parameters < 0.3e9
+
+
+def test_a_name_that_would_be_read_in_part_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"skips model.layers.3.attn.wqkv, a module that"):
+        _quantized(quant_method="fp8", ignore=["model.layers.3.attn.wqkv"])
+    with pytest.raises(ConfigError, match="skips the experts of 1 layers, not all"):
+        _published("MiniMax-M2.5", "model.layers.3.block_sparse_moe.experts*")
+
+
+def test_norms_over_all_heads_are_all_reduced() -> None:
+    """vLLM's `MiniMaxText01RMSNormTP.forward_qk`: one all-reduce of variances in each layer."""
+    config = next(one for one in MODELS if one.name == "MiniMax-M2.5").config
+    minimax = families.parse("m", config)
+    without = msgspec.structs.replace(minimax, norm_reduces=0)
+    h200 = hardware.gpu("h200")
+    for tp, reduces in ((1, 0), (4, 62)):
+        seconds = [
+            RooflineLatency(costs, h200, InstanceShape(tp)).decode(1, True)[0]
+            for costs in (minimax, without)
+        ]
+        more = reduces * kernel_times("h200").all_reduce.seconds
+        assert seconds[0] - seconds[1] == pytest.approx(more, abs=1e-12)
+
+
+def test_parts_that_stay_bf16_are_multiplied_at_the_rate_of_bf16() -> None:
+    """Prompts so long that only the rate of products counts."""
+    gpu = hardware.gpu("b200")
+    times = kernel_times("b200").products
+    seconds = []
+    for skipped in ((), ("*self_attn*",)):
+        fp4 = _quantized(quant_method="modelopt", quant_algo="NVFP4", ignore=list(skipped))
+        steps = RooflineLatency(fp4, gpu, InstanceShape(1))
+        seconds.append(
+            steps.mixed(2_000_000, 0.0, 0, 0, True) - steps.mixed(1_000_000, 0.0, 0, 0, True)
+        )
+    attention = 2.0 * 1e6 * 32 * ATTENTION / gpu.flops
+    slower = attention * (times["bf16"].flops - times["fp4"].flops / gpu.fp4)
+    assert seconds[1] - seconds[0] == pytest.approx(slower, rel=1e-6)
 
 
 def test_kv_is_fp8_where_the_checkpoint_has_its_scales(tmp_path: Path) -> None:
@@ -128,7 +238,7 @@ def test_kv_is_fp8_where_the_checkpoint_has_its_scales(tmp_path: Path) -> None:
     modelopt.write_text(json.dumps({"quantization": quantization}))
     found = model.load(str(tmp_path))
     assert found.kv_per_token == 65_536 and found.is_kv_fp8
-    assert found.weight_bytes == 0.5625
+    assert found.dense_bytes == 0.5625 * found.dense
     modelopt.write_text("{}")
     with pytest.raises(ConfigError, match=r"hf_quant_config.json has no quantization"):
         model.load(str(tmp_path))

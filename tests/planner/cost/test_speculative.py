@@ -114,7 +114,7 @@ def test_a_draft_layer_takes_memory_like_one_of_the_model(method: str, layers: i
     drafts = SpeculativeDecoding("{}", method, 3, 2.0)
     found = msgspec.structs.replace(without, drafts=drafts).kv(1, 1)
     token = sizes.kv_per_token
-    layer = sizes.dense * sizes.weight_bytes / 32
+    layer = sizes.dense_bytes / 32
     expected = (without.kv(1, 1) * token - layers * layer) / (token * (32 + layers) / 32)
     assert found == pytest.approx(expected, abs=32)
     assert (found < without.kv(1, 1)) == bool(layers)

@@ -29,6 +29,11 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     is_moe: bool = False
     query_gate: bool = False  # the query projection has a gate of the same size
     shared_by_default: int = 0  # shared experts without a field for them
+    # Names of modules in vLLM: the MLP or MoE block of a layer, and its shared experts.
+    ffn: str = "mlp"
+    shared: str = "shared_experts"
+    # Query and key norms over all heads: tensor parallel ranks all-reduce their variances.
+    norm_reduces: int = 0
     read: Callable[[ConfigReader, Family], LayerSizes] | None = None  # None: as Llama
 
 
@@ -39,13 +44,12 @@ def decoder(read: ConfigReader, family: Family) -> LayerSizes:
     kv_heads = read.number("num_key_value_heads", heads, 1)
     head_dim = read.number("head_dim", max(1, sizes.hidden // heads), 1)
     window = read.first_number("sliding_window", "attention_chunk_size")
-    for kind in _kinds(read, family, sizes.layers, window):
+    for n, kind in enumerate(_kinds(read, family, sizes.layers, window)):
         if kind == LINEAR_TYPE:
-            sizes.add_linear_attention(1)
-        elif kind == FULL_TYPE:
-            sizes.add_attention(1, heads, kv_heads, head_dim, gated=family.query_gate)
-        else:
-            sizes.add_attention(1, heads, kv_heads, head_dim, window, gated=family.query_gate)
+            sizes.add_linear_attention([n])
+            continue
+        seen = 0 if kind == FULL_TYPE else window
+        sizes.add_attention([n], heads, kv_heads, head_dim, seen, gated=family.query_gate)
     _add_ffns(read, family, sizes)
     return sizes
 
@@ -53,7 +57,7 @@ def decoder(read: ConfigReader, family: Family) -> LayerSizes:
 def latent_decoder(read: ConfigReader, family: Family) -> LayerSizes:
     """Sums the layers of a decoder with multi-head latent attention."""
     sizes = LayerSizes(read)
-    sizes.add_latent_attention(sizes.layers)
+    sizes.add_latent_attention()
     _add_ffns(read, family, sizes)
     return sizes
 
@@ -65,20 +69,21 @@ def gemma4(read: ConfigReader, family: Family) -> LayerSizes:
     kinds = read.texts("layer_types", sizes.layers)
     if not kinds:
         raise read.error("a gemma4 without layer_types is not read")
-    local = kinds.count("sliding_attention")
+    local = [n for n, kind in enumerate(kinds) if kind == "sliding_attention"]
+    full = [n for n, kind in enumerate(kinds) if kind != "sliding_attention"]
     head_dim = read.need("head_dim")
     kv_heads = read.need("num_key_value_heads")
     sizes.add_attention(local, heads, kv_heads, head_dim, read.need("sliding_window"))
     global_dim = read.number("global_head_dim", head_dim, 1)
     global_heads = read.number("num_global_key_value_heads", kv_heads, 1)
     is_shared = read.flag("attention_k_eq_v", False)
-    full = sizes.layers - local
     sizes.add_attention(full, heads, global_heads, global_dim, shared_kv=is_shared)
     read.number("moe_intermediate_size", 0)
     matrices = 3
-    sizes.add_mlp(sizes.layers, read.need("intermediate_size"), matrices)
+    every = range(sizes.layers)
+    sizes.add_mlp(every, read.need("intermediate_size"), matrices)
     if read.flag("enable_moe_block", False):
-        sizes.add_experts(sizes.layers, read.need("moe_intermediate_size"), matrices)
+        sizes.add_experts(every, read.need("moe_intermediate_size"), matrices, "experts")
     else:
         read.number("num_experts", 0)
     return sizes
@@ -86,25 +91,26 @@ def gemma4(read: ConfigReader, family: Family) -> LayerSizes:
 
 def nemotron_h(read: ConfigReader, family: Family) -> LayerSizes:
     """Sums the layers of Nemotron-H: M is Mamba 2, * attention, - an MLP, E experts."""
-    sizes = LayerSizes(read)
+    sizes = LayerSizes(read, attention="mixer")
     pattern = read.text("hybrid_override_pattern")
     unknown = set(pattern) - set("M*-E")
     if len(pattern) != sizes.layers or unknown:
         raise read.error("hybrid_override_pattern is not a letter of M, *, -, E for each layer")
-    sizes.add_mamba2(pattern.count("M"))
+    of = {kind: [n for n, letter in enumerate(pattern) if letter == kind] for kind in "M*-E"}
+    sizes.add_mamba2(of["M"])
     heads = sizes.heads
     kv_heads = read.need("num_key_value_heads")
     head_dim = read.need("head_dim", "attention_head_dim")
-    sizes.add_attention(pattern.count("*"), heads, kv_heads, head_dim)
-    if "-" in pattern:
-        sizes.add_mlp(pattern.count("-"), read.need("intermediate_size"), 2)
-    moe_layers = pattern.count("E")
-    if moe_layers:
+    sizes.add_attention(of["*"], heads, kv_heads, head_dim)
+    if of["-"]:
+        sizes.add_mlp(of["-"], read.need("intermediate_size"), 2, "mixer")
+    if of["E"]:
         latent = read.number("moe_latent_size", 0)
-        sizes.add_experts(moe_layers, read.need("moe_intermediate_size"), 2, latent)
+        inner = read.need("moe_intermediate_size")
+        sizes.add_experts(of["E"], inner, 2, "mixer.experts", latent)
         shared = read.number("n_shared_experts", 0)
         shared_width = read.number("moe_shared_expert_intermediate_size", 0)
-        sizes.add_mlp(moe_layers, shared * shared_width, 2, is_shared=True)
+        sizes.add_mlp(of["E"], shared * shared_width, 2, "mixer.shared_experts")
     return sizes
 
 
@@ -139,24 +145,24 @@ def _kinds(read: ConfigReader, family: Family, layers: int, window: int) -> Iter
 def _add_ffns(read: ConfigReader, family: Family, sizes: LayerSizes) -> None:
     """Adds the MLP or the experts of each layer."""
     matrices = 3 if family.gated else 2
-    layers = sizes.layers
+    every = range(sizes.layers)
     width = read.first_number("intermediate_size", "ffn_dim", "n_inner") or 4 * sizes.hidden
     if not family.is_moe:
-        sizes.add_mlp(layers, width, matrices)
+        sizes.add_mlp(every, width, matrices, family.ffn)
         return
-    sparse = _expert_layers(read, layers)
+    sparse = _expert_layers(read, sizes.layers)
     dense_width = read.number("intermediate_size_mlp", width)
-    if sparse < layers:
-        sizes.add_mlp(layers - sparse, dense_width, matrices)
+    sizes.add_mlp(sorted({*every} - {*sparse}), dense_width, matrices, family.ffn)
     inner = read.number("moe_intermediate_size", width)
-    sizes.add_experts(sparse, inner, matrices)
+    sizes.add_experts(sparse, inner, matrices, f"{family.ffn}.experts")
     shared = read.number("n_shared_experts", family.shared_by_default) * inner
     shared = shared or read.number("shared_expert_intermediate_size", 0)
-    sizes.add_mlp(sparse, shared, matrices, is_shared=True)
+    if shared:
+        sizes.add_mlp(sparse, shared, matrices, f"{family.ffn}.{family.shared}")
 
 
-def _expert_layers(read: ConfigReader, layers: int) -> int:
-    """Counts the layers with experts."""
+def _expert_layers(read: ConfigReader, layers: int) -> list[int]:
+    """Returns the numbers of the layers with experts."""
     if read.number("moe_layer_freq", 1) != 1:
         raise read.error("moe_layer_freq is not 1, and which layers have experts is not read")
     first = min(layers, read.number("first_k_dense_replace", 0))
@@ -164,14 +170,14 @@ def _expert_layers(read: ConfigReader, layers: int) -> int:
     dense = read.value("mlp_only_layers") or []
     if not isinstance(dense, list):
         raise read.error(f"mlp_only_layers is {dense!r}, not a list of layers")
-    return sum((n + 1) % step == 0 and n not in dense for n in range(first, layers))
+    return [n for n in range(first, layers) if (n + 1) % step == 0 and n not in dense]
 
 
 _PLAIN = Family()
 _MOE = Family(is_moe=True)
 _LATENT_MOE = Family(is_moe=True, read=latent_decoder)
 _LINEAR = Family(query_gate=True)
-_LINEAR_MOE = Family(is_moe=True, query_gate=True)
+_LINEAR_MOE = Family(is_moe=True, query_gate=True, shared="shared_expert")
 
 FAMILIES: dict[str, Family] = {
     "deepseek_v2": _LATENT_MOE,
@@ -188,17 +194,23 @@ FAMILIES: dict[str, Family] = {
     "granite": Family(tied=True),
     "kimi_k2": _LATENT_MOE,
     "llama": _PLAIN,
-    "llama4_text": Family(is_moe=True, shared_by_default=1, window_pattern=4),
-    "minimax_m2": _MOE,
+    "llama4_text": Family(
+        is_moe=True,
+        shared_by_default=1,
+        window_pattern=4,
+        ffn="feed_forward",
+        shared="shared_expert",
+    ),
+    "minimax_m2": Family(is_moe=True, ffn="block_sparse_moe", norm_reduces=1),
     "mistral": Family(window_pattern=0),
-    "mixtral": Family(is_moe=True, window_pattern=0),
+    "mixtral": Family(is_moe=True, window_pattern=0, ffn="block_sparse_moe"),
     "nemotron_h": Family(gated=False, read=nemotron_h),
     "olmo2": _PLAIN,
     "olmoe": _MOE,
     "opt": Family(gated=False, tied=True),
     "phi3": Family(window_pattern=0),
     "qwen2": Family(window_pattern=0),
-    "qwen2_moe": Family(is_moe=True, window_pattern=0),
+    "qwen2_moe": Family(is_moe=True, window_pattern=0, shared="shared_expert"),
     "qwen3": Family(window_pattern=0),
     "qwen3_5_moe_text": _LINEAR_MOE,
     "qwen3_5_text": _LINEAR,
@@ -226,6 +238,6 @@ def parse(name: str, config: dict[str, Any]) -> ModelCosts:
             " guesses: give --profile of an instance"
         )
     sizes = (family.read or decoder)(read, family)
-    found = sizes.costs(name, family.tied)
+    found = sizes.costs(name, family.tied, family.norm_reduces)
     read.refuse_unread()
     return found

@@ -149,10 +149,10 @@ class StepCoefficients(msgspec.Struct, frozen=True):
     mixed_layer: float  # of each layer in a step with prompts, which runs without a full CUDA graph
 
 
-# Fitted by `make planner-accuracy` on 2026-11-25 to measured runs of vLLM 0.11 to 0.19:
+# Fitted by `make planner-accuracy` on 2026-11-26 to measured runs of vLLM 0.11 to 0.19:
 # docs/benchmarks/planner_accuracy.md has their source and the errors.
-FITTED = StepCoefficients(step=1.646e-3, sequence=1.742e-5, mixed_layer=1.62e-4)
-FITTED_PATH = PathDelay(0.0149, 1.1e-05)
+FITTED = StepCoefficients(step=1.663e-3, sequence=1.532e-5, mixed_layer=1.636e-4)
+FITTED_PATH = PathDelay(0.0148, 1.04e-05)
 FITTED_GPUS = ("h100", "h200", "b200", "b300")
 # Mean relative errors of the runs of models that were left out of the fit.
 TPOT_ERROR_LEFT_OUT = 0.089
@@ -168,6 +168,11 @@ class InstanceShape(msgspec.Struct, frozen=True):
     tp: int
     pp: int = 1
     dp: int = 1
+
+
+def _computed_as(dtype: str, gpu: GpuType) -> str:
+    """Returns the data type of the kernels: BF16 on a GPU without FLOPs of the type."""
+    return "bf16" if gpu.rate(dtype) == gpu.flops else dtype
 
 
 class RooflineLatency:
@@ -213,29 +218,31 @@ class RooflineLatency:
         model = self._model
         speed = gpu.bandwidth * self._ranks
         of = self._kernels.products
-        # A GPU without FLOPs of the type computes in BF16.
-        times = of["bf16"] if gpu.rate(model.compute) == gpu.flops else of[model.compute]
+        plain = of["bf16"]
         count = PRODUCTS_BESIDE_EXPERTS if model.experts else PRODUCTS
-        self._step += times.seconds * count * self._layers
-        self._step += times.weights * model.dense * model.weight_bytes / speed
-        rate = gpu.rate(model.compute) * self._ranks
-        self._token += times.flops * (2 * model.dense + model.windowed) / rate
-        self._head_step = of["bf16"].weights * model.head * model.embedding_bytes / speed
-        self._head = of["bf16"].flops * 2 * model.head / (gpu.flops * self._ranks)
+        for group in model.products:
+            times = of[_computed_as(group.dtype, gpu)]
+            share = group.parameters / model.dense
+            self._step += times.seconds * count * self._layers * share
+            self._step += times.weights * group.stored_bytes / speed
+            rate = gpu.rate(group.dtype) * self._ranks
+            self._token += times.flops * 2 * group.parameters / rate
+        self._token += plain.flops * model.windowed / (gpu.flops * self._ranks)
+        self._head_step = plain.weights * model.head * model.embedding_bytes / speed
+        self._head = plain.flops * 2 * model.head / (gpu.flops * self._ranks)
         self._step += self._head_step
         self._sequence += self._head
 
     def _add_experts(self, gpu: GpuType, shape: InstanceShape) -> None:
         """Adds routed experts."""
         model = self._model
-        of = self._kernels.experts
-        times = of["bf16"] if gpu.rate(model.compute) == gpu.flops else of[model.compute]
+        times = self._kernels.experts[_computed_as(model.expert_dtype, gpu)]
         speed = gpu.bandwidth * self._ranks * shape.dp
         self._step += times.seconds * self._layers
         stored = model.expert * model.experts * model.expert_bytes
         self._experts = times.weights * stored / speed
         chosen = model.expert * model.active
-        self._token += times.flops * 2 * chosen / (gpu.rate(model.compute) * self._ranks)
+        self._token += times.flops * 2 * chosen / (gpu.rate(model.expert_dtype) * self._ranks)
         inner = model.expert / model.layers / 3 / model.hidden / shape.tp
         moved = model.active * (3 * model.hidden + 4 * inner) * 2 * self._layers
         self._token += times.activations * moved / gpu.bandwidth
@@ -275,7 +282,7 @@ class RooflineLatency:
         if tp > 1:
             times = self._kernels.all_reduce
             reduces = (2 if shape.dp == 1 else 1) * self._layers
-            self._step += times.seconds * reduces
+            self._step += times.seconds * (reduces + model.norm_reduces * self._layers)
             self._token += times.sent * reduces * wire * 2 * (tp - 1) / tp
         if shape.pp > 1:
             across_nodes = tp * shape.pp > gpu.node

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 from .config_reader import ConfigReader
-from .sizes import KvLayers, ModelCosts
-from .widths import PLAIN_BYTES, widths
+from .sizes import KvLayers, ModelCosts, StoredProducts
+from .widths import PLAIN, PLAIN_BYTES, WeightFormat, quantization_of
 
 STATE_ELEMENT_BYTES = 4  # SSM states are float32 in the models read here
 INDEX_KEY_BYTES = 132  # of a token and layer: 128 FP8 and a scale (sparse attention of DeepSeek)
 
 
 class LayerSizes:
-    """Running sums over layers; `costs` closes them."""
+    """Running sums over layers; `costs` closes them.
 
-    def __init__(self, read: ConfigReader) -> None:
+    Layers are given by their numbers: a checkpoint may leave a module BF16 in some of them.
+    """
+
+    def __init__(self, read: ConfigReader, attention: str = "self_attn") -> None:
         self._read = read
-        self._widths = widths(read)
+        self._attention_name = attention
+        self._quantization = quantization_of(read)
         self.layers = read.need("num_hidden_layers", "n_layer")
         self.hidden = read.need("hidden_size", "n_embd")
         self.heads = read.need("num_attention_heads", "n_head")
@@ -26,23 +31,30 @@ class LayerSizes:
         self._attention = 0.0
         self._latent = 0.0
         self._windowed = 0.0
-        self._dense = 0.0  # parameters
-        self._dense_bytes = 0.0
+        self._dense: defaultdict[WeightFormat, float] = defaultdict(float)  # parameters
         self._expert = 0.0
         self._experts = 0
         self._active = 0
+        self._stored_experts = PLAIN
 
     @property
     def _kv_element_bytes(self) -> float:
-        return 1.0 if self._widths.is_kv_fp8 else PLAIN_BYTES
+        return 1.0 if self._quantization.is_kv_fp8 else PLAIN_BYTES
 
-    def _add_dense(self, parameters: float, width: float) -> None:
-        self._dense += parameters
-        self._dense_bytes += parameters * width
+    def _add_dense(self, layers: Sequence[int], root: str, modules: dict[str, float]) -> None:
+        """Adds the parameters of modules below `root`, in each of the layers."""
+        for name, parameters in modules.items():
+            skipped = self._quantization.skips(f"{root}.{name}", layers)
+            self._add(PLAIN, skipped * parameters)
+            self._add(self._quantization.dense, (len(layers) - skipped) * parameters)
+
+    def _add(self, stored: WeightFormat, parameters: float) -> None:
+        if parameters:
+            self._dense[stored] += parameters
 
     def add_attention(
         self,
-        layers: int,
+        layers: Sequence[int],
         heads: int,
         kv_heads: int,
         head_dim: int,
@@ -54,22 +66,27 @@ class LayerSizes:
         """Adds softmax attention; with `shared_kv` one projection gives K and V."""
         if not layers:
             return
-        queries = heads * (3 if gated else 2)  # with the output projection
-        keys = kv_heads * (1 if shared_kv else 2)
-        parameters = self.hidden * head_dim * (queries + keys)
-        self._add_dense(layers * parameters, self._widths.attention)
+        head = float(self.hidden * head_dim)
+        modules = {
+            "q_proj": head * heads * (2 if gated else 1),
+            "k_proj": head * kv_heads,
+            "v_proj": 0.0 if shared_kv else head * kv_heads,
+            "o_proj": head * heads,
+        }
+        self._add_dense(layers, self._attention_name, modules)
         token_bytes = 2 * kv_heads * head_dim * self._kv_element_bytes
-        self._kv[token_bytes, kv_heads, window] += layers
-        work = 4.0 * heads * head_dim * layers
+        self._kv[token_bytes, kv_heads, window] += len(layers)
+        work = 4.0 * heads * head_dim * len(layers)
         if window:
             self._windowed += work * window
         else:
             self._attention += work
             self._latent += work
 
-    def add_latent_attention(self, layers: int) -> None:
-        """Adds multi-head latent attention, sparse or not."""
+    def add_latent_attention(self) -> None:
+        """Adds multi-head latent attention to all layers, sparse or not."""
         read = self._read
+        layers = self.layers
         rank = read.need("kv_lora_rank")
         rope = read.need("qk_rope_head_dim")
         nope = read.need("qk_nope_head_dim")
@@ -77,11 +94,17 @@ class LayerSizes:
         query = read.number("q_lora_rank", 0)
         widths_of_head = nope + rope
         heads = self.heads
-        q = heads * widths_of_head * self.hidden
+        hidden = float(self.hidden)
+        modules = {
+            "kv_a_proj_with_mqa": hidden * (rank + rope),
+            "kv_b_proj": float(rank * heads * (nope + value)),
+            "o_proj": hidden * heads * value,
+        }
         if query:
-            q = self.hidden * query + query * heads * widths_of_head
-        keys = self.hidden * (rank + rope) + rank * heads * (nope + value)
-        parameters = q + keys + heads * value * self.hidden
+            modules["q_a_proj"] = hidden * query
+            modules["q_b_proj"] = float(query * heads * widths_of_head)
+        else:
+            modules["q_proj"] = hidden * heads * widths_of_head
         token_bytes = (rank + rope) * self._kv_element_bytes
         prefill = 2.0 * heads * (widths_of_head + value) * layers
         decode = 2.0 * heads * (2 * rank + rope) * layers
@@ -89,19 +112,20 @@ class LayerSizes:
         if top:  # an indexer compares all tokens, and attention reads the `top` best ones
             index_heads = read.need("index_n_heads")
             index_dim = read.need("index_head_dim")
-            parameters += query * index_heads * index_dim
-            parameters += self.hidden * (index_dim + index_heads)
+            modules["indexer.wq_b"] = float(query * index_heads * index_dim)
+            modules["indexer.wk"] = hidden * index_dim
+            modules["indexer.weights_proj"] = hidden * index_heads
             token_bytes += INDEX_KEY_BYTES
             self._windowed += decode * top
             index_work = 2.0 * index_heads * index_dim * layers
             prefill = index_work
             decode = index_work
-        self._add_dense(layers * parameters, self._widths.attention)
+        self._add_dense(range(layers), "self_attn", modules)
         self._kv[token_bytes, 1, 0] += layers
         self._attention += prefill
         self._latent += decode
 
-    def add_linear_attention(self, layers: int) -> None:
+    def add_linear_attention(self, layers: Sequence[int]) -> None:
         """Adds gated delta networks (Qwen3-Next): a state for each sequence, no KV."""
         read = self._read
         key = read.need("linear_num_key_heads") * read.need("linear_key_head_dim")
@@ -109,13 +133,18 @@ class LayerSizes:
         value = value_heads * read.need("linear_value_head_dim")
         kernel = read.need("linear_conv_kernel_dim")
         convolved = 2 * key + value
-        parameters = self.hidden * (2 * key + 2 * value + 2 * value_heads)
-        parameters += convolved * kernel + value * self.hidden
-        self._add_dense(layers * parameters, self._widths.attention)
+        hidden = float(self.hidden)
+        modules = {
+            "in_proj_qkv": hidden * convolved,
+            "in_proj_z": hidden * value,
+            "out_proj": hidden * value,
+        }
+        self._add_dense(layers, "linear_attn", modules)
+        self._add(PLAIN, len(layers) * (hidden * 2 * value_heads + convolved * kernel))
         state = value * read.need("linear_key_head_dim") * STATE_ELEMENT_BYTES
-        self._state_bytes += layers * (state + convolved * (kernel - 1) * PLAIN_BYTES)
+        self._state_bytes += len(layers) * (state + convolved * (kernel - 1) * PLAIN_BYTES)
 
-    def add_mamba2(self, layers: int) -> None:
+    def add_mamba2(self, layers: Sequence[int]) -> None:
         """Adds Mamba 2 layers: a state for each sequence, no KV."""
         read = self._read
         heads = read.need("mamba_num_heads")
@@ -123,18 +152,21 @@ class LayerSizes:
         state = read.need("ssm_state_size")
         kernel = read.need("conv_kernel")
         convolved = inner + 2 * read.need("n_groups") * state
-        parameters = self.hidden * (inner + convolved + heads)
-        parameters += convolved * kernel + inner * self.hidden
-        self._add_dense(layers * parameters, self._widths.attention)
+        hidden = float(self.hidden)
+        modules = {"in_proj": hidden * (inner + convolved + heads), "out_proj": hidden * inner}
+        self._add_dense(layers, "mixer", modules)
+        self._add(PLAIN, len(layers) * convolved * kernel)
         held = inner * state * STATE_ELEMENT_BYTES + convolved * (kernel - 1) * PLAIN_BYTES
-        self._state_bytes += layers * held
+        self._state_bytes += len(layers) * held
 
-    def add_mlp(self, layers: int, width: int, matrices: int, is_shared: bool = False) -> None:
-        """Adds MLPs of `width`; shared ones are the experts that every token uses."""
-        stored = self._widths.shared if is_shared else self._widths.mlp
-        self._add_dense(layers * matrices * self.hidden * width, stored)
+    def add_mlp(self, layers: Sequence[int], width: int, matrices: int, root: str = "mlp") -> None:
+        """Adds MLPs of `width`, with or without a gate."""
+        names = ("up_proj", "down_proj", "gate_proj")[:matrices]
+        self._add_dense(layers, root, dict.fromkeys(names, float(self.hidden * width)))
 
-    def add_experts(self, layers: int, width: int, matrices: int, latent: int = 0) -> None:
+    def add_experts(
+        self, layers: Sequence[int], width: int, matrices: int, root: str, latent: int = 0
+    ) -> None:
         """Adds routed experts of `width` and their routers; `latent` is their own hidden size."""
         read = self._read
         fields = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -143,12 +175,22 @@ class LayerSizes:
         self._active = read.first_number(*used)
         if not self._experts or not self._active:
             raise read.error(f"experts without one of {', '.join(fields)} and of {', '.join(used)}")
-        self._expert = float(layers * matrices * (latent or self.hidden) * width)
-        self._add_dense(layers * self.hidden * (self._experts + 2 * latent), PLAIN_BYTES)
+        self._expert = float(len(layers) * matrices * (latent or self.hidden) * width)
+        skipped = self._quantization.skips(f"{root}.0.down_proj", layers)
+        if 0 < skipped < len(layers):
+            raise read.error(f"quantization_config skips the experts of {skipped} layers, not all")
+        self._stored_experts = PLAIN if skipped else self._quantization.experts
+        self._add(PLAIN, len(layers) * self.hidden * (self._experts + 2 * latent))
 
-    def costs(self, name: str, tied_by_default: bool) -> ModelCosts:
+    def costs(self, name: str, tied_by_default: bool, norm_reduces: int) -> ModelCosts:
         """Returns the sizes of the model."""
         read = self._read
+        unknown = self._quantization.skipped.unknown(self.layers)
+        if unknown:
+            raise read.error(
+                f"quantization_config skips {unknown}, a module that the planner does not know in"
+                f" a {read.text('model_type')}: give --profile of an instance"
+            )
         vocabulary = read.need("vocab_size")
         is_tied = read.flag("tie_word_embeddings", tied_by_default)
         embedding = vocabulary * self.hidden * (1 if is_tied else 2)
@@ -168,15 +210,27 @@ class LayerSizes:
             attention=self._attention,
             latent=self._latent,
             windowed=self._windowed,
-            dense=self._dense,
+            products=self._products(),
             embedding=float(embedding),
             head=float(vocabulary * self.hidden),
             expert=self._expert,
             experts=self._experts,
             active=self._active,
-            weight_bytes=self._dense_bytes / self._dense,
-            expert_bytes=self._widths.experts,
+            expert_bytes=self._stored_experts.width,
+            expert_dtype=self._stored_experts.dtype,
             embedding_bytes=PLAIN_BYTES,
-            is_kv_fp8=self._widths.is_kv_fp8,
-            compute=self._widths.compute,
+            norm_reduces=norm_reduces,
+            is_kv_fp8=self._quantization.is_kv_fp8,
         )
+
+    def _products(self) -> tuple[StoredProducts, ...]:
+        """Returns the weights that every token uses, by the data type of their products."""
+        found: dict[str, StoredProducts] = {}
+        for stored, parameters in self._dense.items():
+            before = found.get(stored.dtype, StoredProducts(stored.dtype, 0.0, 0.0))
+            found[stored.dtype] = StoredProducts(
+                stored.dtype,
+                before.parameters + parameters,
+                before.stored_bytes + parameters * stored.width,
+            )
+        return tuple(found.values())

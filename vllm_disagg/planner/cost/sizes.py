@@ -25,6 +25,14 @@ class KvLayers(msgspec.Struct, frozen=True):
         return self.layers * self.token_bytes * held
 
 
+class StoredProducts(msgspec.Struct, frozen=True):
+    """Weights of matrix products of one data type that every token uses."""
+
+    dtype: str  # of the products: bf16, fp8 or fp4
+    parameters: float
+    stored_bytes: float
+
+
 class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of a model that determine time and memory; parameter counts are for the whole model."""
 
@@ -39,17 +47,27 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
     latent: float  # the same in a decode step (MLA computes there with the latent vectors)
     # FLOPs of a token in all layers with a window, when the window is full.
     windowed: float = 0.0
-    dense: float  # parameters that every token uses, embeddings not among them
+    products: tuple[StoredProducts, ...]  # that every token uses, embeddings not among them
     embedding: float  # parameters of embedding and output head that take memory
     head: float  # parameters of the output head, used once a sequence
     expert: float = 0.0  # parameters of one routed expert, summed over the layers
     experts: int = 0
     active: int = 0  # experts a token uses
-    weight_bytes: float = 2.0  # per parameter of `dense`, in the mean
     expert_bytes: float = 2.0  # per parameter of routed experts
+    expert_dtype: str = "bf16"  # of their products
     embedding_bytes: float = 2.0  # per parameter of embedding and output head
     is_kv_fp8: bool = False
-    compute: str = "bf16"  # data type of the matrix products: bf16, fp8 or fp4
+    norm_reduces: int = 0  # all-reduces of a few bytes in a layer, beside the two of activations
+
+    @property
+    def dense(self) -> float:
+        """Number of parameters that every token uses, embeddings not among them."""
+        return sum(group.parameters for group in self.products)
+
+    @property
+    def dense_bytes(self) -> float:
+        """Bytes of these parameters."""
+        return sum(group.stored_bytes for group in self.products)
 
     @property
     def parameters(self) -> float:
@@ -59,7 +77,7 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def stored_bytes(self) -> float:
         """Bytes of all weights."""
-        dense = self.dense * self.weight_bytes + self.embedding * self.embedding_bytes
+        dense = self.dense_bytes + self.embedding * self.embedding_bytes
         return dense + self.expert * self.experts * self.expert_bytes
 
     @property
@@ -106,8 +124,7 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
         experts = self.expert * self.experts * self.expert_bytes
         others = self.stored_bytes - experts
         weights = (others / tp + experts / (tp * dp)) * self.stage_share(pp)
-        dense = self.dense * self.weight_bytes
-        weights += draft_layers * (dense / tp + experts / (tp * dp)) / self.layers
+        weights += draft_layers * (self.dense_bytes / tp + experts / (tp * dp)) / self.layers
         kv_memory = utilization * memory - RUNTIME_BYTES - weights
         sequence = self.rank_bytes(context, tp, pp)
         sequence += draft_layers * self.rank_bytes(context, tp, self.layers)

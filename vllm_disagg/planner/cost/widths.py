@@ -2,70 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
-import msgspec
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from .config_reader import ConfigReader
+from .skipped import SkippedModules
+
+
+class WeightFormat(NamedTuple):
+    """Bytes of a weight with its share of scales, and the data type of its products."""
+
+    width: float
+    dtype: str  # bf16, fp8 or fp4
+
 
 # vLLM's --dtype auto serves float32 as float16.
 PLAIN_BYTES = 2.0
 PLAIN_DTYPES = ("bfloat16", "float16", "half", "float32", "float")
-# Bytes of a weight, and the data type of its products.
-FP8 = (1.0, "fp8")
-NVFP4 = (0.5 + 1 / 16, "fp4")  # one FP8 scale for 16 weights
-MXFP4_BYTES = 0.5 + 1 / 32  # one E8M0 scale for 32 weights
+PLAIN = WeightFormat(PLAIN_BYTES, "bf16")
+FP8 = WeightFormat(1.0, "fp8")
+NVFP4 = WeightFormat(0.5 + 1 / 16, "fp4")  # one FP8 scale for 16 weights
+MXFP4 = WeightFormat(0.5 + 1 / 32, "bf16")  # one E8M0 scale for 32 weights
 SCALE_BYTES = 2.0  # of a group of integers
 
 
-class WeightWidths(msgspec.Struct, frozen=True):
-    """Bytes per parameter of each part, and whether KV is FP8."""
+class Quantization(NamedTuple):
+    """Formats of the weights of a checkpoint, and whether its KV is FP8."""
 
-    attention: float = PLAIN_BYTES
-    mlp: float = PLAIN_BYTES
-    shared: float = PLAIN_BYTES  # experts that every token uses
-    experts: float = PLAIN_BYTES
+    dense: WeightFormat = PLAIN
+    experts: WeightFormat = PLAIN
     is_kv_fp8: bool = False
-    compute: str = "bf16"  # data type of the matrix products: bf16, fp8 or fp4
+    skipped: SkippedModules = SkippedModules({})
+
+    def skips(self, module: str, layers: Sequence[int]) -> int:
+        """Returns the number of `layers` in which a module is not quantized."""
+        return self.skipped.count(module, layers)
 
 
-def widths(read: ConfigReader) -> WeightWidths:
-    """Returns the widths of a model. Raises ConfigError for a method that is not known."""
+def quantization_of(read: ConfigReader) -> Quantization:
+    """Returns the formats of a model. Raises ConfigError for a method that is not known."""
     dtype = read.text("torch_dtype") or read.text("dtype") or "bfloat16"
     if dtype not in PLAIN_DTYPES:
         raise read.error(f"torch_dtype {dtype} is not one of {', '.join(PLAIN_DTYPES)}")
     quantization = read.value("quantization_config")
     is_flag_fp8 = read.text("kv_cache_dtype") == "fp8"  # of `vllm serve`
     if not isinstance(quantization, dict):
-        return WeightWidths(is_kv_fp8=is_flag_fp8)
+        return Quantization(is_kv_fp8=is_flag_fp8)
     method = str(quantization.get("quant_method", ""))
     kv = quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo")
     kv = kv or is_flag_fp8
     if method == "mxfp4":
-        return WeightWidths(experts=MXFP4_BYTES, is_kv_fp8=bool(kv))
-    quantized, dtype_of = _width(read, method, quantization)
-    skipped = " ".join(_skipped(quantization)).lower()
-    return WeightWidths(
-        attention=PLAIN_BYTES if "attn" in skipped else quantized,
-        mlp=PLAIN_BYTES if "mlp\\.(gate" in skipped else quantized,
-        shared=PLAIN_BYTES if "shared_expert" in skipped else quantized,
-        experts=quantized,
-        is_kv_fp8=bool(kv),
-        compute=dtype_of,
-    )
+        return Quantization(experts=MXFP4, is_kv_fp8=bool(kv))
+    quantized = _format(read, method, quantization)
+    return Quantization(quantized, quantized, bool(kv), SkippedModules(quantization))
 
 
-def _skipped(quantization: dict[str, Any]) -> Iterable[str]:
-    """Yields the names of modules that are not quantized."""
-    for field in ("ignore", "modules_to_not_convert", "exclude_modules"):
-        names = quantization.get(field)
-        if isinstance(names, list):
-            yield from map(str, names)
-
-
-def _width(read: ConfigReader, method: str, quantization: dict[str, Any]) -> tuple[float, str]:
-    """Returns the bytes per quantized parameter, and the data type of its products."""
+def _format(read: ConfigReader, method: str, quantization: dict[str, Any]) -> WeightFormat:
+    """Returns the format of quantized weights."""
     if method in ("fp8", "fbgemm_fp8"):
         return FP8
     if method in ("modelopt", "modelopt_fp4"):
@@ -85,7 +78,7 @@ def _width(read: ConfigReader, method: str, quantization: dict[str, Any]) -> tup
     )
 
 
-def _compressed(read: ConfigReader, quantization: dict[str, Any]) -> tuple[float, str]:
+def _compressed(read: ConfigReader, quantization: dict[str, Any]) -> WeightFormat:
     """Returns the same of compressed-tensors, which may have several groups."""
     groups = quantization.get("config_groups")
     found = set()
@@ -103,9 +96,9 @@ def _compressed(read: ConfigReader, quantization: dict[str, Any]) -> tuple[float
     return found.pop()
 
 
-def _integers(read: ConfigReader, bits: object, group: object) -> tuple[float, str]:
-    """Returns the bytes per integer weight with its share of a scale; products are in BF16."""
+def _integers(read: ConfigReader, bits: object, group: object) -> WeightFormat:
+    """Returns the format of integer weights; products are in BF16."""
     if not isinstance(bits, int) or not 1 < bits <= 8:
         raise read.error(f"quantization_config has {bits!r} bits, not 2 to 8")
     scale = SCALE_BYTES / group if isinstance(group, int) and group > 0 else 0.0
-    return bits / 8 + scale, "bf16"
+    return WeightFormat(bits / 8 + scale, "bf16")

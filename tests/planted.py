@@ -990,6 +990,8 @@ MUTANTS: list[tuple[str, ...]] = [
     ("prompts read no experts beside decodes", "planner/cost/latency.py", "self._experts * expm1(every * self._log_miss)", "self._experts * expm1(n * self._log_miss)", "tests/planner/cost/test_planner_cost.py"),
     ("a closed loop sends nothing after its first requests", "planner/simulation/simulator.py", "        if self._next_of_loop < self._count:\n", "        if False:\n", "tests/planner/simulation/test_planner_simulator.py::test_a_closed_loop_has_as_many_requests_as_clients"),
     ("a roofline states no error for a GPU that was not measured", "planner/search/scenario.py", "if self.name.lower() in FITTED_GPUS:", "if self.name:", "tests/planner/cost/test_planner_accuracy.py"),
+    ("INT8 activations are multiplied in BF16", "planner/cost/widths.py", "stored._replace(dtype=\"int8\") if _are_int8(read, inputs) else stored", "stored", "tests/planner/cost/test_model_families.py::test_int8_activations_are_multiplied_at_the_rate_of_int8"),
+    ("INT8 runs on GPUs where vLLM has no kernel", "planner/cost/hardware.py", "if dtype == \"int8\" and not self.int8:", "if False:", "tests/planner/cost/test_model_families.py::test_int8_activations_are_multiplied_at_the_rate_of_int8"),
     ("integers are multiplied as FP8", "planner/cost/widths.py", "return WeightFormat(bits / 8 + scale, \"bf16\")", "return WeightFormat(bits / 8 + scale, \"fp8\")", "tests/planner/cost/test_model_families.py"),
     ("handover: a grant counts as one", "fleet/handovers.py", "USE = \"handover\"", "USE = \"grant\"", "tests/fleet/test_handovers.py"),
     ("handover: NixlConnector would read", "fleet/handovers.py", "return {TOKEN_KEY: token}", "return {DECODE_FLAG: True, TOKEN_KEY: token}", "tests/connector/test_handover.py"),

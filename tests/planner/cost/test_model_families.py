@@ -96,6 +96,8 @@ def test_weights_have_the_width_of_their_quantization() -> None:
     nvfp4 = {"weights": {"num_bits": 4, "type": "float", "group_size": 16}}
     int4 = {"weights": {"num_bits": 4, "type": "int", "group_size": 32}}
     fp8 = {"weights": {"num_bits": 8, "type": "float"}}
+    int8 = {"weights": {"num_bits": 8, "type": "int", "group_size": None}}
+    w8a8 = {**int8, "input_activations": {"num_bits": 8, "type": "int", "dynamic": True}}
     tensors = "compressed-tensors"
     for fields, width in (
         ({"quant_method": "fp8"}, (1.0, "fp8")),
@@ -104,6 +106,8 @@ def test_weights_have_the_width_of_their_quantization() -> None:
         ({"quant_method": "gptq", "bits": 4, "group_size": 128}, (0.515625, "bf16")),
         ({"quant_method": tensors, "config_groups": {"group_0": nvfp4}}, (0.5625, "fp4")),
         ({"quant_method": tensors, "config_groups": {"group_0": int4}}, (0.5625, "bf16")),
+        ({"quant_method": tensors, "config_groups": {"group_0": int8}}, (1.0, "bf16")),
+        ({"quant_method": tensors, "config_groups": {"group_0": w8a8}}, (1.0, "int8")),
         ({"quant_method": tensors, "config_groups": {"group_0": fp8}}, (1.0, "fp8")),
     ):
         found = _quantized(**fields)
@@ -111,6 +115,31 @@ def test_weights_have_the_width_of_their_quantization() -> None:
         assert found.embedding_bytes == 2.0
     with pytest.raises(ConfigError, match="weights of one width"):
         _quantized(quant_method=tensors, config_groups={"group_0": nvfp4, "group_1": fp8})
+    w4a8 = {**int4, "input_activations": {"num_bits": 8, "type": "float"}}
+    with pytest.raises(ConfigError, match="activations of integer weights are float8, not int8"):
+        _quantized(quant_method=tensors, config_groups={"group_0": w4a8})
+
+
+def test_int8_activations_are_multiplied_at_the_rate_of_int8() -> None:
+    group = {
+        "weights": {"num_bits": 8, "type": "int"},
+        "input_activations": {"num_bits": 8, "type": "int"},
+    }
+    w8a8 = _quantized(quant_method="compressed-tensors", config_groups={"group_0": group})
+    fp8 = _quantized(quant_method="fp8")
+    whole = (100_000, 0.0, 0, 0, True)
+    seconds = {
+        (name, costs.products[0].dtype): RooflineLatency(
+            costs, hardware.gpu(name), InstanceShape(1)
+        ).mixed(*whole)
+        for name in ("h100", "a100")
+        for costs in (w8a8, fp8)
+    }
+    assert seconds["h100", "int8"] == seconds["h100", "fp8"]
+    assert seconds["a100", "int8"] < 0.95 * seconds["a100", "fp8"]  # where FP8 computes in BF16
+    for name in ("b200", "b300", "gb200", "gb300", "rtx-pro-6000"):
+        with pytest.raises(ConfigError, match=f"no INT8 activations on {name}: give FP8"):
+            RooflineLatency(w8a8, hardware.gpu(name), InstanceShape(1))
 
 
 def test_names_that_are_no_list_skip_nothing() -> None:

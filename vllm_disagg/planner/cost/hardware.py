@@ -17,6 +17,7 @@ class GpuType(msgspec.Struct, frozen=True):
     """One GPU; `flops` are dense BF16 FLOP/s, bandwidths in bytes/s, `memory` in bytes.
 
     `fp8` and `fp4` are the FLOP/s of these types as multiples of `flops`; 1 where it has none.
+    `int8` is the same of INT8 weights and activations; 0 where vLLM has no kernel for them.
     """
 
     name: str
@@ -27,16 +28,28 @@ class GpuType(msgspec.Struct, frozen=True):
     watts: float  # its limit by the data sheet; its host is not in it
     fp8: float = 1.0
     fp4: float = 1.0
+    int8: float = 2.0
     node: int = 8  # GPUs with this `peer` bandwidth between them
     # To a GPU of another node: one NIC of 400 Gbit/s for each GPU, as in HGX reference designs.
     fabric: float = 50e9
 
     def rate(self, dtype: str) -> float:
-        """Returns the FLOP/s of a data type: bf16, fp8 or fp4."""
-        return self.flops * {"bf16": 1.0, "fp8": self.fp8, "fp4": self.fp4}[dtype]
+        """Returns the FLOP/s of a data type: bf16, fp8, int8 or fp4.
+
+        Raises ConfigError for INT8 on a GPU where vLLM does not compute in it.
+        """
+        if dtype == "int8" and not self.int8:
+            raise ConfigError(
+                f"--gpu: vLLM multiplies no INT8 activations on {self.name}: give FP8 weights,"
+                " or another GPU"
+            )
+        multiples = {"bf16": 1.0, "fp8": self.fp8, "int8": self.int8, "fp4": self.fp4}
+        return self.flops * multiples[dtype]
 
 
 GIB = float(1 << 30)
+# vLLM's kernels refuse INT8 from compute capability 10.0 on: "Use FP8 quantization instead".
+NO_INT8 = 0.0
 
 GPUS = {
     gpu.name: gpu
@@ -50,13 +63,13 @@ GPUS = {
         GpuType("h200", 989e12, 4.8e12, 139.8 * GIB, 450e9, 700.0, 2.0),  # H200-SXM data sheet
         GpuType("h20", 148e12, 4.0e12, 95.0 * GIB, 450e9, 400.0, 2.0),  # H20: bandwidth-heavy
         # HGX B200 and HGX B300 data sheets.
-        GpuType("b200", 2250e12, 8.0e12, 178.3 * GIB, 900e9, 1000.0, 2.0, 4.0),
-        GpuType("b300", 2250e12, 8.0e12, 267.6 * GIB, 900e9, 1100.0, 2.0, 6.0),
+        GpuType("b200", 2250e12, 8.0e12, 178.3 * GIB, 900e9, 1000.0, 2.0, 4.0, NO_INT8),
+        GpuType("b300", 2250e12, 8.0e12, 267.6 * GIB, 900e9, 1100.0, 2.0, 6.0, NO_INT8),
         # GB200 and GB300 NVL72: 72 GPUs in one NVLink domain.
-        GpuType("gb200", 2500e12, 8.0e12, 184.0 * GIB, 900e9, 1200.0, 2.0, 4.0, 72),
-        GpuType("gb300", 2500e12, 8.0e12, 276.0 * GIB, 900e9, 1400.0, 2.0, 6.0, 72),
+        GpuType("gb200", 2500e12, 8.0e12, 184.0 * GIB, 900e9, 1200.0, 2.0, 4.0, NO_INT8, 72),
+        GpuType("gb300", 2500e12, 8.0e12, 276.0 * GIB, 900e9, 1400.0, 2.0, 6.0, NO_INT8, 72),
         # RTX PRO 6000 Blackwell Server Edition; PCIe 5 x16 between GPUs.
-        GpuType("rtx-pro-6000", 500e12, 1.597e12, 94.9 * GIB, 64e9, 600.0, 2.0, 4.0),
+        GpuType("rtx-pro-6000", 500e12, 1.597e12, 94.9 * GIB, 64e9, 600.0, 2.0, 4.0, NO_INT8),
         # Instinct MI300X, MI325X and MI355X; Infinity Fabric, 7 links to the others.
         GpuType("mi300x", 1307e12, 5.3e12, 191.7 * GIB, 448e9, 750.0, 2.0),
         GpuType("mi325x", 1307e12, 6.0e12, 255.7 * GIB, 448e9, 1000.0, 2.0),

@@ -171,8 +171,13 @@ class InstanceShape(msgspec.Struct, frozen=True):
 
 
 def _computed_as(dtype: str, gpu: GpuType) -> str:
-    """Returns the data type of the kernels: BF16 on a GPU without FLOPs of the type."""
-    return "bf16" if gpu.rate(dtype) == gpu.flops else dtype
+    """Returns the data type of the kernels: BF16 on a GPU without FLOPs of the type.
+
+    INT8, of which no kernel was measured, takes the multiples of FP8.
+    """
+    if gpu.rate(dtype) == gpu.flops:
+        return "bf16"
+    return "fp8" if dtype == "int8" else dtype
 
 
 class RooflineLatency:

@@ -28,7 +28,7 @@ class KvLayers(msgspec.Struct, frozen=True):
 class StoredProducts(msgspec.Struct, frozen=True):
     """Weights of matrix products of one data type that every token uses."""
 
-    dtype: str  # of the products: bf16, fp8 or fp4
+    dtype: str  # of the products: bf16, fp8, int8 or fp4
     parameters: float
     stored_bytes: float
 

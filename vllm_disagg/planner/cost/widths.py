@@ -13,7 +13,7 @@ class WeightFormat(NamedTuple):
     """Bytes of a weight with its share of scales, and the data type of its products."""
 
     width: float
-    dtype: str  # bf16, fp8 or fp4
+    dtype: str  # bf16, fp8, int8 or fp4
 
 
 # vLLM's --dtype auto serves float32 as float16.
@@ -90,7 +90,9 @@ def _compressed(read: ConfigReader, quantization: dict[str, Any]) -> WeightForma
         if weights.get("type") == "float":
             found.add(NVFP4 if bits == 4 else FP8)
         else:
-            found.add(_integers(read, bits, weights.get("group_size")))
+            inputs = group.get("input_activations")
+            stored = _integers(read, bits, weights.get("group_size"))
+            found.add(stored._replace(dtype="int8") if _are_int8(read, inputs) else stored)
     if len(found) != 1:
         raise read.error("quantization_config has no config_groups with weights of one width")
     return found.pop()
@@ -102,3 +104,13 @@ def _integers(read: ConfigReader, bits: object, group: object) -> WeightFormat:
         raise read.error(f"quantization_config has {bits!r} bits, not 2 to 8")
     scale = SCALE_BYTES / group if isinstance(group, int) and group > 0 else 0.0
     return WeightFormat(bits / 8 + scale, "bf16")
+
+
+def _are_int8(read: ConfigReader, inputs: object) -> bool:
+    """Returns whether activations are INT8 too. Raises ConfigError if they are of another type."""
+    if not isinstance(inputs, dict):
+        return False
+    kind = (inputs.get("num_bits"), inputs.get("type"))
+    if kind == (8, "int"):
+        return True
+    raise read.error(f"input_activations of integer weights are {kind[1]}{kind[0]}, not int8")

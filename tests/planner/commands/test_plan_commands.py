@@ -17,10 +17,12 @@ from distserve_scenario import distserve_scenario
 
 from vllm_disagg import cli
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.planner.commands import flags, output, plan
+from vllm_disagg.planner.commands import flags, output, plan, report
 from vllm_disagg.planner.cost import hardware, known_models, speculative
 from vllm_disagg.planner.cost import model as known_model
 from vllm_disagg.planner.cost.latency import unloaded_prefill
+from vllm_disagg.planner.search import advice
+from vllm_disagg.planner.search.optimizer import PlacementScore
 from vllm_disagg.planner.search.scenario import PerformanceSource, Placement, ReplicaGroup
 from vllm_disagg.planner.simulation.simulator import Objective
 
@@ -28,7 +30,7 @@ PATH = {"seconds": 0.005, "seconds_per_token": 0.0}
 BASE = ["--coefficients", "distserve-a100", "--model", "opt-13b", "--ttft", "0.2", "--tpot", "0.1"]
 QUICK = [*BASE, "--requests", "60", "--seeds", "2"]
 # Long enough for a verdict: answers are short, and prompts of equal length.
-SURE = [*BASE, "--workload", "700:20", "--requests", "1000", "--seeds", "2"]
+SURE = [*BASE, "--workload", "700:20", "--requests", "1000", "--seeds", "3"]
 
 
 def _json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -75,7 +77,11 @@ def test_closed_form(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_plan_says_all_that_is_promised(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     found = _json(
-        capsys, "plan", *SURE, "--gpus", "3", "--jobs", "1", "--report", str(tmp_path / "report")
+        capsys,
+        "plan",
+        *SURE,
+        *("--seeds", "1", "--gpus", "3", "--jobs", "1"),
+        *("--report", str(tmp_path / "report")),
     )
     for phase in ("prefill", "decode"):
         assert found["best"][phase].keys() == {"tp", "pp", "n", "gpu"}
@@ -114,6 +120,43 @@ def test_of_a_burst_no_verdict_is_given(capsys: pytest.CaptureFixture[str]) -> N
     out = capsys.readouterr().out
     assert "\ncannot tell: 200 requests are a burst" in out and "run it" not in out
     assert "colocate:" not in out and "disaggregate:" not in out
+
+
+@pytest.mark.parametrize(
+    ("interval", "expected"),
+    [
+        ((1.15, 1.29), "disaggregate: "),
+        ((0.95, 1.29), "cannot tell: the best disaggregated placement has 1.20 (0.95 to 1.29)"),
+        ((0.95, 1.05), "colocate: "),
+    ],
+)
+def test_a_ratio_on_both_sides_of_the_limit_cannot_tell(
+    interval: tuple[float, float], expected: str
+) -> None:
+    scenario = distserve_scenario("opt-13b", 0.2, 2, 150, 2)
+    one = ReplicaGroup(1, 1, 1)
+    base = PlacementScore(Placement(one, None, 512), [1.0])
+    ratio = 1.0 if interval[1] < 1.1 else 1.2
+    best = PlacementScore(Placement(one, one), [ratio])
+    found = advice.Advice(
+        scenario=scenario,
+        best=best,
+        runner_up=None,
+        alternatives=[],
+        colocated=base,
+        largest=None,
+        ratio=ratio,
+        ratio_ci=interval,
+        curves=[],
+        crossovers={},
+        considered=2,
+        missing=0,
+    )
+    words = report._verdict(found)
+    assert words.startswith(expected) and f"({interval[0]:.2f} to {interval[1]:.2f})" in words
+    document = output.as_json(found, "m")
+    assert document["recommendation"] == expected.partition(":")[0]
+    assert bool(document["commands"]) == (document["recommendation"] != "cannot tell")
 
 
 def test_without_a_number_plan_takes_enough_requests(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ import msgspec
 
 from ...errors import ConfigError
 from ..cost.profile import LatencyFit
-from ..search.advice import Advice, RateCurve
+from ..search.advice import MIN_GAIN_RATIO, Advice, RateCurve
 from . import rate_table
 
 PLOTS = ("goodput.png", "attainment.png", "frontier.png")
@@ -130,15 +130,26 @@ def _verdict(found: Advice) -> str:
     scenario = found.scenario
     per = f"req/s per {scenario.criterion.unit}"
     units = scenario.criterion.units
-    if not found.is_sure:
+    if found.missing:
         return (
             f"cannot tell: {found.scenario.requests} requests are a burst at these rates, in which"
             f" no queue has time to grow: the rates are too high; {found.missing} are needed:"
             " give --requests or a longer trace"
         )
+    ratio = ""
+    if found.ratio and found.ratio_ci:
+        low, high = found.ratio_ci
+        interval = f"{low:.2f} to {high:.2f}" if scenario.seeds > 1 else "one sample"
+        ratio = f"{found.ratio:.2f} ({interval})"
+    if found.is_close:
+        return (
+            f"cannot tell: the best disaggregated placement has {ratio} times the goodput of the"
+            f" best colocated; more than {MIN_GAIN_RATIO:.2f} is needed: more --requests or more"
+            " --seeds decide"
+        )
     if found.disaggregate and found.best:
         gain = (
-            f", {found.ratio:.2f} times the best colocated"
+            f", {ratio} times the best colocated"
             if found.ratio
             else "; nothing colocated meets the objective"
         )
@@ -150,7 +161,7 @@ def _verdict(found: Advice) -> str:
     placement = scenario.words_of(base.placement).removeprefix("colocated ")
     reason = "nothing disaggregated meets the objective"
     if found.ratio:
-        reason = f"disaggregation has {found.ratio:.2f} times that"
+        reason = f"disaggregation has {ratio} times that"
     return f"colocate: {placement}: {base.value(units):.3f} {per}; {reason}"
 
 

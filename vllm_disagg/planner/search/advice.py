@@ -76,8 +76,13 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_sure(self) -> bool:
-        """Whether the samples are long enough for a verdict."""
-        return not self.missing
+        """Whether the samples are long enough for a verdict, and agree on it."""
+        return not self.missing and not self.is_close
+
+    @property
+    def is_close(self) -> bool:
+        """Whether the interval of the ratio has MIN_GAIN_RATIO in it."""
+        return bool(self.ratio_ci and self.ratio_ci[0] <= MIN_GAIN_RATIO < self.ratio_ci[1])
 
     @property
     def disaggregate(self) -> bool:

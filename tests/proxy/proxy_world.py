@@ -90,6 +90,14 @@ class Call:
         await self.gone.wait()
 
 
+# By path: the event that ends a stream.
+LAST_EVENTS = {
+    **dict.fromkeys(
+        ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate"), b"data: [DONE]\n\n"
+    ),
+    "/v1/responses": b'event: response.completed\ndata: {"type":"response.completed"}\n\n',
+    "/v1/messages": b'event: message_stop\ndata: {"type":"message_stop"}\n\n',
+}
 Script = Callable[[Call], Awaitable[None]]
 EngineRole = Literal["prefill", "decode", "both"]
 

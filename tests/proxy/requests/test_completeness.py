@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from proxy_world import Call, ScriptedEngine, World, answer, world
+from proxy_world import LAST_EVENTS, Call, ScriptedEngine, World, answer, world
 from vllm_disagg.proxy.requests import completeness
 from vllm_disagg.proxy.requests.completeness import doubtful
 from vllm_disagg.proxy.routing.fleet import Instance
@@ -70,6 +70,81 @@ class Stopping:
 
 def body(**fields: object) -> bytes:
     return json.dumps({"model": "m", "input": "hi", "messages": [], **fields}).encode()
+
+
+async def unframed(call: Call, content_type: str, content: bytes) -> None:
+    """Answers with neither a length nor chunks: the end of the connection ends the body."""
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: {content_type}\r\nconnection: close\r\n\r\n"
+    call.raw_write(head)
+    call.writer.write(content)
+    await call.writer.drain()
+    call.writer.close()
+
+
+SOME = b'data: {"choices":[{"index":0,"text":"a"}],"type":"novelty"}\n\n'
+
+
+@pytest.mark.parametrize("is_framed", [True, False], ids=["chunks", "unframed"])
+@pytest.mark.parametrize("path", [*LAST_EVENTS, "/cohere/v2/chat", "/v1/audio/transcriptions"])
+async def test_a_stream_without_its_last_event_was_cut_off(path: str, is_framed: bool) -> None:
+    async def cut(call: Call) -> None:
+        if call.leg == "prefill":
+            await answer(call)
+        elif is_framed:
+            await call.stream()
+            await call.chunk(SOME)
+            await call.end()
+        else:
+            await unframed(call, "text/event-stream", SOME)
+
+    async with world() as w:
+        for engine in w.prefills + w.decodes:
+            engine.script = cut
+        fields = {"prompt": "x", "token_ids": [1], "sampling_params": {}}
+        reply = await w.ask("POST", path, body(stream=True, **fields))
+        assert reply.body.startswith(SOME) and b'"error"' in reply.body and reply.complete
+        assert await w.metric("vllm_disagg_requests_total", 'outcome="upstream_error"') == 1
+
+
+@pytest.mark.parametrize("last", ["last event", "error", "compressed", "of another path"])
+async def test_a_stream_that_ends_as_it_may_is_whole(last: str) -> None:
+    """Bodies without a length: nothing else shows their end."""
+    error = b'data: {"error":{"message":"no","type":"BadRequestError","code":400}}\n\n'
+    end = {"last event": LAST_EVENTS["/v1/completions"], "error": error}.get(last, b"")
+    kind = "text/event-stream"
+    if last == "compressed":
+        kind += "\r\ncontent-encoding: gzip"
+
+    async def whole(call: Call) -> None:
+        await unframed(call, kind, SOME + end)
+
+    async with world(prefill=0) as w:
+        w.d.script = whole
+        if last == "of another path":
+            reply = await w.ask("GET", "/v1/responses/resp_1?stream=true", b"")
+        else:
+            reply = await w.ask("POST", "/v1/completions", body(stream=True, prompt="x"))
+        assert (reply.status, reply.body, reply.complete) == (200, SOME + end, True)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/completions/render"])
+async def test_json_without_a_length_that_was_cut_off_is_no_answer(path: str) -> None:
+    asked: list[Call] = []
+
+    async def cut(call: Call) -> None:
+        if call.leg == "prefill":
+            await answer(call)
+            return
+        asked.append(call)
+        content = b'{"choices":[{"text":"a"}]}'
+        await unframed(call, "application/json", content[:-5] if len(asked) == 1 else content)
+
+    async with world(decode=2) as w:
+        for engine in w.prefills + w.decodes:
+            engine.script = cut
+        reply = await w.ask("POST", path, body(prompt="x"))
+        assert (reply.status, len(asked)) == (200, 2)
+        assert reply.json() == {"choices": [{"text": "a"}]}
 
 
 @pytest.mark.parametrize("path", PARTS)

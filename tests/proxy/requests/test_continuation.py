@@ -564,6 +564,33 @@ async def test_a_stream_goes_on_elsewhere(form: str) -> None:
             assert await w.metric("vllm_disagg_in_flight") == 0
 
 
+@pytest.mark.parametrize("is_framed", [True, False], ids=["chunks", "unframed"])
+async def test_a_stream_whose_body_ends_too_early_goes_on_elsewhere(is_framed: bool) -> None:
+    """A killed process ends an answer without a length as if it were whole."""
+
+    async def script(call: Call) -> None:
+        if call.leg == "prefill":
+            await call.json({"kv_transfer_params": {"disagg_engine": call.engine.facts()}})
+            return
+        events = make("completion", Script(call.engine.name))
+        if not call.engine.others:  # type: ignore[attr-defined]
+            events = events[:3]
+        if is_framed:
+            await call.stream()
+            await call.chunk(b"".join(events))
+            await call.end()
+            return
+        call.raw_write("HTTP/1.0 200 OK\r\ncontent-type: text/event-stream\r\n\r\n")
+        call.writer.write(b"".join(events))
+        await call.writer.drain()
+        call.writer.close()
+
+    async with world(decode=2) as w:
+        body = await ask(w, "completion", script)
+        assert told(body)["text"] == "".join(WORDS) and body.count(DONE) == 1
+        assert await w.metric("vllm_disagg_fallbacks_total", 'reason="decode_in_stream"') == 1
+
+
 @pytest.mark.parametrize("fields", [{"temperature": 0.5}, {"temperature": None}])
 async def test_a_sampled_stream_ends_in_an_error(fields: dict[str, Any]) -> None:
     async with world(decode=2) as w:

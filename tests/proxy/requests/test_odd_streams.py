@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from proxy_world import Call, answer, settle, world
+from proxy_world import LAST_EVENTS, Call, answer, settle, world
 from vllm_disagg.proxy.http.endpoint_schema import SCHEMAS
 from vllm_disagg.proxy.requests.streams import StreamRecorder
 
@@ -77,6 +77,7 @@ async def test_a_second_answer_is_never_appended(framing: str, path: str) -> Non
         if first:
             call.reset()
         else:
+            await call.chunk(LAST_EVENTS[path])
             await call.end()
 
     async with world(decode=2) as w:

@@ -276,12 +276,17 @@ async def test_a_forwarded_stream() -> None:
             if call.body.get("die"):
                 await settle()
                 call.reset()
+            elif call.body.get("cut"):
+                await call.end()
             else:
+                await call.chunk(b'data: {"type":"message-end"}\n\n')
                 await call.end()
 
         w.d.script = stream
         reply = await w.ask("POST", "/cohere/v2/chat", b'{"stream":true}')
-        assert reply.events() == [{"text": "0"}, {"text": "1"}, {"text": "2"}]
+        assert reply.events() == [{"text": str(i)} for i in range(3)] + [{"type": "message-end"}]
+        reply = await w.ask("POST", "/cohere/v2/chat", b'{"stream":true,"cut":true}')
+        assert reply.complete and reply.events()[3]["error"]["code"] == 502
         reply = await w.ask("POST", "/cohere/v2/chat", b'{"stream":true,"die":true}')
         assert reply.complete and reply.events()[3]["error"]["code"] == 502
 

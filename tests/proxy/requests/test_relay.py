@@ -92,7 +92,8 @@ async def test_stream_passes_byte_for_byte() -> None:
             b"\n",
             b"\ndata: 3\n\nda",
             b"ta: 4\n\n",
-            b"tail",
+            b"data: [DO",
+            b"NE]",
         ]
 
         async def stream(call: Call) -> None:

@@ -25,3 +25,4 @@ Reason = Literal[
 SERVER_DEATHS = frozenset(("refused", "died", "stopping"))
 
 STOPPING_DETAIL = "it is being stopped"
+CUT_OFF_DETAIL = "its answer ended before its end"

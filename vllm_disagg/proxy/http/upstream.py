@@ -25,7 +25,7 @@ import httptools
 import msgspec
 
 from .headers import Headers, find
-from .reasons import Reason
+from .reasons import CUT_OFF_DETAIL, Reason
 from .upstream_response import Unreachable, UpstreamResponse
 
 QUICKACK: int = getattr(socket, "TCP_QUICKACK", 0)  # Linux has it
@@ -171,8 +171,13 @@ class UpstreamConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Completes an answer that ends with the connection; any other answer fails."""
         self._owner.connections.discard(self)
-        if not exc and self._ends_with_close():
-            self.on_message_complete()
+        answer = self._exchange.answer
+        if answer and not exc and self._ends_with_close():
+            # The connection of a killed process ends like this too.
+            if answer.is_cut_json():
+                self._fail("reset", CUT_OFF_DETAIL)
+            else:
+                self.on_message_complete()
         self._fail("reset", str(exc or CLOSED_DETAIL))
 
     def _ends_with_close(self) -> bool:

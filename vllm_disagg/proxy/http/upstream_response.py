@@ -10,10 +10,14 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
 from ...errors import DisaggError
 from .headers import Headers, find
 from .reasons import Reason
 
+JSON_TYPE = b"application/json"
+_decode_any = msgspec.json.Decoder(msgspec.Raw).decode
 HOLD_BYTES = 256 * 1024  # of an answer's body, held until the body is read
 
 
@@ -108,6 +112,17 @@ class UpstreamResponse:
         if len(self._held) > 1:
             self._held = [b"".join(self._held)]
         return self._held[0] if self._held else b""
+
+    def is_cut_json(self) -> bool:
+        """Returns whether the body so far is an incomplete JSON text."""
+        is_json = find(self.headers, b"content-type").startswith(JSON_TYPE)
+        if self._sink or not is_json or find(self.headers, b"content-encoding"):
+            return False
+        try:
+            _decode_any(self.peek())
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return True
+        return False
 
     async def read(self) -> bytes:
         """Returns the whole body."""

@@ -16,6 +16,7 @@ import re
 import msgspec
 
 from ..http.connection_pool import FULL_STATUSES, ConnectionPool, pool_of
+from ..http.endpoint_schema import SCHEMAS
 from ..http.headers import Headers
 from ..http.upstream_response import Unreachable
 from ..routing.fleet import Instance
@@ -32,7 +33,7 @@ _DONE = re.compile(rb"^data: \[DONE\]", re.MULTILINE)
 
 # By path: matches the event that ends such a stream.
 END_MARKS = {
-    "/v1/responses": re.compile(rb"^event: response\.completed\n", re.MULTILINE),
+    "/v1/responses": re.compile(rb"^event: response\.(completed|incomplete)\n", re.MULTILINE),
     "/cohere/v2/chat": re.compile(rb'"type":"message-end"'),
     "/v1/audio/transcriptions": _DONE,
     "/v1/audio/translations": _DONE,
@@ -40,6 +41,10 @@ END_MARKS = {
 
 # By path: matches the event that ends a stream of several choices.
 CHOICES_END_MARKS = dict.fromkeys(("/v1/completions", "/v1/chat/completions"), _DONE)
+
+# Paths whose streams end in an event for that. A stream without it was cut off: the body of a
+# killed process ends as it should if it has neither a length nor chunks.
+PATHS_WITH_LAST_EVENT = frozenset((*SCHEMAS, *END_MARKS))
 
 
 class _CompleteAnswer(msgspec.Struct):

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 from ..http.error_replies import RequestFailed
 from ..http.headers import end_to_end, find
-from ..http.reasons import STOPPING_DETAIL
+from ..http.reasons import CUT_OFF_DETAIL, STOPPING_DETAIL
 from ..http.server import Connection
 from ..http.sse import DONE, ERROR
 from ..http.upstream_response import Unreachable, UpstreamResponse
 from ..routing.fleet import Fleet
 from .attempt import Attempt, AttemptFailure, Leg
-from .completeness import CHOICES_END_MARKS, END_MARKS, CompletenessCheck
+from .completeness import (
+    CHOICES_END_MARKS,
+    END_MARKS,
+    PATHS_WITH_LAST_EVENT,
+    CompletenessCheck,
+)
 from .streams import StreamRecorder
 
 
@@ -91,6 +96,9 @@ class Delivery:
             if not recorder.is_complete:
                 return attempt.record_failure(leg, error.reason, str(error))
         else:
+            may_end = attempt.context.request.path not in PATHS_WITH_LAST_EVENT
+            if not (may_end or compressed or recorder.has_ended):
+                return attempt.record_failure(leg, "reset", CUT_OFF_DETAIL)
             if recorder.held and not await self._completeness.is_engine_running(server):
                 return attempt.record_failure(leg, "stopping", STOPPING_DETAIL)
             if not recorder.finish():

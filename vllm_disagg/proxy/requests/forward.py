@@ -11,8 +11,8 @@ import msgspec
 
 from ..http.connection_pool import ConnectionPool, pool_of
 from ..http.error_replies import RequestFailed
-from ..http.headers import Headers, end_to_end
-from ..http.reasons import STOPPING_DETAIL
+from ..http.headers import Headers, end_to_end, find
+from ..http.reasons import CUT_OFF_DETAIL, STOPPING_DETAIL
 from ..http.request import HttpRequest
 from ..http.response import JSON, error_body
 from ..http.server import Connection
@@ -21,7 +21,7 @@ from ..http.websocket import join
 from ..routing.fleet import Fleet, Instance
 from ..routing.pairing import record_choice
 from ..routing.policies import Policy, RoutingQuery
-from .completeness import END_MARKS, CompletenessCheck, doubtful
+from .completeness import END_MARKS, PATHS_WITH_LAST_EVENT, CompletenessCheck, doubtful
 from .streams import StreamRecorder, aborted
 
 log = logging.getLogger(__name__)
@@ -146,6 +146,9 @@ class Forwarder:
         recorder = StreamRecorder(client.write, record=False, end_mark=end_mark)
         client.on_pause = answer.pause_reading
         await answer.pipe(recorder.start_answer(answer.reject), paused=client.paused)
+        compressed = bool(find(answer.headers, b"content-encoding"))
+        if client.path in PATHS_WITH_LAST_EVENT and not (compressed or recorder.has_ended):
+            raise Unreachable("reset", CUT_OFF_DETAIL)
         if recorder.held and not await self._completeness.is_engine_running(instance):
             raise Unreachable("stopping", STOPPING_DETAIL)
         recorder.finish()

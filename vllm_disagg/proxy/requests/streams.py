@@ -193,6 +193,7 @@ class StreamRecorder:
         self._identity_rename: tuple[bytes, bytes] | None = None
         self._replay: AnyReplay | None = None
         self._last_written = b""
+        self._last_events = b""  # the last ones of the present answer, as its instance sent them
         self.error_event = b""  # the instance's report that it failed
         self.continued = False  # by a second instance
 
@@ -207,6 +208,7 @@ class StreamRecorder:
         self._stop = stop
         self._splitter.reset()
         self.error_event = b""
+        self._last_events = b""
         self.held = bytearray()
         self._identity_rename = None
         self._form = NO_FORM
@@ -222,6 +224,15 @@ class StreamRecorder:
     def is_complete(self) -> bool:
         """Whether the last event is one that ends an answer."""
         return self._last_written.endswith(LAST_EVENTS)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the present answer's last event ends an answer, or is an error."""
+        # The end of the body ends its last event.
+        events = (self._last_events + self._splitter.rest()).rstrip(b"\n")
+        if self.held or (events + b"\n\n").endswith(LAST_EVENTS):
+            return True
+        return is_error(events.rpartition(b"\n\n")[2])
 
     @property
     def resumable(self) -> bool:
@@ -254,6 +265,7 @@ class StreamRecorder:
 
     def _feed_events(self, data: bytes) -> None:
         """Takes whole events of any kind, also those with which an engine ends."""
+        self._last_events = data
         if ERROR in data or EVENT_ERROR in data or EVENT_FAILED in data:
             data = self._before_error(data)
             if not data:

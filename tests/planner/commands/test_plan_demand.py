@@ -54,15 +54,38 @@ def test_a_rate_gets_the_least_gpus_that_hold_it(capsys: pytest.CaptureFixture[s
 
 
 def test_a_sample_that_is_too_short_gets_no_verdict(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sample_size, "MAX_REQUESTS", 100)
-    found = _json(capsys, *BASE, "--rate", "8", "--gpus", "3")
+    trace = tmp_path / "trace.csv"
+    rows = "".join(f"{at},700,20\n" for at in range(100))
+    trace.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{rows}")
+    words = [*BASE, "--workload", str(trace), "--arrivals", "poisson", "--rate", "8", "--gpus", "3"]
+    found = _json(capsys, *words)
     assert found["recommendation"] == "cannot tell" and not found["commands"]
     assert found["requests_needed"] >= 8 * 60 > found["setting"]["requests"]
-    assert cli.main([*BASE, "--rate", "8", "--gpus", "3"]) == 0
+    assert cli.main(words) == 0
     out = capsys.readouterr().out
     assert "\ncannot tell: 100 requests are a burst" in out and "run it:" not in out
+    assert "are needed: give a longer trace\n" in out
+
+
+def test_a_rate_that_takes_too_many_requests_is_planned_in_equal_parts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample_size, "MAX_REQUESTS", 1000)
+    words = [*BASE, "--rate", "16", "--gpus", "6"]
+    found = _json(capsys, *words)
+    assert (found["rate"], found["parts"], found["setting"]["gpus"]) == (16, 2, 3)
+    assert found["recommendation"] == "colocate" and found["colocated"]["gpus"] == 2
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    assert "planned as 2 equal parts of up to 3 GPUs" in out and "for 8 req/s\n" in out
+    assert cli.main([*BASE, "--rate", "1000", "--gpus", "4"]) == 2
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert err.endswith("give more --gpus (in one of 2 equal parts)")
+    # Requests that the user gives are taken.
+    many = _json(capsys, *words, "--requests", "2000")
+    assert (many["parts"], many["setting"]["requests"]) == (1, 2000)
 
 
 def test_the_answer_for_people_has_gpus_power_and_the_bound(

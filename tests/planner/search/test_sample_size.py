@@ -134,3 +134,16 @@ def test_a_bisection_near_a_known_rate_takes_few_probes() -> None:
         probes += 1
         bisection.record(rate, rate < 9.7)
     assert bisection.low <= 9.7 <= bisection.high and probes <= 6
+
+
+def test_a_budget_of_many_requests_is_planned_in_equal_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scenario = msgspec.structs.replace(distserve_scenario("opt-13b", 0.2, 8, 100, 1))
+    whole, parts = sample_size.part(scenario)
+    assert parts == 1 and whole == scenario
+    monkeypatch.setattr(sample_size, "MAX_REQUESTS", 500)
+    one, parts = sample_size.part(scenario)
+    assert 1 < parts <= 4 and one.gpus == 8 // parts
+    # A part has room for both kinds of instances.
+    assert sample_size.parts_of(scenario, 1e9) == 4

@@ -8,8 +8,10 @@ import sys
 import time
 from typing import Any
 
+import msgspec
+
 from ...errors import ConfigError
-from ..search import demand
+from ..search import demand, sample_size
 from ..search.advice import MIN_GAIN_RATIO
 from ..search.demand import DemandResult, DemandScore
 from ..search.scenario import Placement, Scenario
@@ -26,11 +28,16 @@ def run(planned: PlanInputs, rate: float, as_json: bool) -> int:
     if not 0 < rate < math.inf:
         raise ConfigError(f"--rate: {rate} is not a rate: give requests/s, more than 0")
     started_at = time.monotonic()
-    result = demand.cheapest(planned.scenario, rate, _progress())
+    parts = sample_size.parts_of(planned.scenario, rate)
+    gpus = planned.scenario.gpus // parts
+    scenario = msgspec.structs.replace(planned.scenario, gpus=gpus)
+    result = demand.cheapest(scenario, rate / parts, _progress())
     chosen = _chosen(result)
     if not chosen:
-        raise ConfigError(_nothing(result))
+        of_part = f" (in one of {parts} equal parts)" if parts > 1 else ""
+        raise ConfigError(_nothing(result) + of_part)
     document = _document(result, chosen, planned.model)
+    document |= {"rate": rate, "parts": parts}
     document["seconds"] = round(time.monotonic() - started_at, 2)
     print(json.dumps(document) if as_json else _text(result, chosen, document))
     return 0
@@ -139,12 +146,13 @@ def _text(result: DemandResult, chosen: DemandScore, document: dict[str, Any]) -
     if result.missing:
         verdict = (
             f"cannot tell: {scenario.requests} requests are a burst at this rate, in which no queue"
-            f" has time to grow; {result.missing} are needed: give a longer trace"
+            f" has time to grow; {result.missing} are needed: {scenario.longer_sample()}"
         )
     columns = "".join(f"{f'{name.upper()} p90':>10}{'p99':>8}" for name in _times(scenario))
     lines = [
         *scenario.words(),
         f"objective: {scenario.objective.words()}",
+        *output.part_lines(document["parts"], scenario.gpus),
         "",
         verdict,
         "",

@@ -274,6 +274,16 @@ def as_json(advice: Advice, model: str, with_rates: bool = False) -> dict[str, A
     }
 
 
+def part_lines(parts: int, gpus: int) -> list[str]:
+    """Returns the line about equal parts of a budget; none if all of it is planned at once."""
+    if parts == 1:
+        return []
+    return [
+        f"planned as {parts} equal parts of up to {gpus} GPUs, each with a proxy of its own: what"
+        " follows is one part"
+    ]
+
+
 def drafts(scenario: Scenario, placement: Placement) -> dict[str, Any] | None:
     """Describes speculative decoding and the TPOT of one request alone; None without it."""
     _, source = scenario.sources(placement)

@@ -83,14 +83,25 @@ def run(args: argparse.Namespace) -> int:
         if args.report:
             raise ConfigError("--report goes without --rate: it draws goodput by rate")
         return demand.run(planned, args.rate, args.json)
+    return _compare(planned, args)
+
+
+def _compare(planned: flags.PlanInputs, args: argparse.Namespace) -> int:
+    """Searches the best placements and prints the advice. Returns the exit status."""
     started_at = time.monotonic()
+    scenario = planned.scenario
     jobs = optimizer.process_count(args.jobs)
-    search = sample_size.search_fixed if args.requests else sample_size.search_sized
+    search = sample_size.search_fixed
+    parts = 1
+    if not args.requests:
+        search = sample_size.search_sized
+        scenario, parts = sample_size.part(scenario)
     result = search(scenario, KEPT_PLACEMENTS, jobs, _progress)
     if not result.split and not result.together:
         raise ConfigError(_nothing(scenario))
     found = advice.advise(result, draws=bool(args.report))
     document = output.as_json(found, planned.model, with_rates=bool(args.report or args.json))
+    document["parts"] = parts
     document["seconds"] = round(time.monotonic() - started_at, 2)
     document["fits"] = {
         path: {"worst_error": {phase: fit.worst(phase) for phase in fit.phases()}}

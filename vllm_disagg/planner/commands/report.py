@@ -16,6 +16,7 @@ from ...errors import ConfigError
 from ..cost.profile import LatencyFit
 from ..search.advice import MIN_GAIN_RATIO, Advice, RateCurve
 from . import rate_table
+from .output import part_lines
 
 PLOTS = ("goodput.png", "attainment.png", "frontier.png")
 PAGE_STYLE = (
@@ -50,6 +51,7 @@ def text(found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, Late
         f"objective: {scenario.objective.words()}",
         traffic,
         *_fit_lines(fits),
+        *part_lines(document["parts"], scenario.gpus),
         "",
         _verdict(found),
         "",
@@ -134,7 +136,7 @@ def _verdict(found: Advice) -> str:
         return (
             f"cannot tell: {found.scenario.requests} requests are a burst at these rates, in which"
             f" no queue has time to grow: the rates are too high; {found.missing} are needed:"
-            " give --requests or a longer trace"
+            f" {found.scenario.longer_sample()}"
         )
     ratio = ""
     if found.ratio and found.ratio_ci:
@@ -307,6 +309,7 @@ def _page(
     """Formats the HTML page; the plots of `folder` become data URLs, so the page is one file."""
     scenario = found.scenario
     inputs = [*scenario.words(), f"objective: {scenario.objective.words()}", *_fit_lines(fits)]
+    inputs += part_lines(document["parts"], scenario.gpus)
     header, *rows = _rows(found, document)
     parts = [
         f"<h1>{html.escape(_verdict(found))}</h1>",

@@ -146,6 +146,22 @@ def _near_rates(scenario: Scenario, scores: Sequence[PlacementScore]) -> dict[Pl
     return found
 
 
+def parts_of(scenario: Scenario, rate: float) -> int:
+    """Returns the equal parts of a deployment whose samples have no more than MAX_REQUESTS each."""
+    requests = MARGIN_RATIO * requests_lasting(scenario, rate, MIN_SECONDS)
+    wanted = math.ceil(requests / max(MAX_REQUESTS, scenario.requests))
+    least = 0  # GPUs of one prefill and one decode instance
+    for source in (scenario.prefill, scenario.decode):
+        least += min(group.gpus for group in source.layouts(scenario.gpus))
+    return max(1, min(wanted, scenario.gpus // least))
+
+
+def part(scenario: Scenario) -> tuple[Scenario, int]:
+    """Returns the scenario of one part of a budget, and the number of parts; mostly all of it."""
+    parts = parts_of(scenario, _first_rate(scenario))
+    return msgspec.structs.replace(scenario, gpus=scenario.gpus // parts), parts
+
+
 def lasting(scenario: Scenario, rate: float) -> Scenario:
     """Returns the scenario with samples that last long enough at a rate, in requests/s."""
     requests = requests_lasting(scenario, rate, MIN_SECONDS)
@@ -154,7 +170,7 @@ def lasting(scenario: Scenario, rate: float) -> Scenario:
 
 def grown(scenario: Scenario, requests: int) -> Scenario:
     """Returns the scenario with so many requests, or as many as there may be."""
-    requests = min(requests, MAX_REQUESTS)
+    requests = min(requests, max(MAX_REQUESTS, scenario.requests))
     most = max(1, MAX_REQUESTS_OF_SEEDS // requests)
     requests, seeds = workload.extent(
         scenario.workload, scenario.arrivals, requests, min(scenario.seeds, most)
@@ -184,10 +200,14 @@ def requests_lasting(scenario: Scenario, rate: float, seconds: float) -> int:
 
 def _first_guess(scenario: Scenario) -> int:
     """Estimates the requests needed, by the closed form of the best placement."""
+    return requests_lasting(scenario, _first_rate(scenario), MIN_SECONDS)
+
+
+def _first_rate(scenario: Scenario) -> float:
+    """Estimates the requests/s of the best placement, by the closed form."""
     sample = scenario.samples()[0]
     placements = (*disaggregated(scenario), *colocated(scenario))
-    rate = max(estimate(scenario, place, sample) * place.gpus for place in placements)
-    return requests_lasting(scenario, rate, MIN_SECONDS)
+    return max(estimate(scenario, place, sample) * place.gpus for place in placements)
 
 
 def _wanted(found: SearchResult) -> int:

@@ -301,6 +301,10 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             samples.append(msgspec.structs.replace(drawn, edge=edge))
         return samples
 
+    def longer_sample(self) -> str:
+        """Describes what gives samples of more requests."""
+        return "give a longer trace" if self.workload.trace else "give more --requests"
+
     def deployment(self, placement: Placement) -> Deployment:
         """Builds the deployment to simulate.
 

@@ -24,6 +24,7 @@ from vllm_disagg.product_sums import (
     product_names,
 )
 from vllm_disagg.protocol import events
+from vllm_disagg.protocol.reasons import Uncompared
 from vllm_disagg.transports.base import Counters
 
 LOAD_SECONDS_BUCKETS = [0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30]
@@ -55,6 +56,7 @@ COUNTS = {
 EngineMetrics = dict[int, Any]  # a Prometheus metric by engine index
 TRANSPORTS: tuple[str, ...] = get_args(TransportName)
 REASONS = tuple(reason.value for reason in events.Reason)
+UNCOMPARED = tuple(reason.value for reason in Uncompared)
 # Counters with one label, by name: the label, its values, the help text.
 LABELLED_COUNTS: dict[str, tuple[str, Sequence[str], str]] = {
     "received_wire_bytes": (
@@ -63,6 +65,11 @@ LABELLED_COUNTS: dict[str, tuple[str, Sequence[str], str]] = {
         "KV bytes received and written into blocks, as on the wire, by transport",
     ),
     "failed_loads": ("reason", REASONS, "loads of KV that failed, by reason"),
+    "uncompared_loads": (
+        "reason",
+        UNCOMPARED,
+        "loads whose blocks were not all compared with those of the sending engine, by reason",
+    ),
     "step_sums": (
         "product",
         product_names(STEP_QUANTITIES),
@@ -109,6 +116,8 @@ class ConnectorStats(KVConnectorStats):
             self.data["reused_bytes"] += outcome.bytes_landed
         self.data["overlapped_bytes"] += outcome.bytes_overlapped
         self.data["verified_loads"] += outcome.is_verified
+        if outcome.uncompared is not None:
+            self._add_labelled("uncompared_loads", {outcome.uncompared.value: 1})
         if outcome.reason is None:
             self.data["load_seconds"].append(outcome.seconds)
             if not is_reuse:

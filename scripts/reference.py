@@ -33,7 +33,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # the connector's metrics 
 
 from vllm_disagg import cli, config  # noqa: E402
 from vllm_disagg.fleet import registration  # noqa: E402
-from vllm_disagg.protocol.events import Reason  # noqa: E402
+from vllm_disagg.protocol.reasons import Reason, Uncompared  # noqa: E402
 from vllm_disagg.proxy.http import routes  # noqa: E402
 from vllm_disagg.proxy.requests import admin  # noqa: E402
 from vllm_disagg.proxy.routing.fleet import Fleet  # noqa: E402
@@ -225,6 +225,11 @@ def metrics() -> str:
         _table(
             ("reason", "meaning"),
             [(f"`{reason.value}`", text) for reason, text in _members(Reason)],
+        ),
+        "Values of the label `reason` of `vllm:disagg_uncompared_loads_total`. These loads succeeded.",
+        _table(
+            ("reason", "meaning"),
+            [(f"`{reason.value}`", text) for reason, text in _members(Uncompared)],
         ),
     ]
     return _page(parts)

@@ -14,6 +14,7 @@ stats = pytest.importorskip("kv_connectors.metrics", reason="there is no vLLM he
 
 from vllm_disagg.config import TransportName  # noqa: E402 - after the skip
 from vllm_disagg.protocol.events import LoadResult, Reason  # noqa: E402
+from vllm_disagg.protocol.reasons import Uncompared  # noqa: E402
 from vllm_disagg.transports.base import Counters  # noqa: E402
 
 
@@ -56,6 +57,7 @@ def test_the_metrics_page_counts_each_report_once() -> None:
         "sent_bytes": 7,
         "load_seconds": [0.1],
         "failed_loads": {"peer_timeout": 2},
+        "uncompared_loads": {"other_layout": 3},
         "received_wire_bytes": {"zmq": 40},
         "step_sums": {"tokens*seconds": 1.5},
     }
@@ -64,6 +66,7 @@ def test_the_metrics_page_counts_each_report_once() -> None:
     assert value("sent_bytes_total", "1") == 7
     assert value("load_seconds_count", "1") == 1
     assert value("failed_loads_total", "1", reason="peer_timeout") == 2
+    assert value("uncompared_loads_total", "1", reason="other_layout") == 3
     assert value("received_wire_bytes_total", "1", transport="zmq") == 40
     assert value("step_sums_total", "1", product="tokens*seconds") == 1.5
     assert value("sent_bytes_total") == value("load_seconds_count") == 0
@@ -92,3 +95,12 @@ def test_hand_offs_are_summed_with_the_bytes_that_followed_the_prefill() -> None
     reported.aggregate(other)
     assert reported.data["step_sums"] == {"tokens*seconds": 1.5}
     assert "step_sums" not in reported.reduce(), "a line for people"
+
+
+def test_loads_that_were_not_compared_are_counted_by_reason() -> None:
+    reported = stats.ConnectorStats()
+    reported.record(LoadResult("t", None, uncompared=Uncompared.OTHER_LAYOUT))
+    reported.record(LoadResult("t", None, is_verified=True))
+    reported.record(LoadResult("t", Reason.PEER_TIMEOUT))
+    assert reported.data["uncompared_loads"] == {"other_layout": 1}
+    assert reported.data["verified_loads"] == 1

@@ -34,6 +34,8 @@ from vllm_disagg.protocol.events import (
     TransportChanged,
 )
 from vllm_disagg.protocol.peers import WorkerInfo
+from vllm_disagg.protocol.read_plan import ReadPlan
+from vllm_disagg.protocol.reasons import Uncompared
 from vllm_disagg.protocol.receiver import Receiver
 
 SHAPE = uniform(layers=2, block_size=4, block_bytes=[10])
@@ -574,12 +576,26 @@ def test_a_load_succeeds_only_with_equal_sums(
     (report,) = side.handle(told[1], 0.4)
     assert isinstance(report, LoadResult)
     assert (report.reason, report.detail) == (reason, detail)
-    assert report.is_verified == (reason is None)
+    assert report.is_verified == (reason is None) and report.uncompared is None
 
 
 def test_a_p_that_cannot_sum_is_believed_and_the_report_says_so() -> None:
     (report,) = settling().handle(confirmed([]), 0.3)
     assert isinstance(report, LoadResult) and report.reason is None and not report.is_verified
+    assert report.uncompared is Uncompared.NO_SENDER_SUMS
+
+
+def test_blocks_of_another_layout_are_not_compared_and_the_report_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ReadPlan, "is_comparable", False)
+    side = Receiver("d", "", 0, SHAPE, sums_blocks=True)
+    side.handle(wanted("p"), 0.0)
+    side.handle(offer(8), 0.1)
+    assert said(side.handle(completed(0), 0.2)) == ["ReadComplete"]
+    (report,) = side.handle(confirmed([]), 0.3)
+    assert isinstance(report, LoadResult) and report.reason is None and not report.is_verified
+    assert report.uncompared is Uncompared.OTHER_LAYOUT
 
 
 def test_without_a_gpu_nothing_is_summed(side: Receiver) -> None:
@@ -587,6 +603,7 @@ def test_without_a_gpu_nothing_is_summed(side: Receiver) -> None:
     assert said(side.handle(completed(0), 0.2)) == ["ReadComplete"]
     (report,) = side.handle(confirmed([]), 0.3)
     assert isinstance(report, LoadResult) and report.reason is None and not report.is_verified
+    assert report.uncompared is Uncompared.NOT_SUMMED_HERE
 
 
 def test_a_load_whose_sums_never_come_stalls() -> None:

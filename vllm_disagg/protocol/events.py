@@ -18,6 +18,7 @@ from ..kv.reshard import ReshardPlan
 from . import messages
 from .peers import WorkerInfo
 from .reasons import Reason as Reason  # noqa: PLC0414 - `events.Reason` is its name
+from .reasons import Uncompared
 
 
 # Events for the sender ----------------------------------------------------------------------------
@@ -287,6 +288,7 @@ class LoadResult(msgspec.Struct, frozen=True, tag=True):
     seconds: float = 0.0  # since LoadRequested
     seconds_after_prefill: float = 0.0  # since D knew the whole prompt's KV to be final
     is_verified: bool = False  # all blocks have the sums of their senders' blocks
+    uncompared: Uncompared | None = None  # of a load that succeeded and is not verified
     detail: str = ""  # with KV_MISMATCH: which layer differs
 
 

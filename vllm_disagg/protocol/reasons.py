@@ -19,3 +19,11 @@ class Reason(str, Enum):
     INTERNAL_ERROR = "internal_error"  # the driver of this worker failed
     KV_MISMATCH = "kv_mismatch"  # the blocks of sender and receiver have different sums
     BLOCKS_RELEASED = "blocks_released"  # the sender released blocks before all bytes were in place
+
+
+class Uncompared(str, Enum):
+    """Why the blocks of a load that succeeded were not all compared with those of its senders."""
+
+    NOT_SUMMED_HERE = "not_summed_here"  # KV in host memory
+    OTHER_LAYOUT = "other_layout"  # other block sizes, or a part of the heads
+    NO_SENDER_SUMS = "no_sender_sums"  # KV in host memory there, more tokens written, or a failure

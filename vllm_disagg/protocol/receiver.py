@@ -81,6 +81,7 @@ from .events import (
 )
 from .lookup import Lookups
 from .read_plan import ReadPlan, read_plans
+from .reasons import Uncompared
 
 # For a piece whose bytes arrive damaged.  An accident seldom repeats.  Faulty memory or a faulty
 # transport does, and each further try costs time in which D could compute the prompt.
@@ -169,10 +170,11 @@ class SourceRecord:
                 known += later[: count - len(known)]
 
     @property
-    def is_verified(self) -> bool:
-        """Whether a settled source has summed all its blocks; the sums are equal then."""
-        is_compared = len(self.compared) == len(self.read_plans)
-        return is_compared and self.sums == self.confirmed_sums
+    def uncompared(self) -> Uncompared | None:
+        """Why not all blocks of a settled source were compared; None if all are equal."""
+        if len(self.compared) < len(self.read_plans):
+            return Uncompared.OTHER_LAYOUT
+        return None if self.confirmed_sums else Uncompared.NO_SENDER_SUMS
 
 
 @dataclass
@@ -203,9 +205,10 @@ class IncomingTransfer:
         return [s for s in self.sources.values() if s.state is not SourceState.SETTLED]
 
     @property
-    def is_verified(self) -> bool:
-        """Whether all blocks that were read have the sums of the sources' blocks."""
-        return bool(self.sources) and all(s.is_verified for s in self.sources.values())
+    def uncompared(self) -> Uncompared | None:
+        """Why not all blocks that were read were compared: that of the first such source."""
+        found = (source.uncompared for source in self.sources.values())
+        return next((reason for reason in found if reason is not None), None)
 
 
 @dataclass
@@ -902,6 +905,10 @@ class Receiver:
     def _report(self, name: str, reason: Reason | None, now: float) -> list[ReceiverAction]:
         # Rule 1.  Late messages and completions find no transfer any more.
         t = self.transfers.pop(name)
+        uncompared = None
+        # A rank that reads nothing has no sources.
+        if reason is None and t.sources:
+            uncompared = t.uncompared if self.sums_blocks else Uncompared.NOT_SUMMED_HERE
         result = LoadResult(
             transfer=name,
             reason=reason,
@@ -909,7 +916,8 @@ class Receiver:
             bytes_overlapped=t.bytes_overlapped,
             seconds=now - t.started_at,
             seconds_after_prefill=now - max(t.computed_at, t.started_at),
-            is_verified=reason is None and t.is_verified,
+            is_verified=reason is None and bool(t.sources) and uncompared is None,
+            uncompared=uncompared,
             detail=t.detail,
         )
         return [result]

@@ -15,6 +15,7 @@
  *   FAKE_CUDA_MEMORY      bytes of device memory in this process (8 GiB)
  *   FAKE_CUDA_NO_IPC      set: no memory can be shared with other processes, as with MIG
  *   FAKE_CUDA_FIRST_VMM   set: nor can the first allocation, as memory of cuMemCreate
+ *   CUDA_VISIBLE_DEVICES  numbers of the devices that this process sees, in its own order
  *
  * fake_cuda_count() returns the totals that tests look at; fake_cuda_delay() sets the delay.
  */
@@ -108,6 +109,35 @@ static long setting(const char *name, long otherwise)
     return text != NULL ? atol(text) : otherwise;
 }
 
+/* Which device of the machine has a number in this process ------------------------------------ */
+
+static int machine_numbers[DEVICES];
+static int visible_count;
+static pthread_once_t visible_once = PTHREAD_ONCE_INIT;
+
+static void read_visible(void)
+{
+    const char *text = getenv("CUDA_VISIBLE_DEVICES");
+    if (text == NULL) {
+        text = "0,1";
+    }
+    while (*text != '\0' && visible_count < DEVICES) {
+        machine_numbers[visible_count++] = *text - '0';
+        text += text[1] == ',' ? 2 : 1;
+    }
+}
+
+static int is_visible(int device)
+{
+    pthread_once(&visible_once, read_visible);
+    return device >= 0 && device < visible_count;
+}
+
+static int machine_number(int device)
+{
+    return is_visible(device) ? machine_numbers[device] : device;
+}
+
 /* Contexts ---------------------------------------------------------------------------------- */
 
 static char contexts[DEVICES]; /* a context is the address of its element */
@@ -133,7 +163,7 @@ static int device_of(Context context)
 
 Result cuDevicePrimaryCtxRetain(Context *context, int device)
 {
-    if (device < 0 || device >= DEVICES) {
+    if (!is_visible(device)) {
         return INVALID_DEVICE;
     }
     pthread_mutex_lock(&context_lock);
@@ -241,13 +271,14 @@ Result cuDriverGetVersion(int *version)
 
 Result cuDeviceGetCount(int *count)
 {
-    *count = DEVICES;
+    pthread_once(&visible_once, read_visible);
+    *count = visible_count;
     return SUCCESS;
 }
 
 Result cuDeviceGet(int *device, int ordinal)
 {
-    if (ordinal < 0 || ordinal >= DEVICES) {
+    if (!is_visible(ordinal)) {
         return INVALID_DEVICE;
     }
     *device = ordinal;
@@ -256,7 +287,7 @@ Result cuDeviceGet(int *device, int ordinal)
 
 Result cuDeviceGetName(char *name, int size, int device)
 {
-    snprintf(name, size, "Fake GPU %d", device);
+    snprintf(name, size, "Fake GPU %d", machine_number(device));
     return SUCCESS;
 }
 
@@ -264,7 +295,7 @@ Result cuDeviceGetUuid(void *uuid, int device)
 {
     memset(uuid, 0, 16);
     memcpy(uuid, "fake", 4);
-    ((char *)uuid)[15] = (char)device;
+    ((char *)uuid)[15] = (char)machine_number(device);
     return SUCCESS;
 }
 
@@ -284,7 +315,7 @@ Result cuDeviceGetAttribute(int *value, int attribute, int device)
 {
     switch (attribute) {
     case DEVICE_PCI_BUS_ID:
-        *value = 0x10 + device; /* as nvml.c has it */
+        *value = 0x10 + machine_number(device); /* as nvml.c has it */
         break;
     case DEVICE_UNIFIED_ADDRESSING:
         *value = 1;
@@ -564,7 +595,7 @@ Result cuIpcOpenMemHandle_v2(Address *address, Handle handle, unsigned flags)
     Allocation one = {
         .address = map(descriptor, shared.size),
         .size = shared.size,
-        .device = shared.device,
+        .device = device_of(current()), /* the memory's own may not be visible here */
         .descriptor = -1,
     };
     close(descriptor);

@@ -96,6 +96,22 @@ def test_no_process_uses_the_device_of_another(start: Callable[..., Any]) -> Non
     assert [count_at(source, "contexts", device) for device in (0, 1)] == [1, 0]
 
 
+@pytest.mark.parametrize(
+    ("visible", "number"), [("1", 0), ("1,0", 1)], ids=["one GPU", "two GPUs of one number"]
+)
+def test_engines_that_see_different_gpus(
+    start: Callable[..., Any], visible: str, number: int
+) -> None:
+    """The receiver sees both and has the second one, as its number 1."""
+    env = {"CUDA_VISIBLE_DEVICES": visible, "FAKE_DEVICE": str(number)}
+    source, sink = start(Source, env=env), start(Sink)
+    sink.pair(source)
+    info = sink.transport._sources[source.worker.name].agent_info
+    assert info is not None and info.place == MemoryPlace("VRAM", number)
+    assert sink.expect_exact(source) == "nixl"
+    assert fake_gpu.count("handles opened") >= 1, "the bytes came by cuda_ipc"
+
+
 def test_auto_takes_nixl_and_then_host_memory(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

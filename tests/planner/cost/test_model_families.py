@@ -38,6 +38,40 @@ def test_sizes_are_those_of_the_model_card(published: PublishedModel) -> None:
     assert found.active == published.active
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields", "windowed"),
+    [
+        ("qwen2", {}, 0),  # as in transformers: use_sliding_window is off by default
+        ("qwen3", {}, 0),
+        ("qwen3_moe", {}, 0),
+        ("qwen2", {"use_sliding_window": True}, 4),  # max_window_layers: 28
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 20}, 12),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 36}, 0),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, 32),
+        ("qwen3_moe", {"use_sliding_window": True}, 32),
+        ("mistral", {}, 32),
+        ("mistral", {"use_sliding_window": False}, 0),
+        ("smollm3", {"no_rope_layers": [1, 1, 1, 0] * 8}, 0),
+    ],
+)
+def test_windows_are_in_the_layers_of_the_family(
+    kind: str, fields: dict[str, Any], windowed: int
+) -> None:
+    experts = {"num_experts": 8, "num_experts_per_tok": 2} if kind.endswith("moe") else {}
+    found = families.parse(
+        "m", {**LLAMA, **experts, **fields, "model_type": kind, "sliding_window": 64}
+    )
+    layers = {group.window: group.layers for group in found.kv}
+    assert (layers.get(64, 0), layers.get(0, 0)) == (windowed, 32 - windowed)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_moe", "smollm3"])
+def test_windows_in_layers_that_are_not_known_are_refused(kind: str) -> None:
+    config = {**LLAMA, "model_type": kind, "sliding_window": 64, "use_sliding_window": True}
+    with pytest.raises(ConfigError, match="which layers have it is not known"):
+        families.parse("m", {**config, "no_rope_layers": [1, 1, 1, 0] * 8})
+
+
 def test_llama_4_takes_its_layers_without_rope_from_a_list_or_an_interval() -> None:
     published = next(one for one in MODELS if one.name == "Llama-4-Scout")
     for fields, full in (

@@ -26,6 +26,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     tied: bool = False  # default of tie_word_embeddings
     # Of sliding_window without layer_types: all layers, or all but each n-th; None: no windows.
     window_pattern: int | None = None
+    has_windows: bool = True  # default of use_sliding_window
+    windowed_from: int | None = None  # default of max_window_layers: the first layer with a window
     is_moe: bool = False
     query_gate: bool = False  # the query projection has a gate of the same size
     shared_by_default: int = 0  # shared experts without a field for them
@@ -129,10 +131,13 @@ def _kinds(read: ConfigReader, family: Family, layers: int, window: int) -> Iter
     if kinds_by_number is not None and kinds_by_number != [1] * layers:
         raise read.error("attn_type_list has layers other than softmax attention")
     no_rope = read.value("no_rope_layers")  # Llama 4: 0 is a layer of full attention
-    if window and isinstance(no_rope, list) and len(no_rope) == layers:
+    if family.has_windows and window and isinstance(no_rope, list) and len(no_rope) == layers:
         return [WINDOWED_TYPES[1] if local else FULL_TYPE for local in no_rope]
-    if not window or not read.flag("use_sliding_window", True):
+    if not window or not read.flag("use_sliding_window", family.has_windows):
         return [FULL_TYPE] * layers
+    if family.windowed_from is not None:
+        first = min(layers, read.number("max_window_layers", family.windowed_from))
+        return [FULL_TYPE] * first + [WINDOWED_TYPES[0]] * (layers - first)
     interval = read.number("no_rope_layer_interval", family.window_pattern or 0)
     pattern = read.number("sliding_window_pattern", interval)
     if family.window_pattern is None:
@@ -177,6 +182,7 @@ _PLAIN = Family()
 _MOE = Family(is_moe=True)
 _LATENT_MOE = Family(is_moe=True, read=latent_decoder)
 _LINEAR = Family(query_gate=True)
+_QWEN = Family(has_windows=False, windowed_from=28)
 _LINEAR_MOE = Family(is_moe=True, query_gate=True, shared="shared_expert")
 
 FAMILIES: dict[str, Family] = {
@@ -209,15 +215,15 @@ FAMILIES: dict[str, Family] = {
     "olmoe": _MOE,
     "opt": Family(gated=False, tied=True),
     "phi3": Family(window_pattern=0),
-    "qwen2": Family(window_pattern=0),
-    "qwen2_moe": Family(is_moe=True, window_pattern=0, shared="shared_expert"),
-    "qwen3": Family(window_pattern=0),
+    "qwen2": _QWEN,
+    "qwen2_moe": Family(is_moe=True, has_windows=False, shared="shared_expert"),
+    "qwen3": _QWEN,
     "qwen3_5_moe_text": _LINEAR_MOE,
     "qwen3_5_text": _LINEAR,
-    "qwen3_moe": Family(is_moe=True, window_pattern=0),
+    "qwen3_moe": Family(is_moe=True, window_pattern=0, has_windows=False),
     "qwen3_next": _LINEAR_MOE,
     "seed_oss": _PLAIN,
-    "smollm3": Family(tied=True, window_pattern=0),
+    "smollm3": Family(tied=True, has_windows=False),
 }
 
 

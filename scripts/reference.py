@@ -226,7 +226,8 @@ def metrics() -> str:
             ("reason", "meaning"),
             [(f"`{reason.value}`", text) for reason, text in _members(Reason)],
         ),
-        "Values of the label `reason` of `vllm:disagg_uncompared_loads_total`. These loads succeeded.",
+        "Values of the label `reason` of `vllm:disagg_uncompared_loads_total`, of loads that"
+        " succeeded.",
         _table(
             ("reason", "meaning"),
             [(f"`{reason.value}`", text) for reason, text in _members(Uncompared)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 from collections.abc import Mapping
@@ -11,9 +12,11 @@ import pytest
 
 from vllm_disagg import cli
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.planner.commands import engine_profiles, live, live_text
+from vllm_disagg.planner.commands import engine_profiles, flags, live, live_text
 from vllm_disagg.planner.commands.engine_profiles import EngineWindow
 from vllm_disagg.planner.commands.metric_page import MetricSamples, MetricWindow, parse
+from vllm_disagg.planner.cost import hardware
+from vllm_disagg.planner.search import scenario
 from vllm_disagg.product_sums import HANDOFF_QUANTITIES, STEP_QUANTITIES, ProductSums
 
 PROXY = "http://proxy:1"
@@ -212,6 +215,36 @@ def test_larger_steps_than_any_of_the_window_cannot_tell(
     found = answer(capsys)
     assert found["engines"]["decode"]["error"] < 0.01
     assert found["verdict"] == "cannot tell" and " sequences, and those" in found["why"]
+
+
+def test_limits_of_a_step_are_assumed_in_words_and_decide_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Engines do not export them, and their defaults differ by GPU."""
+    pages = {"prefill": [prefill_page()] * 3, "decode": [decode_page()]}
+    fleet(monkeypatch, proxy_window(0.06), pages)
+    assert cli.main(WORDS) == 0
+    assumed = "assumed of each engine: --max-num-batched-tokens 2048 and --max-num-seqs 256"
+    assert assumed in capsys.readouterr().out
+    given = answer(capsys, "--max-num-batched-tokens", "4096", "--max-num-seqs", "16")
+    assert given["assumed"] == {} and given["verdict"] != "cannot tell"
+    monkeypatch.setattr(hardware, "engine_defaults", lambda gpu: hardware.EngineDefaults(2048, 16))
+    monkeypatch.setattr(scenario, "engine_defaults", hardware.engine_defaults)
+    found = answer(capsys)
+    assert found["verdict"] == "cannot tell" and "default of --max-num-seqs" in found["why"]
+
+
+def test_fp8_kv_is_half_as_many_bytes_in_a_live_plan() -> None:
+    parser = argparse.ArgumentParser()
+    flags.add_arguments(parser)
+    words = ["--model", "llama-3.1-8b", "--kv-cache-dtype"]
+    sizes = []
+    for dtype in ("auto", "fp8"):
+        read = flags.read(parser.parse_args([*words, dtype]), 2, "--gpus", live.UNMEASURED)
+        loaded = read.scenario.prefill.model
+        assert loaded
+        sizes.append(loaded.kv_bytes(1000))
+    assert sizes[0] == 2 * sizes[1]
 
 
 def test_a_gain_on_both_sides_of_the_limit_cannot_tell() -> None:

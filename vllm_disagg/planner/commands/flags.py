@@ -367,7 +367,7 @@ def _live_source(
             raise ConfigError(f"--{name} goes with --{name.removeprefix('decode-')}")
     if args.speculative_config:
         raise ConfigError("--speculative-config goes with --gpu: --live measures drafts")
-    loaded = model.load(args.model) if args.model else None
+    loaded = model.load(args.model, args.kv_cache_dtype) if args.model else None
     source = PerformanceSource("live", "the running engines", loaded, fitted=latency)
     return "live", source, source, []
 

@@ -324,6 +324,7 @@ def judge_measured(
     document = judge(measured, present, traffic, jobs, alternatives)
     means = simulated_means(measured, present, traffic.rate)
     document |= {"engines": facts, "simulated": means}
+    document["assumed"] = simulated_steps.assumptions(measured)
     document["setting"]["latency"] = dict.fromkeys(("prefill", "decode"), "the engines' own steps")
     waits = doubt(traffic.queue, traffic.ttft)
     document["overloaded"] = bool(waits)

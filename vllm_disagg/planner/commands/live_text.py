@@ -68,6 +68,9 @@ def _engines(document: dict[str, Any]) -> list[str]:
             f"overloaded: {engines['proxy_queue']:.3g} s of TTFT are the proxy's queue;"
             " the step times above are without it"
         )
+    if document.get("assumed"):
+        limits = " and ".join(f"{flag} {limit}" for flag, limit in document["assumed"].items())
+        lines.append(f"assumed of each engine: {limits}; give its own")
     if "simulated" in document:
         simulated = document["simulated"]
         lines.append(

@@ -65,8 +65,35 @@ def beyond(
             msgspec.structs.replace(present.decode, n=split["decode"]),
         )
         prefill, decode = _recorded(scenario, placement, split["goodput"])
-        if reason := _prompts(profile, prefill) or _sequences(profile, decode):
+        reason = _prompts(profile, prefill) or _sequences(profile, decode)
+        if reason := reason or _full(scenario, prefill, decode):
             return reason
+    return ""
+
+
+def assumptions(scenario: Scenario) -> dict[str, int]:
+    """Returns the limits of a step that no flag gives, by flag: engines do not export them."""
+    limits = scenario.limits(scenario.prefill)
+    found = {}
+    if not scenario.budget:
+        found["--max-num-batched-tokens"] = limits.budget
+    if not scenario.sequences:
+        found["--max-num-seqs"] = limits.sequences
+    return found
+
+
+def _full(scenario: Scenario, prefill: StepRecorder, decode: StepRecorder) -> str:
+    """Returns why an assumed limit of a step decides; empty if no step reaches one."""
+    largest = {
+        "--max-num-batched-tokens": max((tokens for tokens, _ in prefill.prompts), default=0),
+        "--max-num-seqs": decode.sequences,
+    }
+    for flag, limit in assumptions(scenario).items():
+        if largest[flag] >= limit:
+            return (
+                f"the splits fill steps up to {limit}, vLLM's smallest default of {flag}, which"
+                " engines do not export: give that of your engines"
+            )
     return ""
 
 

@@ -25,6 +25,7 @@ from ..errors import ConfigError
 # Tokens that a hash id stands for. Mooncake's times are milliseconds, Alibaba's seconds.
 MOONCAKE_BLOCK_TOKENS = 512
 ALIBABA_BLOCK_TOKENS = 16
+MAX_LENGTH = 1 << 31  # tokens of a prompt or an answer
 GZIP_MAGIC = b"\x1f\x8b"
 
 
@@ -124,13 +125,25 @@ def _records(where: str, text: str) -> tuple[Collection[str], Iterable[tuple[str
     """Returns the field names of the first record, and each record with its place."""
     start = text.lstrip()[0]
     if start not in "[{":
-        reader = csv.DictReader(text.splitlines(), skipinitialspace=True)
-        rows = ((f"line {number}", row) for number, row in enumerate(reader, 2))
-        return reader.fieldnames or (), rows
+        rows = _csv_rows(where, text)
+        _, fields = next(rows)
+        return fields, rows
     records = _json_lines(where, text) if start == "{" else _json_array(where, text)
     first = next(records, ("", None))
     names = first[1] if isinstance(first[1], dict) else ()
     return names, chain([first], records)
+
+
+def _csv_rows(where: str, text: str) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yields the names of the fields, then each record of CSV with its place."""
+    reader = csv.DictReader(text.splitlines(), skipinitialspace=True)
+    number = 1
+    try:
+        yield "", dict.fromkeys(reader.fieldnames or ())
+        for number, row in enumerate(reader, 2):
+            yield f"line {number}", row
+    except csv.Error as error:
+        raise ConfigError(f"{where}, after line {number}: it is not CSV: {error}") from None
 
 
 def _json_lines(where: str, text: str) -> Iterator[tuple[str, object]]:
@@ -153,7 +166,7 @@ def _json(where: str, text: str, kind: str) -> object:
     """Parses JSON. Raises ConfigError with the place of the text and the expected kind."""
     try:
         return msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(f"{where}: it is not a JSON {kind}: {error}") from None
 
 
@@ -182,6 +195,8 @@ def _length(field: str, value: object) -> int:
         raise ConfigError(f"{field} is {_shown(value)}, which is not a whole number")
     if number < 1:
         raise ConfigError(f"{field} is {number:.0f}: it must be 1 or more")
+    if number > MAX_LENGTH:
+        raise ConfigError(f"{field} is {number:g}: it must be {MAX_LENGTH} or less")
     return int(number)
 
 

@@ -16,7 +16,7 @@ from ..search.advice import MIN_GAIN_RATIO
 from ..search.demand import DemandResult, DemandScore
 from ..search.scenario import Placement, Scenario
 from ..simulation.simulator import SimulationResult, quantile
-from . import output
+from . import flags, output
 from .flags import PlanInputs
 
 PROGRESS_INTERVAL_SECONDS = 2.0  # between two progress lines
@@ -25,8 +25,7 @@ SHARES = (50, 90, 99)
 
 def run(planned: PlanInputs, rate: float, as_json: bool) -> int:
     """Searches the cheapest placement for a rate and prints it. Returns the exit status."""
-    if not 0 < rate < math.inf:
-        raise ConfigError(f"--rate: {rate} is not a rate: give requests/s, more than 0")
+    flags.check_rate(rate)
     started_at = time.monotonic()
     parts = sample_size.parts_of(planned.scenario, rate)
     gpus = planned.scenario.gpus // parts

@@ -20,6 +20,7 @@ from ..simulation import workload
 from ..simulation.simulator import Objective
 
 DEFAULT_WORKLOAD = "sharegpt-like"
+MAX_RATE = 1e9  # requests/s
 DEFAULT_REQUESTS = sample_size.MIN_REQUESTS
 # No default is a free hand-off. A profile beside other instances of its machine is of one machine.
 # With "live" the engines measured their own.
@@ -303,6 +304,14 @@ def read(
         nics=args.node_links / prefill.gpu.node if args.node_links and prefill.gpu else 0.0,
     )
     return PlanInputs(scenario, known_models.servable_name(args.model or prefill.served), fits)
+
+
+def check_rate(rate: float) -> None:
+    """Raises ConfigError for what is no rate."""
+    if not 0 < rate <= MAX_RATE:
+        raise ConfigError(
+            f"--rate: {rate} is not a rate: give requests/s, more than 0, up to {MAX_RATE:g}"
+        )
 
 
 def _default_link(kind: str, prefill: PerformanceSource, decode: PerformanceSource) -> str:

@@ -49,8 +49,8 @@ def run(args: argparse.Namespace) -> int:
     count = args.gpus // (tp * pp)
     if count < 2:
         raise ConfigError(f"--gpus: {args.gpus} is less than two instances of {args.instance}")
-    if args.rate is not None and not 0 < args.rate < math.inf:
-        raise ConfigError(f"--rate: {args.rate} is not a rate: give requests/s, more than 0")
+    if args.rate is not None:
+        flags.check_rate(args.rate)
     scenario = flags.read(args, args.gpus, "--gpus").scenario
     if scenario.prefill != scenario.decode:
         raise ConfigError("--replay: instances that change roles are alike: give one GPU type")

@@ -66,8 +66,7 @@ def run(args: argparse.Namespace) -> int:
     if not placement.decode:
         budget = scenario.limits(scenario.prefill).budget
         placement = msgspec.structs.replace(placement, budget=budget)
-    if not 0 < args.rate < float("inf"):
-        raise ConfigError(f"--rate: {args.rate} is not a rate: give requests/s, more than 0")
+    flags.check_rate(args.rate)
     if not args.requests:
         scenario = sample_size.lasting(scenario, args.rate)
     deployment = scenario.deployment(placement)

@@ -6,6 +6,8 @@ from typing import Any
 
 from ...errors import ConfigError
 
+MAX_SIZE = 1 << 24  # of any number: contexts of 10 million tokens are the largest
+
 # Fields that change the size of a model. One that is set and that its family does not read makes
 # the sizes wrong, so the model is refused.
 SIZE_FIELDS = (
@@ -70,9 +72,10 @@ class ConfigReader:
         value = self.value(field)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_SIZE:
             raise self.error(
-                f"{field} of {self._name} is {value!r}, not a whole number of {least} or more"
+                f"{field} of {self._name} is {str(value)[:80]!r}, not a whole number of {least} or"
+                f" more, up to {MAX_SIZE}"
             )
         return value
 

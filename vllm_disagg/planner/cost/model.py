@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os.path
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ def load(text: str, kv_cache_dtype: str = "auto") -> ModelCosts:
     name = text.lower().removeprefix("facebook/").removeprefix("meta-llama/").removeprefix("qwen/")
     if name in MODELS:
         return parse(name, {**MODELS[name], **served})
-    path = Path(text) / "config.json" if Path(text).is_dir() else Path(text)
-    if not path.is_file():
+    # `os.path` takes a text that is too long for a path as none.
+    path = Path(text) / "config.json" if os.path.isdir(text) else Path(text)
+    if not os.path.isfile(path):
         raise ConfigError(
             f"--model: {text} is neither a folder with a config.json nor a known name:"
             f" give one of {', '.join(MODELS)}"
@@ -41,7 +43,7 @@ def _object(path: Path) -> dict[str, Any]:
     """Reads a JSON object."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--model: {path} cannot be read as JSON: {error}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"--model: {path} holds no JSON object")

@@ -25,6 +25,9 @@ Coefficients = tuple[float, float, float]
 
 # Version 1 had the path of a request in the times of steps.
 PROFILE_VERSION = 2
+MAX_TOKENS = 1 << 40  # of KV or of a step: more is a slip
+MIN_STEP_SECONDS = 1e-9
+MAX_STEP_SECONDS = 1e6
 MIN_MIXED_POINTS = 3  # for a fit of steps with prompts beside decodes
 
 
@@ -59,8 +62,8 @@ class MixedPoint(msgspec.Struct, frozen=True):
 class ProfilePath(msgspec.Struct, frozen=True):
     """Seconds of a request outside the engine: fixed, and for each token of its prompt."""
 
-    seconds: Annotated[float, msgspec.Meta(ge=0)]
-    seconds_per_token: Annotated[float, msgspec.Meta(ge=0)]
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_STEP_SECONDS)]
+    seconds_per_token: Annotated[float, msgspec.Meta(ge=0, le=MAX_STEP_SECONDS)]
 
 
 class ProfilePoints(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +74,7 @@ class ProfilePoints(msgspec.Struct, frozen=True, kw_only=True):
     vllm: str = ""
     machine: str = ""
     gpu: str = ""
-    tensor_parallel_size: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    tensor_parallel_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None
     # Other instances of the machine that were under load during the measurement.
     beside: Annotated[int, msgspec.Meta(ge=0)] = 0
     kv_tokens: int
@@ -125,7 +128,7 @@ def load(path: str) -> ProfilePoints:
         points = msgspec.json.decode(content, type=ProfilePoints)
     except OSError as error:
         raise ConfigError(f"--profile: {path} cannot be read: {error.strerror}") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"--profile: {path}: {error}") from None
     if problem := _problem(points):
         raise ConfigError(f"--profile: {path}: {problem}")
@@ -178,8 +181,8 @@ def _problem(points: ProfilePoints) -> str:
         ("kv_tokens", points.kv_tokens),
         ("max_num_batched_tokens", points.max_num_batched_tokens),
     ):
-        if value is not None and value < 1:
-            return f"{field} is {value}, not 1 or more"
+        if value is not None and not 1 <= value <= MAX_TOKENS:
+            return f"{field} is {str(value)[:80]}, not between 1 and {MAX_TOKENS}"
     for phase, sizes in (
         ("prefill", [(point.tokens, point.seconds) for point in points.prefill]),
         ("decode", [(point.contexts, point.seconds) for point in points.decode]),
@@ -189,12 +192,19 @@ def _problem(points: ProfilePoints) -> str:
             return f"{phase} has {len(sizes)} points; a fit needs 3 or more"
         for number, (lengths, seconds) in enumerate(sizes):
             place = f"{phase}[{number}]"
-            if not lengths or min(lengths) < 1:
-                found = json.dumps(lengths)
+            if not lengths or min(lengths) < 1 or sum(lengths) > MAX_TOKENS:
+                found = json.dumps(lengths)[:80]
                 return f"{place}.{field} is {found}, not a list of lengths of 1 or more"
-            if not 0 < seconds < float("inf"):
-                return f"{place}.seconds is {seconds}, not more than 0"
+            if problem := _seconds_problem(seconds):
+                return f"{place}.{problem}"
     return _mixed_problem(points.mixed)
+
+
+def _seconds_problem(seconds: float) -> str:
+    """Returns why this is no time of a step, or an empty text."""
+    if MIN_STEP_SECONDS <= seconds <= MAX_STEP_SECONDS:
+        return ""
+    return f"seconds is {seconds}, not between {MIN_STEP_SECONDS:g} and {MAX_STEP_SECONDS:g}"
 
 
 def _mixed_problem(points: Sequence[MixedPoint]) -> str:
@@ -202,8 +212,10 @@ def _mixed_problem(points: Sequence[MixedPoint]) -> str:
     for number, point in enumerate(points):
         if min([*point.tokens, *point.contexts, len(point.tokens), len(point.contexts)]) < 1:
             return f"mixed[{number}] has no prompt, no context, or one without tokens"
-        if not 0 < point.seconds < float("inf"):
-            return f"mixed[{number}].seconds is {point.seconds}, not more than 0"
+        if sum(point.tokens) + sum(point.contexts) > MAX_TOKENS:
+            return f"mixed[{number}] has more than {MAX_TOKENS} tokens"
+        if problem := _seconds_problem(point.seconds):
+            return f"mixed[{number}].{problem}"
     return ""
 
 

@@ -47,7 +47,7 @@ def parse(config: str, acceptance_length: float | None) -> SpeculativeDecoding:
     flag = "--speculative-config"
     try:
         found = json.loads(config)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{flag}: {config} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{flag}: {config} is not a JSON object")

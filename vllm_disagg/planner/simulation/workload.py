@@ -5,6 +5,7 @@ One draw for each seed serves every placement and every rate (common random numb
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -120,11 +121,13 @@ def load(text: str) -> Workload:
         return Workload(text, lengths=NAMED_DISTRIBUTIONS[text])
     fixed = text.replace("/", ":").split(":")
     if len(fixed) == 2 and all(part.isdecimal() for part in fixed):
+        if max(map(len, fixed)) > len(str(traces.MAX_LENGTH)):
+            raise ConfigError(f"--workload: {text[:80]} has more than {traces.MAX_LENGTH} tokens")
         if min(map(int, fixed)) < 1:
             raise ConfigError(f"--workload: {text} has a length of 0")
         return Workload(text, fixed=(int(fixed[0]), int(fixed[1])))
     path = Path(text)
-    if not path.is_file():
+    if not os.path.isfile(text):  # also False for a text that is too long for a path
         raise ConfigError(
             f"--workload: {text} is neither a file nor known: give one of"
             f" {', '.join(NAMED_DISTRIBUTIONS)}, IN:OUT in tokens, or a trace"

@@ -147,6 +147,8 @@ class SchedulerSide:
             failure_policy=failure_policy,
             plain_chat=plain_chat,
         )
+        computes_last_token = not self._legs.cache.tokens_left_out
+        engine = msgspec.structs.replace(engine, computes_last_token=computes_last_token)
         self._admission.set_engine(engine)
         log.info(
             "engine %s (role %s): ready for KV transfers with %d workers",

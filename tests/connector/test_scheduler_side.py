@@ -760,6 +760,22 @@ def test_the_description_has_the_failure_policy() -> None:
     assert made.engine and made.engine.failure_policy == "fail"
 
 
+@pytest.mark.parametrize("computes_last_token", [True, False])
+def test_the_description_says_whether_prefills_compute_the_last_token(
+    computes_last_token: bool,
+) -> None:
+    groups = GROUPS if computes_last_token else [FULL, WINDOW]
+    made = SchedulerSide(KEY, "prefill", {}, groups)
+    worker = peers.WorkerInfo("me/0", "", "", holds=HOLDS)
+    made.set_workers([Handshake(worker, ["a", "b"])])
+    assert made.engine and made.engine.computes_last_token is computes_last_token
+
+
+def test_a_description_of_an_older_engine_is_of_one_that_may_leave_it_out() -> None:
+    known = {"incarnation": "i", "role": "prefill", "workers": [], "layout": {}}
+    assert not msgspec.convert(known, peers.EngineInfo).computes_last_token
+
+
 @pytest.mark.parametrize("plain_chat", [True, False])
 def test_the_description_says_whether_chats_are_plain(plain_chat: bool) -> None:
     made = SchedulerSide(KEY, "decode", {}, GROUPS)

@@ -170,6 +170,7 @@ class ScriptedEngine:
         self.turn = 0
         self.two_way = False
         self.plain_chat = False  # parses no reasoning
+        self.computes_last_token = True  # has no sliding windows and no states
         self.began_at = random.uniform(0, 1e6)
         self.plain = False
         self.refusal: str | None = None  # of every grant, by the connector; "": transfers are off
@@ -235,6 +236,7 @@ class ScriptedEngine:
             rank,
             two_way=self.two_way,
             plain_chat=self.plain_chat,
+            computes_last_token=self.computes_last_token,
             label=None if rank is None else self.first_rank + rank,
         )
         return msgspec.to_builtins(engine) | {"clock": self.clock}

@@ -45,6 +45,9 @@ class EngineInfo(msgspec.Struct, frozen=True):
     failure_policy: str = ""  # vLLM's kv_load_failure_policy, for operators
     # Whether its chats are the model's text, without a parser that takes reasoning out of it.
     plain_chat: bool = False
+    # Whether its prefill legs compute the last token of a prompt: only then is the token that they
+    # sample the answer's first.  False of an older engine, which does not report it.
+    computes_last_token: bool = False
     label: int | None = None  # with a rank: the value of `engine` in its API server's metrics
 
     @property

@@ -493,6 +493,19 @@ async def test_chats_of_an_engine_that_parses_reasoning(parser: str) -> None:
         await Pair(w).agree()  # completions are not parsed
 
 
+async def test_an_engine_that_leaves_out_the_last_token_has_no_first_token() -> None:
+    """By chance the tokens may agree; an engine of an older version does not say what it does."""
+
+    def prepare(it: World) -> None:
+        it.p.computes_last_token = False
+
+    async with world(first_token="prefill", prepare=prepare) as w:
+        pair = Pair(w)
+        for _ in range(4):
+            assert (await pair.ask()).body == pair.decode.said
+        assert await pair.sent() == 0
+
+
 async def test_a_token_at_which_the_answer_ends_is_left_to_d() -> None:
     async with world(first_token="prefill") as w:
         pair = Pair(w)
@@ -689,7 +702,9 @@ def known_pairs(monkeypatch: pytest.MonkeyPatch, most: int) -> tuple[Any, Any]:
 
     def relay(name: str, model: str = "m") -> Any:
         body = parse(json.dumps({**COMMON, "model": model, "prompt": "x"}).encode())
-        engine = SimpleNamespace(incarnation=name, layout={}, plain_chat=True)
+        engine = SimpleNamespace(
+            incarnation=name, layout={}, plain_chat=True, computes_last_token=True
+        )
         instance = SimpleNamespace(engine=engine, url=name, models=frozenset(("m", "adapter")))
         pair: Any = SimpleNamespace(prefill=instance, decode=instance)
         return tokens.relay(pair, COMPLETION, body, lambda _, __: True)

@@ -11,6 +11,7 @@ Conditions:
     request   a stream at temperature 0 of a model that D serves, without fields that may change the
               first token or its event (`EndpointSchema.keep_first_token`)
     engines   `--first-token`; chats also need engines that parse no reasoning
+    P         computes whole prompts: its model has no sliding windows and no states
     P         has ended its leg in the process of D's grant, at the limit of one token, with text
     D         has accepted the request: its status 200 is here, its first content is not
     both      the last streams of this pair have agreed: see below
@@ -30,6 +31,7 @@ from typing import Annotated, Any, NamedTuple, Protocol
 
 import msgspec
 
+from ...protocol.peers import EngineInfo
 from ..flags import FirstTokenMode
 from ..http.headers import Headers, find
 from ..routing.pairing import InstancePair
@@ -294,6 +296,20 @@ class FirstTokenRelay:
         )
 
 
+def _do_engines_permit(
+    mode: FirstTokenMode, prefill: EngineInfo, decode: EngineInfo, path: str
+) -> bool:
+    """Returns whether the token of such a P may begin the stream of such a D."""
+    # In this fact, as in all of the layout, the engines of a pair are equal.
+    if mode == "auto" and decode.layout.get("VLLM_BATCH_INVARIANT") != "1":
+        return False
+    # With sliding windows or states P leaves out the prompt's last token, and samples one that is
+    # in no answer. It may equal D's by chance, so agreement alone would not do.
+    if not prefill.computes_last_token:
+        return False
+    return path != _CHAT or (prefill.plain_chat and decode.plain_chat)
+
+
 Count = Callable[[str], None]  # takes the label of a metric
 
 
@@ -317,10 +333,7 @@ class FirstTokens:
         decode = pair.decode.engine
         if self._mode == "decode" or not prefill or not decode:
             return None
-        # In this fact, as in all of the layout, the engines of a pair are equal.
-        if self._mode == "auto" and decode.layout.get("VLLM_BATCH_INVARIANT") != "1":
-            return None
-        if path == _CHAT and not (prefill.plain_chat and decode.plain_chat):
+        if not _do_engines_permit(self._mode, prefill, decode, path):
             return None
         if body.one_token or not body.begins_with_prefill_token:
             return None

@@ -264,6 +264,23 @@ def test_a_profile_without_a_model_names_the_one_it_measured(tmp_path: Path) -> 
     assert _planned("--profile", path, "--link", "none").model == "org/m"
 
 
+@pytest.mark.parametrize("key", known_models.MODELS)
+def test_a_known_model_is_known_and_served_by_each_of_its_names(key: str) -> None:
+    hub_name = known_models.HUB_NAMES.get(key, key)
+    for name in (key, key.upper(), hub_name, hub_name.rpartition("/")[2]):
+        assert known_model.load(name) == known_model.load(key)
+        assert known_models.servable_name(name) == hub_name
+
+
+def test_a_config_is_served_by_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert known_models.servable_name(str(tmp_path / "config.json")) == str(tmp_path)
+    assert known_models.servable_name(str(tmp_path)) == str(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert known_models.servable_name("config.json") == "."
+    assert known_models.servable_name("org/m") == "org/m"
+
+
 def test_no_default_is_a_free_handoff() -> None:
     measured = {"live"}  # by the engines themselves
     assert {kind for kind, link in flags.DEFAULT_LINKS.items() if link == "none"} == measured

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from typing import Any
 
 
@@ -109,6 +110,19 @@ def known_key(name: str) -> str:
     return next((key for key in MODELS if f"-{key}-" in words), "")
 
 
+def key_of(name: str) -> str:
+    """Returns the key in MODELS of a key or a hub name, with or without its owner; or empty."""
+    lowered = name.lower()
+    for key in MODELS:
+        hub_name = HUB_NAMES.get(key, key).lower()
+        if lowered in (key, hub_name, hub_name.rpartition("/")[2]):
+            return key
+    return ""
+
+
 def servable_name(name: str) -> str:
-    """Returns the name of a model as `vllm serve` takes it."""
-    return HUB_NAMES.get(name, name)
+    """Returns the name of a model as `vllm serve` takes it: of a config.json its folder."""
+    key = key_of(name)
+    if key:
+        return HUB_NAMES.get(key, key)
+    return os.path.dirname(name) or "." if os.path.isfile(name) else name

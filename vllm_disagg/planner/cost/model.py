@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from .families import parse
-from .known_models import MODELS
+from .known_models import MODELS, key_of
 from .sizes import ModelCosts
 
 
@@ -19,9 +19,8 @@ def load(text: str, kv_cache_dtype: str = "auto") -> ModelCosts:
     `kv_cache_dtype` is vLLM's flag. Raises ConfigError with the accepted values.
     """
     served = {"kv_cache_dtype": kv_cache_dtype}
-    name = text.lower().removeprefix("facebook/").removeprefix("meta-llama/").removeprefix("qwen/")
-    if name in MODELS:
-        return parse(name, {**MODELS[name], **served})
+    if key := key_of(text):
+        return parse(key, {**MODELS[key], **served})
     # `os.path` takes a text that is too long for a path as none.
     path = Path(text) / "config.json" if os.path.isdir(text) else Path(text)
     if not os.path.isfile(path):

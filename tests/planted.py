@@ -1406,4 +1406,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("connectors of encoders are served", "kv_connectors/supported.py", "vllm_config, \"ec_transfer_config\", None", "vllm_config, \"ec_transfer\", None", "tests/connector/test_compatibility.py"),
     ("a server's URL is none of its ranks", "proxy/membership/members.py", "if url in (other, split_rank(other)[0]))", "if url == other)", "tests/proxy/membership/test_members.py"),
     ("a rank's URL stands for all ranks", "proxy/membership/members.py", "if url in (other, split_rank(other)[0]))", "if split_rank(url)[0] == split_rank(other)[0])", "tests/proxy/membership/test_members.py"),
+    ("a healed network is dialled after half a minute", "transports/zmq/control.py", "            link.reconnect_ivl_max = MAX_RECONNECT_MILLISECONDS\n", "", "tests/transports/zmq/test_control.py"),
+    ("an address that does not answer is asked for two minutes", "transports/zmq/control.py", "            link.connect_timeout = CONNECT_MILLISECONDS\n", "", "tests/transports/zmq/test_control.py"),
 ]

@@ -90,3 +90,14 @@ def test_notes_keep_their_order_where_a_link_is_full(
         assert time.monotonic() < end
         reading.turn()
     assert reading.notes == sent
+
+
+def test_a_healed_network_is_dialled_within_seconds() -> None:
+    """ZMQ and Linux wait longer after each failure, without these limits for half a minute."""
+    worker = Worker("d/0")
+    link = worker.control.dial("tcp://127.0.0.1:9", b"d/0", 1000)
+    assert link is not None
+    assert 0 < link.reconnect_ivl_max <= 2000
+    assert 0 < link.connect_timeout <= 3000
+    link.close()
+    worker.control.close()

@@ -42,8 +42,11 @@ ZAP_DOMAIN = b"vllm-disagg"
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # RFC 27
 MAX_LINKS = 256  # senders connected at a time; the one unused for longest is evicted
 MAX_SOCKETS = 4 * MAX_LINKS  # two a link; ZMQ itself allows 1023
-# A peer may never come back, and ZMQ dials it for as long as the link exists.
-MAX_RECONNECT_MILLISECONDS = 30_000
+# A peer may never come back, and ZMQ dials it for as long as the link exists: a packet each time.
+# Longer pauses would keep KV from a network that has healed.
+MAX_RECONNECT_MILLISECONDS = 2000
+# Linux itself asks an address that does not answer for two minutes, at ever longer intervals.
+CONNECT_MILLISECONDS = 3000
 # ZMQ has no heartbeats by default: a link to a machine that lost its power would stay open.
 HEARTBEAT_MILLISECONDS = 1000
 HEARTBEAT_TIMEOUT_MILLISECONDS = 3000
@@ -200,9 +203,10 @@ class Control:
             # A peer listens with one key. While the fleet's key is changed, that may be our second.
             key = self._key.named(key_name)
             link = self.socket(zmq.DEALER, largest, server=False, encrypt=encrypt, key=key)
-            # Set before connecting: ZMQ ignores both options for connections that exist.
+            # Set before connecting: ZMQ ignores these options for connections that exist.
             link.routing_id = name
             link.reconnect_ivl_max = MAX_RECONNECT_MILLISECONDS
+            link.connect_timeout = CONNECT_MILLISECONDS
             link.connect(endpoint)
         except zmq.ZMQError as error:
             # No exception: the addresses come from another process, and the driver serves others.

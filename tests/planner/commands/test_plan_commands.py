@@ -98,6 +98,8 @@ def test_plan_says_all_that_is_promised(capsys: pytest.CaptureFixture[str], tmp_
     assert [Path(p).stat().st_size > 1000 for p in found["report"]] == [True] * 4
     assert found["largest"]["goodput"] >= 0.99 * found["best"]["goodput"]
     page = Path(found["report"][0]).read_text()
+    assert found["made"]["model"] == "facebook/opt-13b"
+    assert f"<li>model: facebook/opt-13b; planned on {found['made']['date']} by vllm-dis" in page
     assert "white-space:pre-wrap" in page and page.count("<pre>") == 1
     assert page.count("<td>best P:D</td>") == 1 and page.count("<h2>Times by rate</h2>") == 1
     assert found["by_rate"] and all(
@@ -173,7 +175,8 @@ def test_plan_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", *SURE, "--gpus", "2", "--jobs", "1"]) == 0
     out, err = capsys.readouterr()
     assert (
-        out.startswith("times: distserve-a100: fits to measurements")
+        out.startswith("model: facebook/opt-13b; planned on ")
+        and "\ntimes: distserve-a100: fits to measurements" in out
         and "run it:" in out
         and "colocated" in out
     )
@@ -260,8 +263,10 @@ def test_a_profile_is_planned_with(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 def test_a_profile_without_a_model_names_the_one_it_measured(tmp_path: Path) -> None:
-    path = _points_file(tmp_path / "points.json")
-    assert _planned("--profile", path, "--link", "none").model == "org/m"
+    path = _points_file(tmp_path / "points.json", vllm="0.33.0", machine="a script")
+    planned = _planned("--profile", path, "--link", "none")
+    assert planned.model == "org/m"
+    assert f"points of {path} (org/m, vLLM 0.33.0, a script), " in planned.scenario.words()[0]
 
 
 @pytest.mark.parametrize("key", known_models.MODELS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import msgspec
 import pytest
 from distserve_scenario import distserve_scenario
 
-from vllm_disagg import cli
+from vllm_disagg import __version__, cli
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.planner.commands import criteria, flags, output, report
 from vllm_disagg.planner.cost import hardware, model
@@ -93,6 +94,8 @@ def test_the_answer_for_people_has_gpus_power_and_the_bound(
 ) -> None:
     assert cli.main([*BASE, "--rate", "8", "--gpus", "3"]) == 0
     out = capsys.readouterr().out
+    made = f"planned on {datetime.now(UTC).date()} by vllm-disagg {__version__}"
+    assert out.startswith(f"model: facebook/opt-13b; {made}\n")
     assert "\ncolocate: " in out and "2 GPUs, 0.8 kW for 8 req/s\n" in out
     assert "\nby capacity alone no placement needs less than 1 GPUs\n" in out
     assert "run it:" in out and "TTFT p90" in out

@@ -91,6 +91,7 @@ def _document(result: DemandResult, chosen: DemandScore, model: str) -> dict[str
     scenario = result.scenario
     placement = chosen.placement
     return {
+        "made": output.made(model),
         "rate": result.rate,
         "recommendation": _recommendation(result, placement),
         "counted": scenario.criterion.unit,
@@ -149,6 +150,7 @@ def _text(result: DemandResult, chosen: DemandScore, document: dict[str, Any]) -
         )
     columns = "".join(f"{f'{name.upper()} p90':>10}{'p99':>8}" for name in _times(scenario))
     lines = [
+        output.made_line(document),
         *scenario.words(),
         f"objective: {scenario.objective.words()}",
         *output.part_lines(document["parts"], scenario.gpus),

@@ -484,6 +484,7 @@ def _profiled(
         beside=points.beside,
         served=points.model,
         machine=points.machine,
+        vllm=points.vllm,
         measured_tp=points.tensor_parallel_size or 1,
         path=PathDelay(points.path.seconds, points.path.seconds_per_token),
     )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 import shlex
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 
+from ... import __version__
 from ...fleet.conventions import (
     DEFAULT_POLICY,
     DEFAULT_PREFILL_CONCURRENCY,
@@ -251,6 +253,7 @@ def as_json(advice: Advice, model: str, with_rates: bool = False) -> dict[str, A
     placement = advice.chosen.placement
     lines = commands(scenario, placement, model) if advice.is_sure else []
     return {
+        "made": made(model),
         "recommendation": _recommendation(advice),
         "best": _score(scenario, advice.best),
         "runner_up": _score(scenario, advice.runner_up),
@@ -272,6 +275,21 @@ def as_json(advice: Advice, model: str, with_rates: bool = False) -> dict[str, A
         "drafts": drafts(scenario, placement),
         "setting": describe(scenario),
     }
+
+
+def made(model: str) -> dict[str, str]:
+    """Describes of what, when and by which release an answer was made."""
+    return {
+        "model": model,
+        "date": datetime.now(UTC).date().isoformat(),
+        "version": f"vllm-disagg {__version__}",
+    }
+
+
+def made_line(document: dict[str, Any]) -> str:
+    """Formats of what, when and by which release an answer was made."""
+    found = document["made"]
+    return f"model: {found['model']}; planned on {found['date']} by {found['version']}"
 
 
 def part_lines(parts: int, gpus: int) -> list[str]:

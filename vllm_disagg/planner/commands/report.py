@@ -16,7 +16,7 @@ from ...errors import ConfigError
 from ..cost.profile import LatencyFit
 from ..search.advice import MIN_GAIN_RATIO, Advice, RateCurve
 from . import rate_table
-from .output import part_lines
+from .output import made_line, part_lines
 
 PLOTS = ("goodput.png", "attainment.png", "frontier.png")
 PAGE_STYLE = (
@@ -47,6 +47,7 @@ def text(found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, Late
     scenario = found.scenario
     times, traffic = scenario.words()
     lines = [
+        made_line(document),
         times,
         f"objective: {scenario.objective.words()}",
         traffic,
@@ -308,7 +309,8 @@ def _page(
 ) -> str:
     """Formats the HTML page; the plots of `folder` become data URLs, so the page is one file."""
     scenario = found.scenario
-    inputs = [*scenario.words(), f"objective: {scenario.objective.words()}", *_fit_lines(fits)]
+    inputs = [made_line(document)]
+    inputs += [*scenario.words(), f"objective: {scenario.objective.words()}", *_fit_lines(fits)]
     inputs += part_lines(document["parts"], scenario.gpus)
     header, *rows = _rows(found, document)
     parts = [

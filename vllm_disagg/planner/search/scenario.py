@@ -63,6 +63,7 @@ class PerformanceSource(msgspec.Struct, frozen=True):
     budget: int = 0  # its token budget; 0 if the file has none
     served: str = ""  # its model's name
     machine: str = ""  # on which it was profiled
+    vllm: str = ""  # its version
     measured_tp: int = 1  # of the profiled instance, which counts as one GPU
     path: PathDelay = PathDelay()  # of a request, outside the engine
     context: int = 4096  # tokens of a request, in the mean: for windows and states
@@ -180,7 +181,9 @@ class PerformanceSource(msgspec.Struct, frozen=True):
         if self.kind == "profile":
             plural = "" if self.beside == 1 else "s"
             others = f"{self.beside or 'no'} other instance{plural} of its machine under load"
-            return f"fitted to the measured points of {self.name}, with {others}"
+            vllm = f"vLLM {self.vllm}" if self.vllm else ""
+            measured = ", ".join(filter(None, (self.served, vllm, self.machine)))
+            return f"fitted to the measured points of {self.name} ({measured}), with {others}"
         errors = f"TPOT by {TPOT_ERROR_LEFT_OUT:.0%} and TTFT by {TTFT_ERROR_LEFT_OUT:.0%}"
         fitted = f"roofline of {self.name}, fitted to runs of vLLM on {', '.join(FITTED_GPUS)}"
         if self.name.lower() in FITTED_GPUS:

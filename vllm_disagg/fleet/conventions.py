@@ -24,6 +24,11 @@ QUIET_ACCESS_LOG_FLAG = "--disable-access-log-for-endpoints=/health,/metrics"
 PolicyName = Literal["prefix_aware", "least_loaded", "power_of_two", "round_robin"]
 POLICY_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
 DEFAULT_POLICY: Final = "prefix_aware"
+# Load of a decode instance: its running requests' prompts, and this cost for each of them.
+REQUEST_COST_BYTES = 2048
+BYTES_PER_TOKEN = 4  # of English text, where a cost in bytes is taken in tokens
+# Share of its KV cache above which a decode instance comes after all others.
+FULL_CACHE_RATIO = 0.9
 
 # Legs that the proxy runs at one prefill instance at a time. More of them overlap tokenization and
 # queueing; fewer keep P's blocks for running work.

@@ -6,7 +6,7 @@ from itertools import pairwise, product
 
 import pytest
 
-from vllm_disagg.fleet.conventions import POLICY_NAMES, PolicyName
+from vllm_disagg.fleet.conventions import BYTES_PER_TOKEN, POLICY_NAMES, PolicyName
 from vllm_disagg.planner.cost import distserve, queueing
 from vllm_disagg.planner.cost.hardware import LINKS, NetworkLink
 from vllm_disagg.planner.cost.latency import LinearLatency, PathDelay, unloaded_prefill
@@ -19,11 +19,14 @@ from vllm_disagg.planner.simulation.simulator import (
     Objective,
     ReplicaPool,
     Simulation,
+    _is_nearly_full,
     quantile,
     simulate,
     simulate_closed,
 )
 from vllm_disagg.planner.simulation.workload import Arrivals, WorkloadSample
+from vllm_disagg.proxy.routing.fleet import Instance
+from vllm_disagg.proxy.routing.policies import Policy, RoutingQuery
 
 LARGE = 1 << 40
 PLAIN = LinearLatency(1, (0.02, 1e-4, 1e-8), (0.01, 1e-6, 1e-4), (0.01, 1e-6, 1e-4))
@@ -297,6 +300,57 @@ def test_a_prompt_that_fits_nowhere_is_refused_and_missed() -> None:
     )
     assert result.ttft[0] == -1 and result.ttft[1] > 0
     assert result.attainment(Objective(1, 1, 0.9)) == 0.5
+
+
+class ComparedChoices(Simulation):
+    """Compares each choice of a decode replica with the one of the proxy's policy."""
+
+    nearly_full = 0  # choices beside a replica whose KV cache is nearly full
+
+    def _choose_decode(self, now: float) -> Replica:
+        instances = []
+        for number, decode in enumerate(self._decodes):
+            instance = Instance(f"http://d{number}", "decode")
+            running = [
+                r
+                for r, at in enumerate(self._decode_of)
+                if at is decode and self._finished_at[r] < 0
+            ]
+            instance.in_flight = len(running)
+            instance.context_bytes = BYTES_PER_TOKEN * sum(
+                self._requests.prompts[r] for r in running
+            )
+            instance.kv_cache_usage = decode.held_tokens(now) / decode.kv
+            instance.last_choice = number  # equal loads: the first one
+            instances.append(instance)
+        _, best = Policy("least_loaded").best(instances, RoutingQuery(0), {})
+        chosen = super()._choose_decode(now)
+        assert instances[self._decodes.index(chosen)] is best
+        type(self).nearly_full += any(_is_nearly_full(decode, now) for decode in self._decodes)
+        return chosen
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_decode_replica_is_chosen_as_the_proxy_does(overlap: bool) -> None:
+    """Contexts of 50 and 5,000 tokens, and KV caches for few of the long ones."""
+    prompts = [5_000 if n % 5 == 0 else 50 for n in range(300)]
+    sample = WorkloadSample(prompts, [40] * 300, [0.0] + [1.0] * 299)
+    pool = ReplicaPool(4, PLAIN, LARGE)
+    handoff = Handoff(LINKS["eth-10"], 200_000, 40, overlap)
+    deployment = Deployment(pool, ReplicaPool(3, PLAIN, 11_000), handoff)
+    ComparedChoices.nearly_full = 0
+    ComparedChoices(deployment, sample, 20.0, None, 0).run()
+    assert ComparedChoices.nearly_full > 20
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "power_of_two"])
+def test_decode_replicas_are_chosen_by_the_other_policies_too(policy: PolicyName) -> None:
+    sample = workload.load("512:32").sample(300, 1, Arrivals("poisson"))
+    pool = ReplicaPool(3, PLAIN, LARGE)
+    simulation = Simulation(Deployment(pool, pool, policy=policy), sample, 20.0, None, 0)
+    simulation.run()
+    counts = [simulation._decode_of.count(decode) for decode in simulation._decodes]
+    assert counts == [100] * 3 if policy == "round_robin" else min(counts) > 60
 
 
 def test_shared_prefixes_save_prefill() -> None:

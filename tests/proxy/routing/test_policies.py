@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_pairing import engine, fleet, instance, pair
 
-from vllm_disagg.fleet.conventions import POLICY_NAMES, PolicyName
+from vllm_disagg.fleet.conventions import POLICY_NAMES, REQUEST_COST_BYTES, PolicyName
 from vllm_disagg.proxy.routing.fleet import Fleet, Instance
 from vllm_disagg.proxy.routing.pairing import (
     choose,
@@ -17,7 +17,6 @@ from vllm_disagg.proxy.routing.pairing import (
     prefers_aggregated,
 )
 from vllm_disagg.proxy.routing.policies import (
-    REQUEST_COST_BYTES,
     Policy,
     RoutingQuery,
 )

@@ -148,9 +148,9 @@ class Replica:
         self.rules = rules
         self.used = 0  # tokens of KV that running and parked requests hold
         self.running = 0  # requests that hold KV
-        # For routing: tokens of prompts to compute, of a colocated replica also of those computed.
+        # For routing: tokens of prompts to compute, of a colocated replica also of those computed;
+        # of a decode replica all contexts, and a cost for each.
         self.load = 0
-        self.answers = 0  # for routing: requests of which it decodes the answer
         self.active_legs = 0
         self.waiting: deque[int] = deque()  # without KV
         self._awaiting_kv: set[int] = set()  # their KV comes from a prefill replica
@@ -169,6 +169,10 @@ class Replica:
     def cached_tokens(self, ids: Sequence[int]) -> int:
         """Returns the tokens of a prompt's leading blocks that the prefix cache holds."""
         return self.cache.match(ids) * self.cache.block if self.cache else 0
+
+    def held_tokens(self, now: float) -> int:
+        """Returns the tokens of KV that requests hold after the steps completed by now."""
+        return self.used + self._tokens_grown(now)
 
     def groups(self) -> list[DecodeGroup]:
         """Returns the groups of sequences that decode here."""

@@ -26,7 +26,14 @@ from random import Random
 import msgspec
 
 from ...errors import ConfigError
-from ...fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY, PolicyName
+from ...fleet.conventions import (
+    BYTES_PER_TOKEN,
+    DEFAULT_POLICY,
+    DEFAULT_PREFILL_CONCURRENCY,
+    FULL_CACHE_RATIO,
+    REQUEST_COST_BYTES,
+    PolicyName,
+)
 from ..cost.hardware import LINKS, NetworkLink
 from ..cost.latency import LatencyModel, PathDelay
 from ..cost.sizes import KvLayers
@@ -39,7 +46,7 @@ from .workload import WorkloadSample
 SimulationEvent = tuple[float, int, int, int, Replica | None, Batch | None]
 ARRIVAL_RANK = -1
 _load = attrgetter("load")
-_answers = attrgetter("answers")
+REQUEST_COST_TOKENS = REQUEST_COST_BYTES // BYTES_PER_TOKEN
 TAIL_SHARE = 0.99  # of requests: the limits of p99
 
 
@@ -224,7 +231,7 @@ class Simulation:
         heapify(self._events)
         self._event_order = self._count
         self._random = Random(seed)
-        self._round_robin_turn = 0
+        self._turns = [0, 0]  # of round_robin: at prefill or colocated, and at decode replicas
         self._prefills = self._replicas(deployment.prefill, requests, 0)
         self._decodes: list[Replica] = []
         if deployment.decode:
@@ -334,11 +341,27 @@ class Simulation:
             prefill.submit(now, r)
 
     def _decode_leg(self, now: float, r: int) -> None:
-        """Sends the decode leg to the least loaded decode replica."""
-        decode = min(self._decodes, key=_answers) if len(self._decodes) > 1 else self._decodes[0]
-        decode.answers += 1
+        """Sends the decode leg to a decode replica."""
+        decode = self._decodes[0] if len(self._decodes) == 1 else self._choose_decode(now)
+        decode.load += self._requests.prompts[r] + REQUEST_COST_TOKENS
         self._decode_of[r] = decode
         decode.expect_kv(now, r)
+
+    def _choose_decode(self, now: float) -> Replica:
+        """Chooses a decode replica as the proxy does: least load, nearly full ones last.
+
+        The proxy subtracts prefixes that D has; here no D keeps the prefixes that it receives.
+        """
+        decodes = self._decodes
+        if self._deployment.policy == "round_robin":
+            self._turns[1] += 1
+            return decodes[self._turns[1] % len(decodes)]
+        if self._deployment.policy == "power_of_two" and len(decodes) > 2:
+            decodes = self._random.sample(decodes, 2)
+        chosen = min(decodes, key=_load)
+        if _is_nearly_full(chosen, now):
+            return min(decodes, key=lambda decode: (_is_nearly_full(decode, now), decode.load))
+        return chosen
 
     def _choose(self, replicas: list[Replica], r: int) -> Replica:
         """Chooses a replica by the policy of the proxy."""
@@ -346,8 +369,8 @@ class Simulation:
         if len(replicas) == 1:
             return replicas[0]
         if policy == "round_robin":
-            self._round_robin_turn += 1
-            return replicas[self._round_robin_turn % len(replicas)]
+            self._turns[0] += 1
+            return replicas[self._turns[0] % len(replicas)]
         if policy == "power_of_two":
             return min(self._random.sample(replicas, 2), key=_load)
         prefixes = self._requests.prefixes
@@ -415,10 +438,9 @@ class Simulation:
 
     def on_finished(self, replica: Replica, now: float, r: int) -> None:
         """Records the end of a request."""
+        replica.load -= self._requests.prompts[r]
         if self._decodes:
-            replica.answers -= 1
-        else:
-            replica.load -= self._requests.prompts[r]
+            replica.load -= REQUEST_COST_TOKENS
         self._finished_at[r] = now
         if self._next_of_loop < self._count:
             self._send_next(now + self._path(r))
@@ -555,6 +577,11 @@ class Simulation:
             stopped=self._stopped_early,
             itl=itl,
         )
+
+
+def _is_nearly_full(decode: Replica, now: float) -> bool:
+    """Returns whether a decode replica would soon preempt."""
+    return decode.held_tokens(now) > FULL_CACHE_RATIO * decode.kv
 
 
 def quantile(values: list[float], share: float) -> float:

@@ -30,12 +30,10 @@ from dataclasses import dataclass, field
 import msgspec
 import xxhash
 
-from ...fleet.conventions import PolicyName
+from ...fleet.conventions import FULL_CACHE_RATIO, REQUEST_COST_BYTES, PolicyName
 from .fleet import Instance
 from .prefixes import PrefixIndex, PromptPrefix
 
-REQUEST_COST_BYTES = 2048  # cost of a running request beside its context, about 500 tokens' worth
-FULL_CACHE_RATIO = 0.9  # of the KV cache
 # A P reads KV from a D that has at least so much more of the prompt: about 250 tokens.
 MIN_REUSE_BYTES = 1024
 _NO_PREFIX = PromptPrefix(b"")

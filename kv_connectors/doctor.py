@@ -1,7 +1,7 @@
 """Checks whether KV in the memory of this machine's GPUs can be moved, and how fast.
 
-    python -m kv_connectors.doctor [--json]      what `vllm-disagg doctor --gpu` runs
-    python -m kv_connectors.doctor --serve GPU   the other process of NIXL's rates
+    python -m kv_connectors.doctor [--json]                  what `vllm-disagg doctor --gpu` runs
+    python -m kv_connectors.doctor --serve GPU --host HOST   the other process of NIXL's rates
 
 Prints one line for each check, with the remedy, then rates beside the limits of the links, then
 versions: one paste for an issue. No line of it names this machine, an address or a key.
@@ -22,6 +22,7 @@ import torch
 
 from vllm_disagg.config import Config
 from vllm_disagg.doctor.findings import Report, Status
+from vllm_disagg.doctor.this_machine import NETWORK_HOST
 from vllm_disagg.kv.layout import LayerLayout, RankLayout, opaque
 from vllm_disagg.transports.nixl.agent import (
     NixlError,
@@ -34,6 +35,8 @@ from . import transports
 from .gpu import machine, start_checks
 
 CONFIG = Config(insecure=True)
+# UCX's means depend on `host`: on loopback no RDMA is among them.
+RDMA_CONFIG = Config(insecure=True, host=NETWORK_HOST)
 GIBIBYTE = 1 << 30
 # Of the KV cache that is proved: layers, blocks, heads, tokens of a block, bytes of a token's head.
 PROVED_SHAPE = (4, 32, 8, 16, 512)
@@ -150,6 +153,9 @@ class Examination(Report):
         self.prove(name, runtime)
         limit = self._links[index].pcie_gbps
         self.add_rates(rates.host_rates(runtime, f"GPU {index}"), limit)
+        memory, _ = small_cache(runtime)
+        by_host = rates.bounce_rates(memory, f"GPU {index}", CONFIG.piece_bytes)
+        self.add_rates(by_host, limit)
 
     def examine_links(self, name: str, gpu: machine.GpuInfo) -> None:
         """Adds the driver and the links of a GPU."""
@@ -206,7 +212,10 @@ class Examination(Report):
             self.add(Status.WARN, "nixl", f"{reason}; KV goes through host memory")
             return
         with self.failures_of("nixl", Status.WARN):
-            self.examine_nixl(count)
+            self.examine_nixl(count, "nixl", CONFIG)
+        if rdma:
+            with self.failures_of("nixl rdma", Status.WARN):
+                self.examine_nixl(count, "nixl rdma", RDMA_CONFIG)
 
     def examine_pair(self, first: int, second: int) -> None:
         """Checks peer access of two GPUs, and measures copies from the first to the second."""
@@ -231,20 +240,25 @@ class Examination(Report):
                 self.limit_between(first, second),
             )
 
-    def examine_nixl(self, count: int) -> None:
-        """Measures reads from a process on the last GPU into this process's memory on the first."""
+    def examine_nixl(self, count: int, name: str, config: Config) -> None:
+        """Measures reads from a process on the last GPU into this process's memory on the first.
+
+        With UCX's means of engines with these settings.
+        """
         from .gpu import rates  # noqa: PLC0415 - Triton
 
         runtime = self._runtime_of(0)
         runtime.use_device()
         memory, _ = small_cache(runtime)
-        command = [sys.executable, "-m", "kv_connectors.doctor", "--serve", str(count - 1)]
+        module = [sys.executable, "-m", "kv_connectors.doctor"]
+        command = [*module, "--serve", str(count - 1), "--host", config.host]
+        path = f"{name.upper()} GPU {count - 1} to GPU 0"
         try:
-            read = rates.nixl_rates(f"NIXL GPU {count - 1} to GPU 0", CONFIG, memory, command)
+            read = rates.nixl_rates(path, config, memory, command)
         except (NixlError, RuntimeError) as error:
-            self.add(Status.WARN, "nixl", f"{error}; KV goes through host memory")
+            self.add(Status.WARN, name, f"{error}; KV goes through host memory")
             return
-        self.add(Status.OK, "nixl", "memory of another process's GPU was read rightly")
+        self.add(Status.OK, name, "memory of another process's GPU was read rightly")
         self.add_rates(read, self.limit_between(count - 1, 0))
 
     def examine_transports(self) -> None:
@@ -261,13 +275,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="vllm-disagg doctor --gpu")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--serve", type=int, default=None, metavar="GPU")
+    parser.add_argument("--host", default=CONFIG.host)
     args = parser.parse_args(argv)
     if args.serve is not None:
         from .gpu import rates  # noqa: PLC0415 - Triton
 
         runtime = cuda_runtime(args.serve)
         runtime.use_device()
-        rates.serve(CONFIG, small_cache(runtime)[0], sys.stdin)
+        config = Config(insecure=True, host=args.host)
+        rates.serve(config, small_cache(runtime)[0], sys.stdin)
         return 0
     found = Examination(cuda_runtime)
     found.run()

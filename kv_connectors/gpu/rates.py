@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from vllm_disagg.config import Config
-from vllm_disagg.kv.memory import DirectMemory, MemoryPlace
+from vllm_disagg.kv.extents import Extent
+from vllm_disagg.kv.memory import DirectMemory, MemoryPlace, checksum
 from vllm_disagg.kv.runs import runs_of
 from vllm_disagg.transports.nixl.agent import Agent, Job
 
+from .memory import DeviceMemory
 from .runtime import Runtime
 
 MEBIBYTE = 1 << 20
@@ -35,6 +37,7 @@ POLL_SECONDS = 0.0001
 SEED = 20261122
 # Of the pattern at both ends of the source's memory.
 PATTERN_BYTES = 4096
+TRANSFER = "0" * 32  # by whose id pieces are hashed
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,34 @@ def host_rates(runtime: Runtime, name: str) -> list[Rate]:
     out = copy_rates(f"{name} to host", runtime, runtime.pinned, on_gpu)
     back = copy_rates(f"host to {name}", runtime, on_gpu, runtime.pinned)
     return out + back
+
+
+def bounce_rates(memory: DeviceMemory, name: str, piece_bytes: int) -> list[Rate]:
+    """Returns the rates of a piece that goes by way of the host: of P's half, and of D's.
+
+    Each half is the work of one driver's thread, its hash included; ZMQ's part is not measured.
+    """
+    layers = len(memory.shape.layers)
+    block_size = memory.shape.kind(0).block_size
+    block_bytes = memory.size_of(Extent(0, layers, 0, block_size), [0])
+    blocks = range(piece_bytes // block_bytes)
+    extent = Extent(0, layers, 0, block_size * len(blocks))
+    frames = memory.read(extent, blocks)
+    size = sum(len(frame) for frame in frames)
+
+    def send() -> None:
+        checksum(TRANSFER, memory.read(extent, blocks))
+
+    def receive() -> None:
+        checksum(TRANSFER, frames)
+        if not memory.write(extent, blocks, frames):
+            raise RuntimeError("a piece was not written into GPU memory")
+
+    path = f"{name} by the host, as"
+    return [
+        Rate(f"{path} P", size, _rate(size, send)),
+        Rate(f"{path} D", size, _rate(size, receive)),
+    ]
 
 
 def _rate(size: int, copy: Callable[[], None]) -> float:

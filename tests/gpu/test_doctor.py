@@ -28,6 +28,7 @@ import vllm_disagg.doctor.main
 from kv_connectors import doctor
 from kv_connectors.gpu import machine, rates
 from vllm_disagg import cli
+from vllm_disagg.config import Config
 from vllm_disagg.doctor.findings import Status
 
 SMALL = (1 << 20, 2 << 20)
@@ -77,7 +78,11 @@ def test_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert "rate GPU 0 to host:   1 MiB N GB/s of 63.0" in lines
     assert any(line.startswith("rate GPU 0 to GPU 1:") and "of 53.1" in line for line in lines)
-    assert len(made.rates) == 5 * len(SMALL)
+    pieces = [rate for rate in made.rates if "by the host" in rate["path"]]
+    assert [(rate["path"], rate["size"]) for rate in pieces] == [
+        (f"GPU {gpu} by the host, as {role}", 4 << 20) for gpu in (0, 1) for role in "PD"
+    ]
+    assert len(made.rates) == 5 * len(SMALL) + len(pieces)
     assert lines[-1].startswith("versions: python ") and " vllm " in lines[-1]
     assert made.status == Status.WARN == 1
     assert "ab-cd" not in text, "of this machine"
@@ -92,6 +97,31 @@ def test_a_gpu_that_another_process_reads(monkeypatch: pytest.MonkeyPatch) -> No
     lines = list(examined().lines())
     assert "OK   nixl: memory of another process's GPU was read rightly" in lines
     assert "rate NIXL GPU 1 to GPU 0:   1 MiB     9.00 GB/s of 53.1" in lines
+
+
+@pytest.mark.parametrize("has_rdma", [True, False])
+def test_nixl_is_tried_with_the_means_of_engines_on_the_network(
+    monkeypatch: pytest.MonkeyPatch, has_rdma: bool
+) -> None:
+    """On loopback UCX has no RDMA: what works there may fail between machines."""
+    scripted(monkeypatch, 2)
+    monkeypatch.setattr(doctor, "unavailable_reason", lambda *_: "")
+    monkeypatch.setattr(doctor, "rdma_devices", lambda: ["mlx5_0"] * has_rdma)
+    hosts: list[str] = []
+
+    def nixl_rates(path: str, config: Config, memory: object, command: list[str]) -> list[Any]:
+        assert command[-2:] == ["--host", config.host], "both processes have the same means"
+        hosts.append(config.host)
+        if config.host != "127.0.0.1":
+            raise RuntimeError("UCX found no path")
+        return []
+
+    monkeypatch.setattr(rates, "nixl_rates", nixl_rates)
+    lines = list(examined().lines())
+    assert hosts == ["127.0.0.1", doctor.NETWORK_HOST][: 1 + has_rdma]
+    assert "OK   nixl: memory of another process's GPU was read rightly" in lines
+    failed = "WARN nixl rdma: UCX found no path; KV goes through host memory"
+    assert (failed in lines) == has_rdma
 
 
 def test_a_wrong_copy_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,6 +145,13 @@ def test_an_mla_cache_is_not_split_by_tensor_parallelism() -> None:
     assert two < 3 * one  # more weights leave, but each rank keeps all of the cache
 
 
+def test_expert_parallelism_takes_a_buffer() -> None:
+    """Without experts only DeepEP's buffer of 1 GiB tells one rank of two from one alone."""
+    llama = model.load("llama-3.1-8b")
+    alone, ranked = (llama.kv_capacity(80e9, 0.92, 1, 1, dp=dp) for dp in (1, 2))
+    assert (alone - ranked) * llama.kv_per_token == pytest.approx(2**30, rel=0.002)
+
+
 def test_a_moe_reads_more_experts_with_more_tokens() -> None:
     mixtral = model.load("mixtral-8x7b")
     assert sizes.touched(mixtral, 1) == pytest.approx(2)

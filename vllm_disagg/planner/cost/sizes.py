@@ -9,6 +9,9 @@ import msgspec
 # Per GPU for activations, graphs and NCCL. It fits DistServe's table within 2 %, and the KV sizes
 # that vLLM logged on H100 within 2 %.
 RUNTIME_BYTES = 1.25 * (1 << 30)
+# Of DeepEP, per GPU of an instance with expert parallelism: VLLM_DEEPEP_BUFFER_SIZE_MB, 1,024 by
+# default. Between nodes vLLM takes as much again for RDMA, which is not counted.
+EXCHANGE_BUFFER_BYTES = 1 << 30
 
 
 class KvLayers(msgspec.Struct, frozen=True):
@@ -126,6 +129,7 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
         weights = (others / tp + experts / (tp * dp)) * self.stage_share(pp)
         weights += draft_layers * (self.dense_bytes / tp + experts / (tp * dp)) / self.layers
         kv_memory = utilization * memory - RUNTIME_BYTES - weights
+        kv_memory -= EXCHANGE_BUFFER_BYTES if dp > 1 else 0
         sequence = self.rank_bytes(context, tp, pp)
         sequence += draft_layers * self.rank_bytes(context, tp, self.layers)
         return max(0, int(kv_memory / (sequence / context) // 16 * 16))

@@ -74,7 +74,7 @@ class ConfigReader:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_SIZE:
             raise self.error(
-                f"{field} of {self._name} is {str(value)[:80]!r}, not a whole number of {least} or"
+                f"{field} of {self._name} is {repr(value)[:80]}, not a whole number of {least} or"
                 f" more, up to {MAX_SIZE}"
             )
         return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -272,6 +273,9 @@ def test_engines_without_a_profile_are_one_line_each() -> None:
     assert "exports no step profile" in refused(without)
     restarted = {key: value + 1 for key, value in page.items()}
     assert "was restarted during the window" in refused(page, restarted)
+    for product in ("steps*seconds", "steps*steps"):
+        key = ("vllm:disagg_step_sums_total", frozenset({("engine", "0"), ("product", product)}))
+        assert "are no finite numbers" in refused(page | {key: math.nan})
     unqueued = {key: value for key, value in page.items() if "queue_time" not in key[0]}
     assert "has no vllm:request_queue_time_seconds" in refused(unqueued)
     info = {key: value for key, value in page.items() if "cache_config" not in key[0]}

@@ -140,6 +140,14 @@ def test_prices_that_are_too_deep(tmp_path: Path) -> None:
         criteria.read_prices(str(path))
 
 
+@pytest.mark.parametrize("name", ["h100", "H100"])
+def test_a_price_that_stands_twice(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "prices.json"
+    path.write_text(f'{{"h100": 1, "{name}": 2}}')
+    with pytest.raises(ConfigError, match="h100 stands twice"):
+        criteria.read_prices(str(path))
+
+
 def test_prices_and_power_are_those_of_each_sides_gpus(tmp_path: Path) -> None:
     scenario = _two_types({"h100": 2.5, "L4": 0.5}, tmp_path)
     assert scenario.criterion == Criterion("$/h", 2.5, 0.5) == scenario.price

@@ -244,9 +244,23 @@ def test_commands_start_what_was_planned() -> None:
     assert same[-1].count("--prefill") == 2 and same[-1].count("--decode") == 1
     mixed = Placement(ReplicaGroup(2, 1, 1), ReplicaGroup(1, 1, 1))
     assert not any("vllm-disagg up" in line for line in output.commands(scenario, mixed, "m"))
-    assert "differ in parallelism" in output.remarks(scenario, mixed)[0]
+    remark = output.remarks(scenario, mixed)[0]
+    assert "differ in parallelism" in remark and "see the compatibility matrix" in remark
     colocated = output.commands(scenario, Placement(ReplicaGroup(2, 1, 2), None, 2048), "m")
     assert "--max-num-batched-tokens 2048" in colocated[0] and colocated[-1].count("--decode") == 2
+
+
+def test_the_closed_form_takes_a_prompt_through_one_rank() -> None:
+    """Ranks of data parallelism compute prompts side by side, as instances do."""
+    found = model.load("deepseek-v3")
+    source = PerformanceSource(
+        "roofline", "h200", found, hardware.gpu("h200"), expert_parallel=True
+    )
+    plain = distserve_scenario("opt-13b", 0.2, 32, 20, 1)
+    scenario = msgspec.structs.replace(plain, prefill=source, decode=source, distserve=False)
+    ranks = ReplicaGroup(1, 1, 1, 16)
+    form = output.closed_form(scenario, Placement(ranks, ranks))
+    assert form["ttft_mean_half_load"] == pytest.approx(16 / form["prefill"] * 1.5)
 
 
 def test_commands_give_each_instance_gpus_of_its_own() -> None:

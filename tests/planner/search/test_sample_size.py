@@ -140,10 +140,10 @@ def test_a_budget_of_many_requests_is_planned_in_equal_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scenario = msgspec.structs.replace(distserve_scenario("opt-13b", 0.2, 8, 100, 1))
-    whole, parts = sample_size.part(scenario)
-    assert parts == 1 and whole == scenario
+    assert sample_size.parts_of(scenario, 10.0) == 1
     monkeypatch.setattr(sample_size, "MAX_REQUESTS", 500)
-    one, parts = sample_size.part(scenario)
-    assert 1 < parts <= 4 and one.gpus == 8 // parts
+    assert sample_size.parts_of(scenario, 10.0) == 2
     # A part has room for both kinds of instances.
     assert sample_size.parts_of(scenario, 1e9) == 4
+    found = sample_size.search_sized(scenario, 1, 1, quiet)
+    assert found.parts == 4 and found.scenario.gpus == 2

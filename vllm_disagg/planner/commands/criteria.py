@@ -72,7 +72,8 @@ def gpu_name(source: PerformanceSource) -> str:
 def read_prices(path: str) -> dict[str, float]:
     """Reads a file of prices. Raises ConfigError with one line for an entry that is no price."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        found = json.loads(text, object_pairs_hook=_unique)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--prices: {path} cannot be read as JSON: {error}") from None
     if not isinstance(found, dict) or not found:
@@ -88,6 +89,15 @@ def read_prices(path: str) -> dict[str, float]:
                 " give a price of a GPU and hour, more than 0"
             )
     return {name.lower(): float(price) for name, price in found.items()}
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns an object's fields. Raises ValueError if a name stands twice, in any case."""
+    names = [name.lower() for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name} stands twice")
+    return dict(pairs)
 
 
 def _price(prices: dict[str, float], source: PerformanceSource, path: str) -> float:

@@ -104,6 +104,9 @@ def read(url: str, window: MetricWindow) -> EngineWindow:
             " or --disable-log-stats; give --gpu, --profile or --coefficients"
         )
     steps = window.increases(STEP_SUMS, "product")
+    handoffs = window.increases(HANDOFF_SUMS, "product")
+    if not all(map(math.isfinite, (*steps.values(), *handoffs.values()))):
+        raise ConfigError(f"--live: {url}/metrics has sums that are no finite numbers")
     if min(steps.values()) < 0:
         raise ConfigError(f"--live: {url} was restarted during the window: run this command again")
     for histogram in (QUEUE_SECONDS, PREFILL_SECONDS):
@@ -116,7 +119,7 @@ def read(url: str, window: MetricWindow) -> EngineWindow:
         url=url,
         seconds=window.seconds,
         steps=steps,
-        handoffs=window.increases(HANDOFF_SUMS, "product"),
+        handoffs=handoffs,
         queue=window.mean(QUEUE_SECONDS),
         first=window.mean(PREFILL_SECONDS),
         kv_tokens=_kv_tokens(url, window),

@@ -106,8 +106,8 @@ def remarks(scenario: Scenario, placement: Placement) -> list[str]:
         found.append("an instance spans machines: its commands need vLLM's flags for several nodes")
     if d and ((p.tp, p.pp) != (d.tp, d.pp) or p.pp > 1):
         found.append(
-            "prefill and decode differ in parallelism, or use pipelines: see README, what is not"
-            " supported yet, before you start it"
+            "prefill and decode differ in parallelism, or use pipelines: see the compatibility"
+            " matrix before you start it"
         )
     if max(source.measured_tp for source in (scenario.prefill, scenario.decode)) > 1:
         found.append("a profiled instance counts as one GPU here, and has several")
@@ -443,6 +443,6 @@ def closed_form(scenario: Scenario, placement: Placement) -> dict[str, Any]:
             per_token, mean_prompt, scenario.link.bandwidth, scenario.link.latency
         )
     if placement.decode:
-        service = placement.prefill.n / prefill  # seconds of one prompt in one instance
+        service = placement.prefill.ranks / prefill  # seconds of one prompt in one rank
         found["ttft_mean_half_load"] = queueing.mean_ttft(service, 0.5 / service, 1)
     return found

@@ -21,6 +21,14 @@ from . import criteria, demand, flags, live, output, replay, report
 
 DEFAULT_GPUS = 4
 DEFAULT_GPUS_OF_RATE = 128
+# Llama 3.1 8B has 157,644 placements on 128 GPUs, listed in 23 s (2026-11-26), and with twice the
+# GPUs four times as many. A fleet of more is several equal ones.
+MAX_GPUS = 512
+# Flags that a mode has no use for.
+UNUSED_FLAGS = {
+    "live": ("report", "by", "prices", "rate", "replay"),
+    "replay": ("report", "by", "prices"),
+}
 KEPT_PLACEMENTS = 3  # placements of a kind that are evaluated to the end
 PREFILL_LOADS = (0.5, 0.8)  # of a prefill GPU, for waiting times
 PROGRESS_INTERVAL_SECONDS = 2.0  # between two progress lines
@@ -64,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs `plan` and prints its advice. Returns the exit status."""
     args.gpus = _budget(args)
+    _refuse_unused(args)
     if args.capacity_prefill is not None or args.capacity_decode is not None:
         return _closed(args)
     if args.live:
@@ -72,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
         return replay.run(args)
     if args.gpus < 2:
         raise ConfigError(f"--gpus: {args.gpus} is too few: prefill and decode need 2 or more")
+    if args.gpus > MAX_GPUS:
+        raise ConfigError(f"--gpus: {args.gpus} is too many: give {MAX_GPUS} or fewer")
     if args.jobs < 0:
         raise ConfigError(f"--jobs: {args.jobs} is not a number of processes")
     if args.report:
@@ -91,17 +102,13 @@ def _compare(planned: flags.PlanInputs, args: argparse.Namespace) -> int:
     started_at = time.monotonic()
     scenario = planned.scenario
     jobs = optimizer.process_count(args.jobs)
-    search = sample_size.search_fixed
-    parts = 1
-    if not args.requests:
-        search = sample_size.search_sized
-        scenario, parts = sample_size.part(scenario)
+    search = sample_size.search_fixed if args.requests else sample_size.search_sized
     result = search(scenario, KEPT_PLACEMENTS, jobs, _progress)
     if not result.split and not result.together:
         raise ConfigError(_nothing(scenario))
     found = advice.advise(result, draws=bool(args.report))
     document = output.as_json(found, planned.model, with_rates=bool(args.report or args.json))
-    document["parts"] = parts
+    document["parts"] = result.parts
     document["seconds"] = round(time.monotonic() - started_at, 2)
     document["fits"] = {
         path: {"worst_error": {phase: fit.worst(phase) for phase in fit.phases()}}
@@ -111,6 +118,14 @@ def _compare(planned: flags.PlanInputs, args: argparse.Namespace) -> int:
         document["report"] = report.write(args.report, found, document, planned.fits)
     print(json.dumps(document) if args.json else report.text(found, document, planned.fits))
     return 0
+
+
+def _refuse_unused(args: argparse.Namespace) -> None:
+    """Raises ConfigError for a flag that the mode asked for has no use for."""
+    for mode, names in UNUSED_FLAGS.items():
+        for name in names:
+            if getattr(args, mode) and getattr(args, name) is not None:
+                raise ConfigError(f"--{name} goes without --{mode}")
 
 
 def _budget(args: argparse.Namespace) -> int:

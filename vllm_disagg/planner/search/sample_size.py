@@ -64,6 +64,7 @@ class SearchResult(msgspec.Struct, frozen=True):
     split: list[PlacementScore]
     together: list[PlacementScore]
     large: Sequence[PlacementScore] = ()  # of both kinds, by the goodput of all GPUs together
+    parts: int = 1  # equal ones of the budget; the scenario is of one
 
     @property
     def best(self) -> list[PlacementScore]:
@@ -108,7 +109,10 @@ def search_sized(
     scenario: Scenario, keep: int, jobs: int, progress: ProgressFactory
 ) -> SearchResult:
     """Searches all placements with samples that are long enough, if the workload has them."""
-    guess = _first_guess(scenario)
+    rate = _first_rate(scenario)
+    parts = parts_of(scenario, rate)
+    scenario = msgspec.structs.replace(scenario, gpus=scenario.gpus // parts)
+    guess = requests_lasting(scenario, rate / parts, MIN_SECONDS)
     first = grown(scenario, max(MIN_REQUESTS, min(guess, MAX_SCREENED_REQUESTS)))
     first = msgspec.structs.replace(first, seeds=1)
     finalists = FINALISTS
@@ -130,7 +134,9 @@ def search_sized(
             rates = _near_rates(found.scenario, [*best, *large])
             kinds.append(Candidates(rates, progress(f"{name} finalists")))
         found = _search(sized, kinds, keep, jobs)
-    return SearchResult(found.scenario, found.split[:keep], found.together[:keep], found.large)
+    return SearchResult(
+        found.scenario, found.split[:keep], found.together[:keep], found.large, parts
+    )
 
 
 def _near_rates(scenario: Scenario, scores: Sequence[PlacementScore]) -> dict[Placement, float]:
@@ -154,12 +160,6 @@ def parts_of(scenario: Scenario, rate: float) -> int:
     for source in (scenario.prefill, scenario.decode):
         least += min(group.gpus for group in source.layouts(scenario.gpus))
     return max(1, min(wanted, scenario.gpus // least))
-
-
-def part(scenario: Scenario) -> tuple[Scenario, int]:
-    """Returns the scenario of one part of a budget, and the number of parts; mostly all of it."""
-    parts = parts_of(scenario, _first_rate(scenario))
-    return msgspec.structs.replace(scenario, gpus=scenario.gpus // parts), parts
 
 
 def lasting(scenario: Scenario, rate: float) -> Scenario:
@@ -196,11 +196,6 @@ def requests_lasting(scenario: Scenario, rate: float, seconds: float) -> int:
     """Returns the requests of a sample that lasts so long between its edges."""
     counted_share = 1.0 if scenario.distserve else 1 - 2 * EDGE_SHARE
     return math.ceil(rate * seconds / counted_share)
-
-
-def _first_guess(scenario: Scenario) -> int:
-    """Estimates the requests needed, by the closed form of the best placement."""
-    return requests_lasting(scenario, _first_rate(scenario), MIN_SECONDS)
 
 
 def _first_rate(scenario: Scenario) -> float:

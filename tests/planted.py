@@ -748,6 +748,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("block ids of a faulty source fill the memory", "protocol/receiver.py", "known += later[: count - len(known)]", "known += later", "tests/protocol/test_receiver.py"),
     ("a transport that needs a request gets none", "protocol/receiver.py", "        if piece.source in self.read_by_address:\n", "        if True:\n", "tests/protocol/test_receiver.py"),
     ("a read by address that hangs is never requested", "protocol/receiver.py", "            piece.retry_at = now + self.peer_timeout\n            return [read]\n", "            piece.retry_at = now + 1e9\n            return [read]\n", "tests/protocol/test_receiver.py"),
+    ("D reads blocks by address in another order", "protocol/read_plan.py", "return BlocksAtSource(extent.layer, extent.layer_end, ids)", "return BlocksAtSource(extent.layer, extent.layer_end, [*ids[1:], *ids[:1]])", "tests/scheduler_worlds/test_scheduler_worlds.py"),
     ("a path that broke is read by address", "protocol/receiver.py", "        self.read_by_address.discard(event.source)\n", "", "tests/protocol/test_receiver.py"),
     ("block ids are used beyond those that are known", "protocol/read_plan.py", "        if not (is_known and has_all_heads):\n", "        if not has_all_heads:\n", "tests/protocol/test_receiver.py"),
     ("all heads are read where a part is needed", "protocol/read_plan.py", "        if not (is_known and has_all_heads):\n", "        if not is_known:\n", "tests/protocol/test_receiver.py"),

@@ -277,6 +277,18 @@ class SchedulerWorld:
             kinds = tuple(kind for kind in kinds if kind is not SendKind.ONE_SIDED)
         return self.random.choice(kinds or (SendKind.AT_ONCE,))
 
+    def draw_reads_by_address(self) -> bool:
+        """Returns whether a new fast path reads pieces by address."""
+        # Calm worlds stay those of their seeds: about one in 50 has a load that comes too late.
+        is_calm = self.setup.mischief == type(self.setup.mischief)()
+        if is_calm or SendKind.ONE_SIDED not in self.setup.send_kinds:
+            return False
+        return self.random.random() < 0.5
+
+    def driver(self, name: str) -> SimulatedDriver:
+        """Returns the driver of a rank."""
+        return self._drivers[name]
+
     # Clients and proxy ----------------------------------------------------------------------------
     def _ask_at_times(self) -> None:
         """Asks while few requests are open, so that some go on with earlier answers."""
@@ -465,6 +477,10 @@ class SchedulerWorld:
         if self._mischief.reroute and random.random() < 0.5:
             self.counts["broken paths"] += 1
             reader.break_fast(source.name)
+            # The source may notice it, too.
+            if random.random() < 0.5 and not source.is_frozen:
+                self.counts["lost connections"] += 1
+                source.lose_connection(reader.name)
         else:
             reader.connect_fast(source.name)
 

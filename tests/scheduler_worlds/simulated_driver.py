@@ -10,9 +10,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from simulated_transports import FAST, SLOW, Piece, ReceivePath, SendQueue
+from simulated_transports import FAST, SLOW, Piece, ReceivePath, SendKind, SendQueue
 from symbol_cache import SymbolCache
 
+from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.layout import RankLayout
 from vllm_disagg.outcomes import Outcome, Outcomes
 from vllm_disagg.protocol import events, messages
@@ -58,7 +59,8 @@ class SimulatedDriver:
         self._fast = ReceivePath(self)
         self._fast_addresses: dict[str, str] = {}  # by source, of those that it connects
         self._connections = 0  # of the fast path so far
-        self.sender = Sender(name, layout, lease=LEASE_SECONDS)
+        grace = 2 * KEEPALIVE_SECONDS  # as in the product
+        self.sender = Sender(name, layout, lease=LEASE_SECONDS, grace=grace)
         self.receiver = Receiver(
             name,
             f"{SLOW}:{name}",
@@ -188,7 +190,10 @@ class SimulatedDriver:
     def _post_read(self, read: events.PostRead) -> None:
         if read.address.startswith(FAST):
             self._fast.posted.post(read, self._fast_addresses.get(read.source, ""))
+            if read.at_source is not None:
+                self._fast.locate(read)
         else:
+            assert read.at_source is None, "the slow path reads nothing by address"
             self._slow.posted.post(read, f"{SLOW}:{self.name}")
 
     def _report_load(self, result: events.LoadResult) -> None:
@@ -203,6 +208,20 @@ class SimulatedDriver:
         """Returns the bytes of a piece as they are in the blocks now."""
         return b"".join(self._cache.memory.read(action.extent, action.blocks))
 
+    def piece_at_source(self, read: events.PostRead, blocks: events.BlocksAtSource) -> Piece:
+        """Returns a piece that is read from the source's memory, whatever its machine knows."""
+        source = self.world.driver(read.source)
+        heads = source.worker.holds.kind(blocks.layer).heads
+        action = events.SendPiece(
+            transfer=read.transfer,
+            reader=self.name,
+            address=read.address,
+            number=read.number,
+            extent=Extent(blocks.layer, blocks.layer_end, 0, 0, 0, heads),
+            blocks=blocks.ids,
+        )
+        return Piece(action, SendKind.ONE_SIDED, source, checksum=0, content=None)
+
     def write_blocks(self, read: events.PostRead, frames: Sequence[memoryview]) -> bool:
         """Writes a piece into its blocks; returns whether its size was right."""
         return self._cache.memory.write(read.extent, read.blocks, frames, read.remote_layout)
@@ -214,7 +233,8 @@ class SimulatedDriver:
         self._connections += 1
         address = f"{FAST}:{self.name}:{self._connections}"
         self._fast_addresses[source] = address
-        self._change_transport(source, address)
+        reads_by_address = self.world.draw_reads_by_address()
+        self._change_transport(source, address, reads_by_address=reads_by_address)
 
     def break_fast(self, source: str) -> None:
         """Breaks the fast path to a source; the slow one takes over."""
@@ -223,9 +243,17 @@ class SimulatedDriver:
         self._fast.break_from(source)
         self._change_transport(source, f"{SLOW}:{self.name}")
 
-    def _change_transport(self, source: str, address: str) -> None:
+    def _change_transport(
+        self, source: str, address: str, *, reads_by_address: bool = False
+    ) -> None:
         self._drain()
-        self._handle_receiver(events.TransportChanged(source, address))
+        changed = events.TransportChanged(source, address, reads_by_address=reads_by_address)
+        self._handle_receiver(changed)
+
+    def lose_connection(self, reader: str) -> None:
+        """Notes that a connection of a reader has ended, whether or not the reader has."""
+        self._drain()
+        self._handle_sender(events.ConnectionLost(reader))
 
     # End ------------------------------------------------------------------------------------------
     def blocks_served(self) -> set[int]:

@@ -4,7 +4,8 @@ Each kind reads the sender's blocks at another moment, as the real ones do:
 
     AT_ONCE      when the send begins; the bytes travel alone
     LATER        in the course of the send; a checksum was made when it began
-    ONE_SIDED    by the receiver, while it writes; there is no checksum
+    ONE_SIDED    by the receiver, while it writes; there is no checksum. Of a path that reads by
+                 address, the sender does not know of the read
     FAILING      as LATER, but bytes are lost, damaged or repeated
 
 A receiver has two paths. The slow one is always there. The fast one connects and breaks; a read
@@ -134,13 +135,15 @@ class ReceivePath:
         self._driver = driver
         self.posted = PostedReads()
         self._writes: list[BlockWrite] = []
+        self._located: deque[events.PostRead] = deque()  # reads by address that have not begun
         self._completed: deque[events.ReadCompleted] = deque()
 
     @property
     def is_idle(self) -> bool:
         """Whether no read is posted, being written, or ended and not taken."""
         waiting = self.posted._waiting or self.posted._being_written
-        return not (waiting or self._writes or self._completed or self.posted.has_cancelled)
+        begun = self._located or self._writes
+        return not (waiting or begun or self._completed or self.posted.has_cancelled)
 
     def begin(self, piece: Piece) -> None:
         """Begins to write a piece that has arrived; drops it without a posted read."""
@@ -151,8 +154,23 @@ class ReceivePath:
             return
         self._writes.append(BlockWrite(read, piece))
 
+    def locate(self, read: events.PostRead) -> None:
+        """Takes a posted read that has the blocks at its source."""
+        self._located.append(read)
+
+    def _begin_located(self) -> None:
+        post = self._located.popleft()
+        read = self.posted.begin(post.source, post.transfer, post.number)
+        if read is None:
+            return  # cancelled meanwhile
+        assert read.at_source is not None, read
+        self._driver.world.counts["reads by address"] += 1
+        self._writes.append(BlockWrite(read, self._driver.piece_at_source(read, read.at_source)))
+
     def advance(self) -> None:
-        """Ends one write, drawn by the world."""
+        """Begins the oldest read by address; ends one write, drawn by the world."""
+        if self._located:
+            self._begin_located()
         if not self._writes:
             return
         index = self._driver.world.random.randrange(len(self._writes))

@@ -256,7 +256,7 @@ class Examination(Report):
         try:
             read = rates.nixl_rates(path, config, memory, command)
         except (NixlError, RuntimeError) as error:
-            self.add(Status.WARN, name, f"{error}; KV goes through host memory")
+            self.add(Status.WARN, name, f"{error}; without it KV goes through host memory")
             return
         self.add(Status.OK, name, "memory of another process's GPU was read rightly")
         self.add_rates(read, self.limit_between(count - 1, 0))

@@ -285,10 +285,7 @@ class Driver:
         if control.zap in ready:
             control.answer_zap()
         if control.router in ready:
-            # ROUTER puts the peer's routing id in front. It is not used: each message names its
-            # worker, and the answer goes to that name.
-            for _, *message in receive(control.router):
-                control.silent_connections.on_message(message)
+            for message in control.from_receivers():
                 self._receive_frames(message, messages.decode_at_sender, self._on_receiver_message)
         # A copy: a fact that is drained on the way may connect one worker and evict another.
         for link in [link for link in control.links.values() if link in ready]:

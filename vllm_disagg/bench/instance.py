@@ -75,7 +75,8 @@ def kv_tokens(url: str) -> int:
 def tensor_parallel_size(url: str, model: str) -> int | None:
     """Returns an engine's tensor parallel size; None if its answers do not name it.
 
-    A fingerprint as `vllm-0.33.0-tp2-0123abcd` names all sizes above 1.
+    A fingerprint as `vllm-0.33.0-tp2-0123abcd` names all sizes above 1. Of an engine with
+    `--fingerprint-mode hash` it names none, and 1 is returned.
     """
     body = msgspec.json.encode({"model": model, "prompt": [[1]], "max_tokens": 1})
     connection = connect(url, PAGE_TIMEOUT_SECONDS)

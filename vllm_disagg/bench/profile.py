@@ -320,6 +320,8 @@ def _report(points: dict[str, Any], fewest: int, path: str) -> None:
     fixed = 1e3 * points["path"]["seconds"]
     per_token = 1e6 * points["path"]["seconds_per_token"]
     print(f"path of a request: {fixed:.2f} ms + {per_token:.2f} us/token")
+    size = points["tensor_parallel_size"] or "not known, counted as 1"
+    print(f"tensor parallel size, by the engine's answers: {size}")
     counts = ", ".join(
         f"{len(points[kind])} points of {name}"
         for kind, name in (("prefill", "prefill"), ("decode", "decode"), ("mixed", "both"))

@@ -73,9 +73,9 @@ from .events import (
 # Transfers known at a time; also the number of endings remembered with their sums.  A request for
 # an unknown transfer makes an entry, so without a bound one faulty receiver could fill the memory.
 MAX_TRANSFERS = 4096
-# Names of undelivered endings; 160 bytes each, 10 MB in all.  A receiver may ask minutes later,
-# when its engine's queue lets it.  The default patience of 120 s and its margin of 60 s are covered
-# up to 364 undelivered endings a second, ten minutes up to 109.
+# Names of undelivered endings; some 200 bytes each, 13 MB in all.  A receiver may ask minutes
+# later, when its engine's queue lets it.  The default patience of 120 s and its margin of 60 s are
+# covered up to 364 undelivered endings a second, ten minutes up to 109.
 MAX_UNDELIVERED = 65536
 STEP_GAP_SECONDS = 1.0  # shorter gaps between two engine steps are not reported
 

@@ -226,8 +226,11 @@ async def test_a_servers_url_stands_for_all_its_data_parallel_ranks() -> None:
         assert (await change(w, "POST", "/disagg/instances/drain", url=ranks[1]))[0] == 200
         shown = await rows(w)
         assert [shown[rank]["why_not"] for rank in ranks] == ["", "drained"]
-        assert (await change(w, "DELETE", "/disagg/instances", url=url))[1]["drained"]
+        status, facts = await change(w, "DELETE", "/disagg/instances", url=url)
+        assert (status, facts["sources"], facts["drained"]) == (200, ["flags"], True)
         assert [(await rows(w))[rank]["why_not"] for rank in ranks] == ["drained"] * 2
+        status, facts = await change(w, "POST", "/disagg/instances", url=url, role="decode")
+        assert (status, "@0" in facts["error"]["message"]) == (409, True)
 
 
 async def test_the_end_of_a_drain_names_no_instance_anew() -> None:

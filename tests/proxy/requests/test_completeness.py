@@ -72,9 +72,9 @@ def body(**fields: object) -> bytes:
     return json.dumps({"model": "m", "input": "hi", "messages": [], **fields}).encode()
 
 
-async def unframed(call: Call, content_type: str, content: bytes) -> None:
+async def unframed(call: Call, content_type: str, content: bytes, status: int = 200) -> None:
     """Answers with neither a length nor chunks: the end of the connection ends the body."""
-    head = f"HTTP/1.1 200 OK\r\ncontent-type: {content_type}\r\nconnection: close\r\n\r\n"
+    head = f"HTTP/1.1 {status} so\r\ncontent-type: {content_type}\r\nconnection: close\r\n\r\n"
     call.raw_write(head)
     call.writer.write(content)
     await call.writer.drain()
@@ -106,17 +106,28 @@ async def test_a_stream_without_its_last_event_was_cut_off(path: str, is_framed:
         assert await w.metric("vllm_disagg_requests_total", 'outcome="upstream_error"') == 1
 
 
-@pytest.mark.parametrize("last", ["last event", "error", "compressed", "of another path"])
+@pytest.mark.parametrize(
+    "last", ["last event", "error", "compressed", "of another path", "comment", "comment apart"]
+)
 async def test_a_stream_that_ends_as_it_may_is_whole(last: str) -> None:
     """Bodies without a length: nothing else shows their end."""
     error = b'data: {"error":{"message":"no","type":"BadRequestError","code":400}}\n\n'
-    end = {"last event": LAST_EVENTS["/v1/completions"], "error": error}.get(last, b"")
+    done, comment = LAST_EVENTS["/v1/completions"], b": bye\n\n"
+    ends = {"last event": done, "error": error, "comment": done + comment}
+    end = ends.get(last, done + comment if last == "comment apart" else b"")
     kind = "text/event-stream"
     if last == "compressed":
         kind += "\r\ncontent-encoding: gzip"
 
     async def whole(call: Call) -> None:
-        await unframed(call, kind, SOME + end)
+        if last != "comment apart":
+            await unframed(call, kind, SOME + end)
+            return
+        await call.stream()
+        for chunk in (SOME, done, comment):
+            await call.chunk(chunk)
+            await asyncio.sleep(0.05)
+        await call.end()
 
     async with world(prefill=0) as w:
         w.d.script = whole
@@ -145,6 +156,25 @@ async def test_json_without_a_length_that_was_cut_off_is_no_answer(path: str) ->
         reply = await w.ask("POST", path, body(prompt="x"))
         assert (reply.status, len(asked)) == (200, 2)
         assert reply.json() == {"choices": [{"text": "a"}]}
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "content"),
+    [
+        (200, "application/json-seq", b'\x1e{"a":1}\n\x1e{"a":2}\n'),
+        (401, "application/json", b""),
+    ],
+)
+async def test_other_bodies_without_a_length_are_whole(
+    status: int, kind: str, content: bytes
+) -> None:
+    async def script(call: Call) -> None:
+        await unframed(call, kind, content, status)
+
+    async with world(prefill=0) as w:
+        w.d.script = script
+        reply = await w.get("/version")
+        assert (reply.status, reply.body) == (status, content)
 
 
 @pytest.mark.parametrize("path", PARTS)

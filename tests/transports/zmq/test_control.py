@@ -33,7 +33,7 @@ class Worker:
         if control.zap in ready:
             control.answer_zap()
         if control.router in ready:
-            for _, frame in receive(control.router):
+            for [frame] in control.from_receivers():
                 message = messages.decode_at_sender(frame.bytes)
                 self._take(message, control.local.on_receiver_note)
         for dealer in control.links.values():
@@ -90,6 +90,23 @@ def test_notes_keep_their_order_where_a_link_is_full(
         assert time.monotonic() < end
         reading.turn()
     assert reading.notes == sent
+
+
+def test_a_connection_that_has_nothing_to_say_is_a_members() -> None:
+    """After a cut all receivers dial at once; those of too many silent ones are shut down."""
+    p, d = Worker("p/0"), Worker("d/0")
+    d.control.connect(WorkerInfo("p/0", p.control.address, p.control.address, host="another"))
+    silent = p.control.silent_connections
+    end = time.monotonic() + 20
+    was_accepted = False
+    while not was_accepted or silent._accepted_at:
+        assert time.monotonic() < end
+        p.turn()
+        silent._read_monitor_events()
+        was_accepted = was_accepted or bool(silent._accepted_at)
+    assert p.notes == []
+    for worker in (p, d):
+        worker.control.close()
 
 
 def test_a_healed_network_is_dialled_within_seconds() -> None:

@@ -357,9 +357,7 @@ def heard(sockets: control.Control, seconds: float, wanted: int = 1) -> int:
     while count < wanted and time.monotonic() < end:
         sockets.poller.poll(10)
         sockets.answer_zap()
-        for message in control.receive(sockets.router):
-            sockets.silent_connections.on_message(message)
-            count += 1
+        count += len(list(sockets.from_receivers()))
         sockets.close_excess_connections()
     return count
 

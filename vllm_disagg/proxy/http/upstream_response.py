@@ -115,8 +115,11 @@ class UpstreamResponse:
 
     def is_cut_json(self) -> bool:
         """Returns whether the body so far is an incomplete JSON text."""
-        is_json = find(self.headers, b"content-type").startswith(JSON_TYPE)
-        if self._sink or not is_json or find(self.headers, b"content-encoding"):
+        content_type = find(self.headers, b"content-type").partition(b";")[0].strip().lower()
+        if self._sink or content_type != JSON_TYPE or find(self.headers, b"content-encoding"):
+            return False
+        # Errors may have no body.
+        if self.status != 200 and not self.peek():
             return False
         try:
             _decode_any(self.peek())

@@ -156,8 +156,8 @@ class Admin:
         else:
             facts = {
                 "url": urls[0] if len(urls) == 1 else split_rank(urls[0])[0],
-                "sources": self._members.sources(urls[0]),
-                "drained": self._members.is_drained(urls[0]),
+                "sources": sorted({s for url in urls for s in self._members.sources(url)}),
+                "drained": all(map(self._members.is_drained, urls)),
             }
             client.answer(200, [JSON], json.dumps(facts).encode())
 
@@ -165,6 +165,8 @@ class Admin:
         url = check_url(body.url, "url")
         if not self._members.is_named(url):
             self._networks.check(url, "url")
+        if any(other != url for other in self._members.instances_of(url)):
+            raise _Conflict(f"{url} has several data parallel ranks: name one, as {url}@0")
         role = self._members.role(url)
         if role not in (None, body.role):
             raise _Conflict(f"{url} is a {role} instance")

@@ -42,8 +42,8 @@ END_MARKS = {
 # By path: matches the event that ends a stream of several choices.
 CHOICES_END_MARKS = dict.fromkeys(("/v1/completions", "/v1/chat/completions"), _DONE)
 
-# Paths whose streams end in an event for that. A stream without it was cut off: the body of a
-# killed process ends as it should if it has neither a length nor chunks.
+# Paths whose streams end in an event for that. A stream without it was cut off. A killed process
+# does not show where a body has neither a length nor chunks.
 PATHS_WITH_LAST_EVENT = frozenset((*SCHEMAS, *END_MARKS))
 
 

@@ -73,22 +73,25 @@ class Forwarder:
             record_choice(self.fleet, self._policy, RoutingQuery(0), _now(), instance)
             # An instance that failed may have been the one with the thing, so that after a failure
             # no other's 404 counts.
-            is_last_word = not error and position + 1 == len(candidates)
+            is_last_try = position + 1 == len(candidates)
+            is_last_word = not error and is_last_try
             try:
                 status = await self._try_instance(
                     request, client, instance, skip_missing=seek and not is_last_word
                 )
             except Unreachable as failure:
+                is_last = client.started or is_last_try or position >= MAX_RETRIES
                 log.warning(
-                    "forward: %s failed %s %s: %s; another instance is tried, if there is one",
+                    "forward: %s failed %s %s: %s; %s",
                     instance.url,
                     request.method,
                     request.path,
                     failure,
+                    "the request fails" if is_last else "another instance is tried",
                 )
                 self.fleet.on_leg_failed(instance, failure.reason, _now())
                 error = failure
-                if client.started or position >= MAX_RETRIES:
+                if is_last:
                     break
                 continue
             if status is not None:

@@ -149,6 +149,13 @@ def failure_in(content: bytes) -> Reason:
     return "died" if b"EngineCore" in content else "5xx"
 
 
+def _is_empty(events: bytes) -> bool:
+    """Whether events carry nothing."""
+    # Most events begin with a field: those are not looked at.
+    is_doubtful = events.startswith((b":", b"\n"))
+    return is_doubtful and all(map(is_blank_or_comment, events.split(b"\n\n")))
+
+
 def _discard(_: bytes) -> None:
     """Takes the bytes of an answer that is of no use."""
 
@@ -229,10 +236,9 @@ class StreamRecorder:
     def has_ended(self) -> bool:
         """Whether the present answer's last event ends an answer, or is an error."""
         # The end of the body ends its last event.
-        events = (self._last_events + self._splitter.rest()).rstrip(b"\n")
-        if self.held or (events + b"\n\n").endswith(LAST_EVENTS):
-            return True
-        return is_error(events.rpartition(b"\n\n")[2])
+        events = (self._last_events + self._splitter.rest()).rstrip(b"\n").split(b"\n\n")
+        last = next((event for event in reversed(events) if not is_blank_or_comment(event)), b"")
+        return bool(self.held) or (last + b"\n\n").endswith(LAST_EVENTS) or is_error(last)
 
     @property
     def resumable(self) -> bool:
@@ -265,7 +271,7 @@ class StreamRecorder:
 
     def _feed_events(self, data: bytes) -> None:
         """Takes whole events of any kind, also those with which an engine ends."""
-        self._last_events = data
+        self._last_events = self._last_events if _is_empty(data) else data
         if ERROR in data or EVENT_ERROR in data or EVENT_FAILED in data:
             data = self._before_error(data)
             if not data:
@@ -287,7 +293,7 @@ class StreamRecorder:
         self._last_written = data
         self._write(data)
         if not self._started:
-            self._started = not all(map(is_blank_or_comment, data.split(b"\n\n")))
+            self._started = not _is_empty(data)
         self._remember(data)
 
     def _remember(self, data: bytes) -> None:

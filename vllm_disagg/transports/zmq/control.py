@@ -57,8 +57,7 @@ class Control:
     """Control sockets of one worker, and a factory for more of their kind.
 
     Made and used by one thread. `links` maps a sender to its DEALER, the latest used at the end.
-    `local` has the links within this machine. Each message received on `router` goes to
-    `silent_connections.on_message` too.
+    `local` has the links within this machine.
     """
 
     def __init__(self, config: Config, key: FleetKey, name: str) -> None:
@@ -120,6 +119,19 @@ class Control:
     def _note_to_sender(self, sender: str, data: bytes) -> None:
         self.send_to_sender(sender, messages.TransportNote(sender, self.name, LINK, data))
 
+    def from_receivers(self) -> Iterator[list[zmq.Frame]]:
+        """Yields waiting messages of receivers.
+
+        ROUTER puts the peer's routing id in front. It is not used: each message names its worker,
+        and the answer goes to that name.
+        """
+        for _, *message in receive(self.router):
+            self.silent_connections.on_message(message)
+            # An empty one says that a connection is a member's: after a cut hundreds may come at
+            # once, and have nothing to say.
+            if len(message) != 1 or message[0].bytes:
+                yield message
+
     def connect(self, worker: WorkerInfo) -> str | None:
         """Connects to a worker, if it is not connected yet.
 
@@ -128,9 +140,9 @@ class Control:
         """
         link = self.links.pop(worker.name, None)
         if link is None:
-            link = self.dial(
-                worker.control, self.name.encode(), messages.MAX_FRAME_BYTES, worker.key
-            )
+            name = self.name.encode()
+            largest = messages.MAX_FRAME_BYTES
+            link = self.dial(worker.control, name, largest, worker.key, announces=True)
             if link is None:
                 return None
             self.poller.register(link, zmq.POLLIN)
@@ -191,12 +203,20 @@ class Control:
 
     # Making sockets -------------------------------------------------------------------------------
     def dial(
-        self, endpoint: str, name: bytes, largest: int, key_name: str = "", *, encrypt: bool = True
+        self,
+        endpoint: str,
+        name: bytes,
+        largest: int,
+        key_name: str = "",
+        *,
+        encrypt: bool = True,
+        announces: bool = False,
     ) -> ZmqSocket | None:
         """Returns a DEALER of this name, connecting to the endpoint.
 
         Returns None, and logs the reason, for an invalid endpoint or without a free descriptor.
-        `largest`: bytes of a message. `key_name`: `WorkerInfo.key` of the peer.
+        `largest`: bytes of a message. `key_name`: `WorkerInfo.key` of the peer. `announces`: each
+        connection begins with an empty message.
         """
         link = None
         try:
@@ -205,6 +225,7 @@ class Control:
             link = self.socket(zmq.DEALER, largest, server=False, encrypt=encrypt, key=key)
             # Set before connecting: ZMQ ignores these options for connections that exist.
             link.routing_id = name
+            link.probe_router = announces
             link.reconnect_ivl_max = MAX_RECONNECT_MILLISECONDS
             link.connect_timeout = CONNECT_MILLISECONDS
             link.connect(endpoint)

@@ -64,7 +64,7 @@ def test_a_sized_search_ends_with_samples_long_enough(
     monkeypatch: pytest.MonkeyPatch, rules: str
 ) -> None:
     monkeypatch.setattr(sample_size, "MIN_REQUESTS", 20)
-    monkeypatch.setattr(sample_size, "_first_guess", lambda scenario: 30)
+    monkeypatch.setattr(sample_size, "_first_rate", lambda scenario: 0.5)  # a guess of 30 requests
     monkeypatch.setattr(sample_size, "MAX_NARROWING_RATIO", 0)
     scenario = vllm_scenario(20)
     if rules == "distserve":

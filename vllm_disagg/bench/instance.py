@@ -8,7 +8,7 @@ from http.client import HTTPException
 import msgspec
 
 from ..errors import ConfigError
-from ..http_client import PAGE_TIMEOUT_SECONDS, connect, get, headers
+from ..http_client import MAX_PAGE_BYTES, PAGE_TIMEOUT_SECONDS, connect, get, headers
 
 
 class ServedModel(msgspec.Struct, frozen=True):
@@ -23,7 +23,7 @@ class _ModelsAnswer(msgspec.Struct):
     data: list[ServedModel]
 
 
-class _Completion(msgspec.Struct):
+class _FingerprintedAnswer(msgspec.Struct):
     system_fingerprint: str | None = None
 
 
@@ -82,7 +82,9 @@ def tensor_parallel_size(url: str, model: str) -> int | None:
     connection = connect(url, PAGE_TIMEOUT_SECONDS)
     try:
         connection.request("POST", "/v1/completions", body, headers())
-        answer = msgspec.json.decode(connection.getresponse().read(), type=_Completion)
+        answer = msgspec.json.decode(
+            connection.getresponse().read(MAX_PAGE_BYTES), type=_FingerprintedAnswer
+        )
     except (OSError, HTTPException, msgspec.DecodeError):
         return None
     finally:

@@ -235,12 +235,13 @@ def run(args: argparse.Namespace) -> int:
     with neighbours.busy(beside):
         profile.warm_up()
         samples = _rounds(plan, profile.measure, args.seconds, time.monotonic)
+    gpu = _gpu(url)
     points: dict[str, Any] = {
         "version": 2,
         "model": model.root or model.id,  # what `vllm serve` takes: the name may be an alias
         "vllm": version,
-        "machine": args.machine or _machine(url),
-        "gpu": _gpu(url),
+        "machine": args.machine or gpu or _machine(url),
+        "gpu": gpu,
         "tensor_parallel_size": instance.tensor_parallel_size(url, model.id),
         "beside": len(beside),
         "kv_tokens": kv_tokens,
@@ -356,11 +357,9 @@ def _gpu(url: str) -> str:
 
 
 def _machine(url: str) -> str:
-    """Describes this machine, if the instance runs on it."""
+    """Describes this machine by its CPUs, if the instance runs on it."""
     if not _is_local(url):
         return "another machine (describe it with --machine)"
-    if gpu := _gpu(url):
-        return gpu
     cpu = platform.processor() or platform.machine()
     with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()

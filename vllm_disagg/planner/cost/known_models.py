@@ -104,7 +104,7 @@ HUB_NAMES = {
 }
 
 
-def known_key(name: str) -> str:
+def key_within(name: str) -> str:
     """Returns the known model that a name or a folder is of, or empty: also of its variants."""
     words = f"-{name.rstrip('/').rpartition('/')[2].lower()}-"
     return next((key for key in MODELS if f"-{key}-" in words), "")

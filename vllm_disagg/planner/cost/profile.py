@@ -17,7 +17,7 @@ from packaging.version import InvalidVersion, Version
 
 from ...errors import ConfigError
 from ...fleet.conventions import OLDEST_VLLM
-from .known_models import known_key
+from .known_models import key_within
 from .latency import LinearLatency
 
 Coefficients = tuple[float, float, float]
@@ -144,8 +144,8 @@ def check_model(points: ProfilePoints, path: str, model: str) -> None:
     is_local = folder.exists()
     if is_local and folder.is_file():
         folder = folder.parent
-    wanted = known_key(str(folder.resolve()) if is_local else model)
-    measured = known_key(points.model)
+    wanted = key_within(str(folder.resolve()) if is_local else model)
+    measured = key_within(points.model)
     if points.model == model or wanted == measured or (is_local and not (wanted and measured)):
         return
     raise ConfigError(
@@ -157,8 +157,8 @@ def check_model(points: ProfilePoints, path: str, model: str) -> None:
 def check_pair(prefill: ProfilePoints, decode: ProfilePoints) -> None:
     """Raises ConfigError if P and D were measured with different models."""
     first, second = (points.model.rpartition("/")[2].lower() for points in (prefill, decode))
-    key = known_key(prefill.model)
-    if first != second and (not key or key != known_key(decode.model)):
+    key = key_within(prefill.model)
+    if first != second and (not key or key != key_within(decode.model)):
         raise ConfigError(
             f"--decode-profile: it measured {decode.model}, and --profile {prefill.model}:"
             " give profiles of one model"

@@ -178,6 +178,69 @@ def test_time_in_which_this_process_slept_is_no_stall_of_p(side: Receiver) -> No
     assert isinstance(report, LoadResult) and report.reason is Reason.TRANSFER_STALLED
 
 
+class TwoLoads:
+    """Loads `t` and `u` from `p`, of four pieces each, which are read `at_once` at a time."""
+
+    def __init__(self, at_once: int, lost: int | None) -> None:
+        """`lost`: the piece of `t` that never lands."""
+        self.side = Receiver("d", "", 0, SHAPE, piece_bytes=10, window_bytes=20 * at_once)
+        self.lost = lost
+        self.posted: deque[tuple[str, int]] = deque()
+        self.ended: dict[str, float] = {}  # time of a failure; 0.0 of a success
+
+    def handle(self, event: ReceiverEvent, now: float) -> None:
+        for action in self.side.handle(event, now):
+            match action:
+                case PostRead() if (action.transfer, action.number) != ("t", self.lost):
+                    self.posted.append((action.transfer, action.number))
+                case CancelReads():
+                    for number in action.numbers:
+                        self.handle(completed(number, "cancelled", action.transfer), now)
+                case SendMessage(message=messages.ReadComplete(transfer=name)):
+                    self.handle(messages.Confirm(name, "p", "d", valid=True), now)
+                case LoadResult():
+                    self.ended[action.transfer] = now if action.reason else 0.0
+        self.side.validate()
+
+
+def two_loads(
+    landing: list[float], until: float, *, at_once: int = 1, lost: int | None = None
+) -> dict[str, float]:
+    """Returns when each of two loads failed, or 0.0. `landing`: when the posted pieces land."""
+    loads = TwoLoads(at_once, lost)
+    for name in ("t", "u"):
+        loads.handle(msgspec.structs.replace(wanted("p"), transfer=name), 0.0)
+    due = deque(landing)
+    now = 0.0
+    while now < until and len(loads.ended) < 2:
+        for name in list(loads.side.transfers):
+            loads.handle(msgspec.structs.replace(offer(8), transfer=name), now)
+        if loads.posted and due and due[0] <= now:
+            due.popleft()
+            name, number = loads.posted.popleft()
+            loads.handle(completed(number, transfer=name), now)
+        now += 0.5
+        loads.handle(ClockTick(), now)
+    return loads.ended
+
+
+def test_a_load_that_waits_behind_others_is_not_stalled_while_their_bytes_come() -> None:
+    """The four pieces of `t` land in 80 s; `stall_timeout` is 30 s. Then `u` has its turn."""
+    assert two_loads([20, 40, 60, 80, 100, 120, 140, 160], until=165.0) == {"t": 0.0, "u": 0.0}
+
+
+def test_loads_behind_a_source_that_delivers_nothing_do_not_fail_one_by_one() -> None:
+    failed = two_loads([5], until=200.0)
+    assert failed.keys() == {"t", "u"}
+    assert all(35.0 <= at <= 36.0 for at in failed.values()), failed
+
+
+def test_a_load_whose_own_bytes_are_late_is_stalled_while_others_come() -> None:
+    ended = two_loads([1, 2, 3, 20, 30, 40, 42], until=50.0, at_once=2, lost=0)
+    # Its last three pieces landed at 1, 2 and 3.
+    assert ended["u"] == 0.0 and 33.0 <= ended["t"] <= 34.0, ended
+
+
 # Posted reads -------------------------------------------------------------------------------------
 def posts(actions: Sequence[object]) -> list[tuple[int, str]]:
     """Return (number, address) of each read that is posted."""

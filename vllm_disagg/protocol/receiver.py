@@ -270,6 +270,8 @@ class Receiver:
         self.queues: dict[str, deque[tuple[str, int]]] = {}
         # By source: posted and not yet written.
         self.credit_in_use: Counter[str] = Counter()
+        # By source with queued pieces: when its bytes landed last, of any load.
+        self.landed_at: dict[str, float] = {}
         # When a source without a credit was refused one first; see `_is_next`.
         self.refused_since: dict[str, float] = {}
         self.repeated_aborts: deque[_RepeatedAborts] = deque()
@@ -476,6 +478,8 @@ class Receiver:
         source.last_seen = now
         self.credit_in_use[piece.source] -= piece.credit
         t.last_progress = now
+        if piece.source in self.queues:
+            self.landed_at[piece.source] = now
         source.bytes_remaining -= piece.bytes
         if not piece.is_requested:
             source.uncounted_bytes += piece.bytes
@@ -655,7 +659,8 @@ class Receiver:
         if any(now >= source.last_seen + self.peer_timeout for source in t.open_sources):
             return self._fail(name, Reason.PEER_TIMEOUT, now)
         # The peers answer, but tokens and bytes do not come: recomputing is quicker.
-        if now >= t.last_progress + t.stall_timeout:
+        is_stalled = now >= t.last_progress + t.stall_timeout
+        if is_stalled and now >= self._turn_came_nearer_at(t) + t.stall_timeout:
             return self._fail(name, Reason.TRANSFER_STALLED, now)
         if now < t.retry_at:
             return []
@@ -675,6 +680,15 @@ class Receiver:
                 if is_requested and piece.source == source.name and piece.retry_at <= now:
                     actions += self._request_again(name, number, now)
         return actions
+
+    def _turn_came_nearer_at(self, t: IncomingTransfer) -> float:
+        """Returns when bytes landed for which a load waits, all of whose pieces are queued.
+
+        They are those of loads before it, of a source that delivers. 0.0 if it does not wait so.
+        """
+        if any(piece.state is not PieceState.QUEUED for piece in t.pieces.values()):
+            return 0.0
+        return max((self.landed_at.get(p.source, 0.0) for p in t.pieces.values()), default=0.0)
 
     def _repeat_aborts(self, now: float) -> list[ReceiverAction]:
         """Repeats Aborts to senders that may have been frozen and lost the first ones.
@@ -739,12 +753,14 @@ class Receiver:
             name, number = queue[0]
             t = self.transfers.get(name)
             piece = t.pieces.get(number) if t else None
-            if piece is not None and piece.state is PieceState.QUEUED:
+            if t is not None and piece is not None and piece.state is PieceState.QUEUED:
                 # The piece stays in front: smaller ones behind it must not starve it.
                 if not self._has_credit(source, piece.credit):
                     return []
                 queue.popleft()
                 self.refused_since.pop(source, None)
+                # The wait for its turn was no stall of this load.
+                t.last_progress = max(t.last_progress, self.landed_at.get(source, 0.0))
                 self.credit_in_use[source] += piece.credit
                 return self._post_read(name, number, now)
             # Of a transfer that has failed: `_fail` leaves its entries here, as searching all
@@ -752,6 +768,7 @@ class Receiver:
             queue.popleft()
         # Names of sources hold their incarnation: entries of dead ones would pile up.
         del self.queues[source]
+        self.landed_at.pop(source, None)
         self.refused_since.pop(source, None)
         self.credit_in_use += Counter()  # drops sources with nothing in flight
         return []
@@ -982,6 +999,8 @@ class Receiver:
                 assert is_moving or not has_pieces, context
             for piece in t.pieces.values():
                 in_use[piece.source] += piece.credit_in_use
+        # Entries of dead sources would pile up.
+        assert self.landed_at.keys() <= self.queues.keys()
         # A credit that is lost narrows the window forever; one that is given back twice widens it.
         assert in_use == self.credit_in_use, (in_use, self.credit_in_use)
 

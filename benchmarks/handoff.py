@@ -4,14 +4,16 @@ vllm-router.
     python benchmarks/handoff.py MODEL [--router PATH] [--rounds N] [--repeats N] [--save NAME]
 
 Each round starts three things one after the other and asks each the same kind of prompts: one plain
-vLLM engine, our stack, and the peer's. Our engines have two proxies that are asked in turn: one
-begins streams with D's first token, one with P's (--first-token). The OpenMP threads of the plain
+vLLM engine, our stack, and the peer's. Our engines have four proxies that are asked in turn: they
+begin streams with D's first token or with P's (--first-token), and send D's leg at once or late
+(--decode-dispatch). The OpenMP threads of the plain
 and of both prefill engines are pinned to core 0, those of both decode engines to core 1
 (VLLM_CPU_OMP_THREADS_BIND); everything else floats, as it does for who follows either project's
 guide. *Added TTFT* is a stack's time to
 the first token minus the plain engine's median for that length and concurrency: a plain engine's
 prefill is what a request would cost with no hand-off at all. *CPU outside the model* is what all
-processes of a stack used for a request minus what the plain engine's used. Prefix caching is off.
+processes of a stack used for a request minus what the plain engine's used. *Held* is D's KV cache
+use times its seconds, a request, read every 40 ms. Prefix caching is off.
 The answers to one fixed prompt of each length are compared with the plain engine's. The last line
 is one JSON object.
 
@@ -44,7 +46,18 @@ from processes import free_port
 from stack import Stack, start_pair, start_proxy
 
 TOKENS = 8  # of each answer
+KV_SECONDS = 0.04  # between two readings of D's KV cache use
+WARM_UPS = 6  # requests through each front: more than the five by whose times a late leg is sent
 REST = 1.5  # seconds before each measurement: vLLM's processes spin for one after their last work
+
+
+# Of ours, by the name in the result.
+PROXIES = {
+    "ours": ("--first-token", "decode"),
+    "first": ("--first-token", "prefill"),
+    "late": ("--first-token", "decode", "--decode-dispatch", "late"),
+    "late first": ("--first-token", "prefill", "--decode-dispatch", "late"),
+}
 
 
 def start_plain(stack: Stack, model: str, logs: Path, _: str) -> None:
@@ -57,8 +70,13 @@ def start_ours(stack: Stack, model: str, logs: Path, _: str) -> None:
     prefill, decode = start_pair(stack, model, logs, settings)
     for url in (prefill, decode):
         stack.wait(url, "/health")
-    stack.front = start_proxy(stack, logs, prefill, decode, "--first-token", "decode")
-    stack.first_token_front = start_proxy(stack, logs, prefill, decode, "--first-token", "prefill")
+    stack.decode = decode
+    for name, flags in PROXIES.items():
+        front = start_proxy(stack, logs, prefill, decode, *flags)
+        if name == "ours":
+            stack.front = front
+        else:
+            stack.other_fronts[name] = front
 
 
 def start_peer(stack: Stack, model: str, logs: Path, router: str) -> None:
@@ -134,6 +152,20 @@ async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> tu
     return first, text
 
 
+async def watch_kv(session: aiohttp.ClientSession, decode: str, cell: Cell) -> None:
+    """Adds D's KV cache use times its seconds to a cell, until it is cancelled."""
+    read_at = time.perf_counter()
+    while decode:
+        await asyncio.sleep(KV_SECONDS)
+        async with session.get(f"{decode}/metrics") as response:
+            page = await response.text()
+        now = time.perf_counter()
+        for line in page.splitlines():
+            if line.startswith("vllm:kv_cache_usage_perc{"):
+                cell.held += float(line.rsplit(" ", 1)[1]) * (now - read_at)
+        read_at = now
+
+
 @dataclass
 class Cell:
     """All samples of one stack, length and concurrency."""
@@ -141,6 +173,7 @@ class Cell:
     ttft: list[float] = field(default_factory=list)  # seconds
     texts: list[str] = field(default_factory=list)
     cpu: float = 0.0  # seconds
+    held: float = 0.0  # share of D's KV cache, times seconds
 
 
 Cells = dict[tuple[int, int], Cell]  # by prompt tokens and how many at once
@@ -149,11 +182,9 @@ Cells = dict[tuple[int, int], Cell]  # by prompt tokens and how many at once
 async def measure(
     stack: Stack, results: dict[str, Cells], args: argparse.Namespace, turn: int
 ) -> None:
-    fronts = {stack.name: stack.front}
-    if stack.first_token_front:
-        fronts["first"] = stack.first_token_front
+    fronts = {stack.name: stack.front, **stack.other_fronts}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(600)) as session:
-        for front in [*fronts.values()] * 3:
+        for front in [*fronts.values()] * WARM_UPS:
             await ask(
                 session, front, list(range(10, 400))
             )  # connections, handshakes, first allocations
@@ -170,21 +201,23 @@ async def measure(
                         cell = results.setdefault(name, {}).setdefault((length, together), Cell())
                         await asyncio.sleep(REST)
                         before = stack.cpu_seconds()
+                        watching = asyncio.create_task(watch_kv(session, stack.decode, cell))
                         answers = await asyncio.gather(
                             *(ask(session, front, prompt) for prompt in prompts)
                         )
+                        watching.cancel()
                         cell.cpu += stack.cpu_seconds() - before
                         cell.ttft += [seconds for seconds, _ in answers]
                         cell.texts += [text for _, text in answers]
                 for name in fronts:
                     ttft = statistics.median(results[name][length, together].ttft) * 1000
                     size = f"{length:5} tokens x{together}"
-                    print(f"  {name:5} {size}: {ttft:7.1f} ms to the first token", flush=True)
+                    print(f"  {name:10} {size}: {ttft:7.1f} ms to the first token", flush=True)
 
 
 def compare(results: dict[str, Cells]) -> dict[str, object]:
     """Prints all cells beside the plain engine's as a table, and returns the result."""
-    names = [name for name in ("ours", "first", "peer") if name in results]
+    names = [name for name in (*PROXIES, "peer") if name in results]
     heads = "".join(f" | {name:>8} (p90) {'CPU s':>7} {'exact':>7}" for name in names)
     print(f"\n{'':>25} | added TTFT ms, median (p90); CPU s over plain")
     print(f"{'tokens':>6} {'at once':>7} {'plain ms':>10}{heads}")
@@ -204,6 +237,7 @@ def compare(results: dict[str, Cells]) -> dict[str, object]:
                 "added_ttft_ms": round(statistics.median(added), 1),
                 "p90": round(statistics.quantiles(added, n=10)[-1], 1),
                 "cpu_s": round((cell.cpu - plain.cpu) / count, 3),
+                "held": round(cell.held / count, 6),
                 "exact": sum(a == b for a, b in zip(cell.texts, plain.texts, strict=True)),
             }
             medians[name].append(statistics.median(added))
@@ -216,6 +250,7 @@ def compare(results: dict[str, Cells]) -> dict[str, object]:
     if "peer" in names:
         result["ratio"] = round(summary["ours"] / summary["peer"], 3)
         result["first_token_ratio"] = round(summary["first"] / summary["peer"], 3)
+        result["late_ratio"] = round(summary["late"] / summary["peer"], 3)
     result["exact"] = all(row["ours"]["exact"] == row["requests"] for row in table)
     return {**result, "cells": table}
 

@@ -30,7 +30,9 @@ class Stack:
     gpu: bool = False
     transport: str = "auto"  # of ours
     front: str = ""
-    first_token_front: str = ""  # of ours: a second proxy, which sends P's first token
+    # Of ours: proxies with other flags in front of the same engines, by name.
+    other_fronts: dict[str, str] = field(default_factory=dict)
+    decode: str = ""  # the address of D, if it is ours
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(self, log: Path, command: list[str], **env: str) -> None:

@@ -25,6 +25,7 @@ OLD_NAMES = {"--patience": "--prefill-timeout", "--stall-timeout": "--send-timeo
 LogFormat = Literal["text", "json"]
 FirstTokenMode = Literal["auto", "prefill", "decode"]
 RoleMode = Literal["fixed", "auto"]
+DecodeDispatch = Literal["at-once", "late"]
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _LIMITS = Limits()
 
@@ -336,6 +337,14 @@ _ROUTING = (
         "--spill",
         "when all prefill instances are full, let each decode instance compute one"
         " prompt at a time alone",
+    ),
+    Flag(
+        name="--decode-dispatch",
+        choices=get_args(DecodeDispatch),
+        default="at-once",
+        help="when the decode leg is sent; at-once: with the prefill leg, so that KV moves while"
+        " the prompt is computed; late: when the prefill leg is nearly over, so that KV blocks are"
+        " held for a shorter time (default: %(default)s)",
     ),
     Flag(
         name="--first-token",

@@ -20,7 +20,15 @@ from ..fleet import keys
 from ..fleet.conventions import PolicyName
 from ..fleet.keys import FleetKey
 from . import aliases
-from .flags import FirstTokenMode, LogFormat, RoleMode, check_numbers, check_roles, default
+from .flags import (
+    DecodeDispatch,
+    FirstTokenMode,
+    LogFormat,
+    RoleMode,
+    check_numbers,
+    check_roles,
+    default,
+)
 from .http import tls
 from .http.addresses import Network, check_url, parse_networks
 from .http.limits import Limits
@@ -61,6 +69,7 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     # A D that misses fewer bytes of a prompt serves it aggregated.
     min_prompt_bytes: int = default("--min-prompt-bytes")
     spill: bool = default("--spill")
+    decode_dispatch: DecodeDispatch = default("--decode-dispatch")
     first_token: FirstTokenMode = default("--first-token")
     roles: RoleMode = default("--roles")
     # Without a byte of an instance that owes an answer, until the instance counts as down.
@@ -120,6 +129,7 @@ def from_arguments(args: argparse.Namespace) -> ProxySettings:
         policy=args.policy,
         min_prompt_bytes=args.min_prompt_bytes,
         spill=args.spill,
+        decode_dispatch=args.decode_dispatch,
         first_token=args.first_token,
         roles=args.roles,
         queue_size=args.queue_size,

@@ -12,6 +12,9 @@ Concurrent legs. The first leg to end decides:
     P refuses                                    D's refusal if it comes soon, otherwise P's
     P has computed the prompt                    D's outcome, when it comes
 
+Late dispatch (`--decode-dispatch late`): D's leg is sent when P's is nearly over, by the times of
+P's last prompts. D then holds blocks for a shorter time.
+
 P's answer may begin the client's stream, before D's has started (`first_token.py`).
 
 P's leg goes on after D's answer has started, since D may still read KV. The end of the attempt ends
@@ -41,6 +44,9 @@ from .leg_answers import find_problem, until_started, verify_prefill
 # After P's refusal, the time in which D may refuse too: D's refusal is about the client's request,
 # P's about its leg.
 DECODE_REFUSAL_SECONDS = 0.2
+# Of the expected time of a prefill leg: then a late decode leg is sent. The rest is for D's API
+# server and scheduler, and for the bytes of all but the last layers.
+LATE_SHARE = 0.8
 
 
 class LegRunner:
@@ -60,6 +66,7 @@ class LegRunner:
         self._metrics = metrics
         self._tracing = tracing
         self._key = settings.key
+        self._is_late = settings.decode_dispatch == "late"
         self._prefill_timeout = settings.prefill_timeout
         self._prefill_limit = TimeLimit(settings.prefill_timeout)
 
@@ -103,7 +110,7 @@ class LegRunner:
         return await self._send(attempt, "decode", pair.decode, body)
 
     async def _run_concurrently(self, attempt: Attempt, pair: InstancePair) -> LegOutcome:
-        """Runs both legs at once; returns D's answer, or the first failure or refusal."""
+        """Runs both legs; returns D's answer, or the first failure or refusal."""
         prefill_grant, decode_grant = mint_grants(self._key, pair, self._prefill_timeout, _now())
         prefill_body = attempt.context.body.prefill_body({REQUEST_KEY: prefill_grant})
         decode_body = attempt.context.body.decode_body({REQUEST_KEY: decode_grant})
@@ -111,6 +118,12 @@ class LegRunner:
             pair, self._verified_prefill_leg(attempt, pair, prefill_body)
         )
         await asyncio.sleep(0)  # P's request is sent first: D waits for P
+        # Of a prompt that P reads from D, P asks at once.
+        if self._is_late and not pair.bidirectional_reuse:
+            expected = pair.prefill.prefill_times.least(pair.uncached_bytes)
+            await asyncio.wait([prefill], timeout=LATE_SHARE * expected)
+            if prefill.done() and _is_failed(prefill):
+                return prefill.result()
         with CancelScope() as decode_leg:
             prefill.add_done_callback(lambda _: _end_decode_leg(decode_leg, prefill))
             outcome = await self._send(attempt, "decode", pair.decode, decode_body)
@@ -141,6 +154,7 @@ class LegRunner:
         if answer.status == 200:
             seconds = monotonic_now() - began
             self._metrics.prefill_leg.observe(seconds)
+            instance.prefill_times.add(pair.uncached_bytes, seconds)
             attempt.prompt_computed(pair)
             self._tracing.prefilled(attempt.context.request)
             attempt.context.meter.prefill_done(seconds)
@@ -245,7 +259,7 @@ def _end_decode_leg(decode_leg: CancelScope, prefill: asyncio.Task[LegOutcome]) 
         return
     if _is_computed(prefill):
         return
-    if prefill.exception() or isinstance(prefill.result(), AttemptFailure):
+    if _is_failed(prefill):
         decode_leg.cancel()
     else:
         loop = asyncio.get_running_loop()
@@ -260,8 +274,12 @@ def _hides(prefill: asyncio.Task[LegOutcome], outcome: LegOutcome) -> bool:
     """
     if _is_computed(prefill) or _is_refusal(outcome):
         return False
-    is_failed = prefill.exception() or isinstance(prefill.result(), AttemptFailure)
-    return not (is_failed and isinstance(outcome, UpstreamResponse))
+    return not (_is_failed(prefill) and isinstance(outcome, UpstreamResponse))
+
+
+def _is_failed(prefill: asyncio.Task[LegOutcome]) -> bool:
+    """Whether a prefill leg that has ended failed, in a way in which another P may succeed."""
+    return prefill.exception() is not None or isinstance(prefill.result(), AttemptFailure)
 
 
 def _is_computed(prefill: asyncio.Task[LegOutcome]) -> bool:

@@ -27,6 +27,7 @@ from ..http.addresses import split_rank
 from ..http.endpoint_schema import RANKLESS
 from ..http.reasons import SERVER_DEATHS, STOPPING_DETAIL, Reason
 from .engine_steps import StepMonitor
+from .prefill_times import PrefillTimes
 
 Role = Literal["prefill", "decode"]
 Connector = Literal["disagg", "nixl", "plain"]  # this project's, NixlConnector, none known
@@ -81,6 +82,7 @@ class Instance:
     can_transfer: bool = False  # it can take part in disaggregation in its role, once up
     compatibility_key: str = ""  # instances of the other role with an equal key can be paired
     step_monitor: StepMonitor = field(default_factory=StepMonitor)
+    prefill_times: PrefillTimes = field(default_factory=PrefillTimes)
     worker_names: frozenset[str] = frozenset()
     clock_offset: float = 0.0  # its engine's clock minus the proxy's, last reported
     clock_read_at: float = float("-inf")  # when it was reported

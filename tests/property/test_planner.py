@@ -76,6 +76,8 @@ deployments = st.builds(
     handoff=handoffs,
     policy=st.sampled_from(POLICY_NAMES),
     distserve=st.booleans(),
+    min_prompt_bytes=st.sampled_from([0, 0, 600]),
+    spill=st.booleans(),
 )
 
 
@@ -111,8 +113,9 @@ def test_everybody_is_served_and_kv_is_bounded(
             replica.running,
             replica.load,
             replica.active_legs,
+            replica.aggregated_requests,
             replica.ready.n,
-        ) == (0, 0, 0, 0, 0)
+        ) == (0, 0, 0, 0, 0, 0)
 
 
 @settings(max_examples=300)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+import msgspec
 import pytest
 
 from vllm_disagg.planner.cost import hardware, model
@@ -58,6 +59,22 @@ def test_no_goodput_is_above_its_bound(seed: int) -> None:
     samples = scenario.samples()
     bounds = CapacityBounds(scenario, samples)
     for placement in (*optimizer.disaggregated(scenario), *optimizer.colocated(scenario)):
+        score = optimizer.evaluate(scenario, placement, samples, -1.0)
+        assert score
+        assert score.total <= bounds.rate(placement) * (1 + 1e-9), placement
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("flags", [(0, True), (4 * 210, False), (4 * 210, True)])
+def test_no_goodput_is_above_its_bound_with_whole_prompts_at_d(
+    seed: int, flags: tuple[int, bool]
+) -> None:
+    scenario = msgspec.structs.replace(
+        small_scenario(seed), distserve=False, min_prompt_bytes=flags[0], spill=flags[1]
+    )
+    samples = scenario.samples()
+    bounds = CapacityBounds(scenario, samples)
+    for placement in optimizer.disaggregated(scenario):
         score = optimizer.evaluate(scenario, placement, samples, -1.0)
         assert score
         assert score.total <= bounds.rate(placement) * (1 + 1e-9), placement

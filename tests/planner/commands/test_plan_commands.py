@@ -224,6 +224,40 @@ def test_simulate_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert "within TTFT 0.2 s and TPOT 0.1 s" in out
 
 
+def test_simulate_sends_prompts_to_d_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", *QUICK, "--rules", "vllm", "--prefill", "1x1", "--decode", "1x1"]
+    words += ["--rate", "4", "--prefill-concurrency", "1"]
+    plain = _json(capsys, *words)
+    short = _json(capsys, *words, "--min-prompt-bytes", "2000")
+    both = _json(capsys, *words, "--min-prompt-bytes", "2000", "--spill")
+    assert plain["aggregated"] == 0 < short["aggregated"] < both["aggregated"] < 1
+    assert both["setting"]["min_prompt_bytes"] == 2000 and both["setting"]["spill"]
+    assert plain["transfer_mean"] < 2 * short["transfer_mean"] and short["link_busy"] > 0
+    assert cli.main([*words, "--min-prompt-bytes", "2000", "--spill"]) == 0
+    out = capsys.readouterr().out
+    assert "decode 1 x TP1, --min-prompt-bytes 2000 --spill at 4 req/s" in out
+    assert f"  aggregated     {both['aggregated']:.1%}" in out
+
+
+def test_flags_are_planned_as_given_or_refused_in_words(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["plan", *QUICK, "--rules", "vllm", "--gpus", "2", "--jobs", "1"]
+    found = _json(capsys, *words, "--spill", "--workload", "700:20", "--requests", "400")
+    assert found["best"]["spill"] and found["best"]["min_prompt_bytes"] == 0
+    assert found["proxy_flags"] == {"tried": [], "not_tried": None}
+    path = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": 1000 * n, "input_length": 600, "output_length": 9, "hash_ids": [1, n + 2]}
+        for n in range(60)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [*words, "--workload", str(path)]
+    assert cli.main([*words, "--spill"]) == 2
+    assert "--spill cannot be simulated: the trace has hash_ids" in capsys.readouterr().err
+    assert _planned(*words[1:-6], *words[-2:], "--min-prompt-bytes", "0")
+
+
 def test_a_profile_is_planned_with(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "points.json"
     prefill = [
@@ -369,6 +403,17 @@ def test_a_profile_of_several_gpus_is_served_with_as_many(tmp_path: Path) -> Non
         (["plan", "--replay", "t", "--report", "d"], "--report goes without --replay"),
         (["plan", "--replay", "t", "--by", "gpus"], "--by goes without --replay"),
         (["plan", "--replay", "t", "--prices", "f"], "--prices goes without --replay"),
+        (["plan", "--live", "http://h:1", "--spill"], "--spill goes without --live"),
+        (
+            ["plan", "--replay", "t", "--min-prompt-bytes", "9"],
+            "--min-prompt-bytes goes without --replay",
+        ),
+        (["plan", *QUICK, "--min-prompt-bytes", "-1"], "--min-prompt-bytes: -1 is too few"),
+        (["plan", *QUICK, "--spill"], "cannot be simulated: DistServe's rules have no such proxy"),
+        (
+            ["simulate", *QUICK, "--colocated", "1x1", "--rate", "1", "--spill"],
+            "--min-prompt-bytes and --spill go with --prefill and --decode",
+        ),
         (["plan", *QUICK, "--gpus", "1"], "--gpus: 1 is too few"),
         (["plan", *QUICK, "--ttft", "0.001"], "nothing meets --ttft 0.001"),
         (["plan", *QUICK, "--tpot", "0.001"], "nothing meets --tpot 0.001"),

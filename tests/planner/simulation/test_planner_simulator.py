@@ -25,7 +25,14 @@ from vllm_disagg.planner.simulation.simulator import (
     simulate_closed,
 )
 from vllm_disagg.planner.simulation.workload import Arrivals, WorkloadSample
-from vllm_disagg.proxy.routing.fleet import Instance
+from vllm_disagg.protocol.peers import EngineInfo, WorkerInfo
+from vllm_disagg.proxy.routing.fleet import Fleet, Instance
+from vllm_disagg.proxy.routing.pairing import (
+    choose,
+    choose_decode,
+    choose_spill,
+    prefers_aggregated,
+)
 from vllm_disagg.proxy.routing.policies import Policy, RoutingQuery
 
 LARGE = 1 << 40
@@ -82,6 +89,13 @@ def _deployments() -> dict[str, Deployment]:
         "prefill first": Deployment(
             ReplicaPool(2, PLAIN, small, SchedulingRules(budget=2048, chunked=False))
         ),
+        "whole prompts at D": Deployment(
+            ReplicaPool(1, PLAIN, small, tight),
+            ReplicaPool(2, PLAIN, small, tight),
+            Handoff(LINKS["eth-10"], 200_000, 40, concurrency=2),
+            min_prompt_bytes=4 * 100,
+            spill=True,
+        ),
     }
 
 
@@ -116,6 +130,8 @@ def _slow(deployment: Deployment) -> Deployment:
         deployment.handoff,
         deployment.policy,
         deployment.distserve,
+        min_prompt_bytes=deployment.min_prompt_bytes,
+        spill=deployment.spill,
     )
 
 
@@ -137,7 +153,7 @@ def test_the_longest_gap_is_that_of_the_tokens(
 
     def watched_prefill(run: Simulation, replica: Replica, now: float, r: int) -> None:
         distserve = run._deployment.distserve
-        if not run._decodes or run._kv_arrived[r] or distserve:
+        if not run._decodes or run._decode_of[r] is replica or distserve:
             times[r].append(now)
         prefilled(run, replica, now, r)
 
@@ -307,27 +323,27 @@ class ComparedChoices(Simulation):
 
     nearly_full = 0  # choices beside a replica whose KV cache is nearly full
 
-    def _choose_decode(self, now: float) -> Replica:
-        instances = []
-        for number, decode in enumerate(self._decodes):
-            instance = Instance(f"http://d{number}", "decode")
-            running = [
-                r
-                for r, at in enumerate(self._decode_of)
-                if at is decode and self._finished_at[r] < 0
-            ]
-            instance.in_flight = len(running)
-            instance.context_bytes = BYTES_PER_TOKEN * sum(
-                self._requests.prompts[r] for r in running
-            )
-            instance.kv_cache_usage = decode.held_tokens(now) / decode.kv
-            instance.last_choice = number  # equal loads: the first one
-            instances.append(instance)
+    def _choose_decode(self, now: float, decodes: list[Replica]) -> Replica:
+        instances = [_decode_instance(self, decode, now) for decode in decodes]
         _, best = Policy("least_loaded").best(instances, RoutingQuery(0), {})
-        chosen = super()._choose_decode(now)
-        assert instances[self._decodes.index(chosen)] is best
+        chosen = super()._choose_decode(now, decodes)
+        assert instances[decodes.index(chosen)] is best
         type(self).nearly_full += any(_is_nearly_full(decode, now) for decode in self._decodes)
         return chosen
+
+
+def _decode_instance(run: Simulation, decode: Replica, now: float) -> Instance:
+    """Returns the proxy's view of a decode replica, by the requests that run there."""
+    instance = Instance(f"http://d{decode.number}", "decode")
+    running = [r for r, at in enumerate(run._decode_of) if at is decode and run._finished_at[r] < 0]
+    instance.in_flight = len(running)
+    instance.context_bytes = BYTES_PER_TOKEN * sum(run._requests.prompts[r] for r in running)
+    instance.aggregated_requests = sum(
+        run._prefill_of[r] is None and run._requests.first_token_at[r] < 0 for r in running
+    )
+    instance.kv_cache_usage = decode.held_tokens(now) / decode.kv
+    instance.last_choice = decode.number  # equal loads: the first one
+    return instance
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -351,6 +367,95 @@ def test_decode_replicas_are_chosen_by_the_other_policies_too(policy: PolicyName
     simulation.run()
     counts = [simulation._decode_of.count(decode) for decode in simulation._decodes]
     assert counts == [100] * 3 if policy == "round_robin" else min(counts) > 60
+
+
+class ComparedRoutes(Simulation):
+    """Compares the route of each request at its arrival with the proxy's."""
+
+    def __init__(self, deployment: Deployment, sample: WorkloadSample, rate: float) -> None:
+        super().__init__(deployment, sample, rate, None, 0)
+        self.routes: list[str] = []
+
+    def _decode_of_whole(self, now: float, r: int) -> Replica | None:
+        prompt_bytes = BYTES_PER_TOKEN * self._requests.prompts[r]
+        route, expected = self._of_proxy(now, RoutingQuery(prompt_bytes))
+        self.routes.append(route)
+        found = super()._decode_of_whole(now, r)
+        assert (found.number if found else None) == expected
+        return found
+
+    def _of_proxy(self, now: float, query: RoutingQuery) -> tuple[str, int | None]:
+        """Returns the proxy's route, in the order of `AttemptPlans.first_plan`."""
+        deployment = self._deployment
+        fleet = Fleet()
+        for p in self._prefills:
+            instance = Instance(f"http://p{p.number}", "prefill")
+            instance.prefill_legs = p.active_legs
+            fleet.instances.append(instance)
+        fleet.instances += [_decode_instance(self, decode, now) for decode in self._decodes]
+        for instance in fleet.instances:
+            worker = WorkerInfo(f"{instance.url}.0", "tcp://a:1", "tcp://a:2")
+            instance.on_probe_answered("m", EngineInfo(instance.url, "both", [worker], {}))
+        policy = Policy("least_loaded")
+        limit = deployment.handoff.concurrency
+        decode: Instance | None = None
+        route = "pair"
+        if prefers_aggregated(fleet, policy, query, deployment.min_prompt_bytes):
+            route = "short"
+            decode = choose_decode(fleet, policy, now, query=query)
+        elif deployment.spill and choose(fleet, policy, limit, query, now) == "busy":
+            decode = choose_spill(fleet, policy, now, query)
+            route = "spill" if decode else "wait"
+        return route, int(decode.url.removeprefix("http://d")) if decode else None
+
+
+@pytest.mark.parametrize("flags", [(0, False), (4 * 200, False), (0, True), (4 * 200, True)])
+def test_whole_prompts_go_to_d_as_in_the_proxy(flags: tuple[int, bool]) -> None:
+    """Prompts of 199, 200 and 3,000 tokens, more than two P can compute at their peaks."""
+    prompts = [(199, 200, 3_000)[n % 3] for n in range(300)]
+    sample = WorkloadSample(prompts, [20] * 300, [0.0] + [1.0] * 299)
+    pool = ReplicaPool(2, PLAIN, LARGE, SchedulingRules(budget=2048))
+    deployment = Deployment(
+        pool,
+        pool,
+        Handoff(LINKS["eth-10"], 200_000, 40, concurrency=2),
+        min_prompt_bytes=flags[0],
+        spill=flags[1],
+    )
+    run = ComparedRoutes(deployment, sample, 18.0)
+    result = run.run()
+    counts = {route: run.routes.count(route) for route in ("short", "spill", "wait", "pair")}
+    assert counts["short"] == (100 if flags[0] else 0), "200 tokens are not below 800 bytes"
+    assert (counts["spill"] > 10) == (counts["wait"] > 10) == flags[1]
+    assert result.aggregated == (counts["short"] + counts["spill"]) / 300
+    assert min(result.latency) > 0
+
+
+def test_a_whole_prompt_at_d_is_charged_as_on_a_colocated_replica() -> None:
+    sample = SHAREGPT.sample(150, 2, Arrivals("poisson"))
+    pool = ReplicaPool(1, PLAIN, 60_000, SchedulingRules(budget=512))
+    together = simulate(Deployment(pool), sample, 4.0, with_gaps=True)
+    whole = simulate(
+        Deployment(pool, pool, Handoff(LINKS["eth-10"], 200_000, 40), min_prompt_bytes=LARGE),
+        sample,
+        4.0,
+        with_gaps=True,
+    )
+    assert (whole.ttft, whole.tpot, whole.itl) == (together.ttft, together.tpot, together.itl)
+    assert whole.decode_busy == together.prefill_busy and whole.prefill_busy == 0
+    assert whole.aggregated == 1 and together.aggregated == 0 and set(whole.transfer) == {0.0}
+
+
+def test_kv_behind_a_whole_prompt_is_reserved_in_the_same_step() -> None:
+    """D begins the prompt after its running step, and vLLM's scheduler goes on in its queue."""
+    latency = LinearLatency(1, (0.0, 1e-3, 0.0), (0.5, 0.0, 0.0), (0.5, 0.0, 0.0))
+    pool = ReplicaPool(1, latency, LARGE, SchedulingRules(budget=4096))
+    deployment = Deployment(pool, pool, Handoff(overlap=True), min_prompt_bytes=4 * 3_000)
+    # An answer of D, a whole prompt in its first step, and one that P computes in 3 s meanwhile.
+    sample = WorkloadSample([4_000, 2_900, 3_000], [30, 2, 2], [0.0, 4.1, 0.1])
+    run = Simulation(deployment, sample, 1.0, None, 0)
+    run.run()
+    assert run._reserved_at[2] == pytest.approx(4.5)
 
 
 def test_shared_prefixes_save_prefill() -> None:

@@ -9,7 +9,12 @@ from dataclasses import dataclass
 import msgspec
 
 from ...errors import ConfigError
-from ...fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY, POLICY_NAMES
+from ...fleet.conventions import (
+    BYTES_PER_TOKEN,
+    DEFAULT_POLICY,
+    DEFAULT_PREFILL_CONCURRENCY,
+    POLICY_NAMES,
+)
 from ...workloads import lengths
 from ..cost import distserve, hardware, known_models, model, profile, speculative
 from ..cost.latency import FITTED_PATH, LinearLatency, PathDelay
@@ -196,6 +201,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="legs at one prefill instance, as the proxy's flag (default: %(default)s)",
     )
     add(
+        "--min-prompt-bytes",
+        metavar="N",
+        type=int,
+        help="as the proxy's flag: decode instances compute prompts of fewer bytes than this alone,"
+        f" a token taken as {BYTES_PER_TOKEN} bytes (default: plan tries some on the best"
+        " placement; else 0)",
+    )
+    add(
+        "--spill",
+        action="store_true",
+        default=None,
+        help="as the proxy's flag: with all prefill instances full each decode instance computes"
+        " one prompt at a time alone (default: plan tries it on the best placement)",
+    )
+    add(
         "--max-num-batched-tokens",
         metavar="N",
         type=int,
@@ -296,6 +316,8 @@ def read(
         overlap=overlap,
         policy=args.policy,
         concurrency=args.prefill_concurrency,
+        min_prompt_bytes=args.min_prompt_bytes,
+        spill=args.spill,
         kv_limit=args.kv_limit,
         budget=args.max_num_batched_tokens or 0,
         sequences=args.max_num_seqs or 0,
@@ -303,6 +325,8 @@ def read(
         max_model_len=args.max_model_len or 0,
         nics=args.node_links / prefill.gpu.node if args.node_links and prefill.gpu else 0.0,
     )
+    if (args.min_prompt_bytes or args.spill) and (reason := scenario.no_proxy_flags):
+        raise ConfigError(f"--min-prompt-bytes and --spill cannot be simulated: {reason}")
     return PlanInputs(scenario, known_models.servable_name(args.model or prefill.served), fits)
 
 
@@ -351,6 +375,7 @@ def _check(args: argparse.Namespace) -> None:
         "requests": 10,
         "seeds": 1,
         "prefill_concurrency": 1,
+        "min_prompt_bytes": 0,
         "max_num_batched_tokens": 16,
         "max_num_seqs": 1,
         "max_model_len": 2,

@@ -12,6 +12,7 @@ import msgspec
 
 from ... import __version__
 from ...fleet.conventions import (
+    BYTES_PER_TOKEN,
     DEFAULT_POLICY,
     DEFAULT_PREFILL_CONCURRENCY,
     KV_ROLES,
@@ -21,7 +22,7 @@ from ..cost import queueing
 from ..cost.latency import unloaded_decode
 from ..cost.sizes import ModelCosts
 from ..search.advice import Advice
-from ..search.optimizer import PlacementScore
+from ..search.optimizer import FlagTrial, PlacementScore
 from ..search.scenario import (
     GPUS_PER_NODE,
     Criterion,
@@ -49,13 +50,12 @@ def commands(scenario: Scenario, placement: Placement, model: str) -> list[str]:
     lines = []
     p = placement.prefill
     d = placement.decode
-    routing = _routing_flags(scenario, p)
+    routing = _routing_flags(scenario, placement)
     of_prefill = _engine_flags(scenario, scenario.prefill, p)
     of_decode = _engine_flags(scenario, scenario.decode, d)
     # DistServe's rules limit no concurrency.
-    is_default_proxy = scenario.policy == DEFAULT_POLICY and (
-        scenario.distserve or scenario.concurrency == DEFAULT_PREFILL_CONCURRENCY
-    )
+    is_default_proxy = scenario.policy == DEFAULT_POLICY and not placement.proxy_flags
+    is_default_proxy &= scenario.distserve or scenario.concurrency == DEFAULT_PREFILL_CONCURRENCY
     # `up` starts instances of one shape with the same flags, and a proxy with default routing.
     is_one_shape = (p.tp, p.pp, p.dp) == (d.tp, d.pp, d.dp) == (d.tp, 1, 1)
     is_one_shape &= scenario.prefill.measured_tp == scenario.decode.measured_tp
@@ -113,6 +113,12 @@ def remarks(scenario: Scenario, placement: Placement) -> list[str]:
         found.append("a profiled instance counts as one GPU here, and has several")
     if d and not scenario.overlap and not scenario.distserve:
         found.append("simulated with --no-overlap; these commands move KV during the prefill")
+    if placement.min_prompt_bytes:
+        tokens = placement.min_prompt_bytes / BYTES_PER_TOKEN
+        found.append(
+            f"--min-prompt-bytes stands for prompts of fewer than {tokens:g} tokens, at"
+            f" {BYTES_PER_TOKEN} bytes a token, as in English text: other text needs another number"
+        )
     instances = p.n + (d.n if d else 0)
     if not _is_of_gpus(scenario) and instances > 1:
         found.append(
@@ -220,7 +226,7 @@ def _memory_flags(scenario: Scenario, source: PerformanceSource, group: ReplicaG
     return dtype
 
 
-def _routing_flags(scenario: Scenario, group: ReplicaGroup) -> list[str]:
+def _routing_flags(scenario: Scenario, placement: Placement) -> list[str]:
     """Returns the routing flags of the proxy; DistServe's rules limit no concurrency.
 
     Each data parallel rank of a prefill instance is simulated with as many legs.
@@ -228,7 +234,8 @@ def _routing_flags(scenario: Scenario, group: ReplicaGroup) -> list[str]:
     policy = ["--policy", scenario.policy]
     if scenario.distserve:
         return policy
-    return [*policy, "--prefill-concurrency", str(scenario.concurrency * group.dp)]
+    legs = scenario.concurrency * placement.prefill.dp
+    return [*policy, "--prefill-concurrency", str(legs), *placement.proxy_flags]
 
 
 def _serve(model: str, source: PerformanceSource, group: ReplicaGroup, port: int) -> list[str]:
@@ -271,6 +278,10 @@ def as_json(advice: Advice, model: str, with_rates: bool = False) -> dict[str, A
         "remarks": remarks(scenario, placement) if advice.is_sure else [],
         "requests_needed": advice.missing or None,
         "considered": advice.considered,
+        "proxy_flags": {
+            "tried": [_trial(advice, trial) for trial in advice.flag_trials],
+            "not_tried": advice.flags_not_tried or None,
+        },
         "by_rate": rate_table.as_json(advice) if with_rates else [],
         "drafts": drafts(scenario, placement),
         "setting": describe(scenario),
@@ -354,6 +365,8 @@ def describe(scenario: Scenario) -> dict[str, Any]:
         "overlap": scenario.overlap,
         "policy": scenario.policy,
         "prefill_concurrency": None if scenario.distserve else scenario.concurrency,
+        "min_prompt_bytes": scenario.min_prompt_bytes,
+        "spill": scenario.spill,
         "engines": {
             "prefill": _limits(scenario, scenario.prefill),
             "decode": _limits(scenario, scenario.decode),
@@ -387,6 +400,18 @@ def _score(scenario: Scenario, score: PlacementScore | None) -> dict[str, Any] |
     }
 
 
+def _trial(advice: Advice, trial: FlagTrial) -> dict[str, Any]:
+    """Describes what flags of the proxy do on the best placement."""
+    placement = trial.score.placement
+    return {
+        "min_prompt_bytes": placement.min_prompt_bytes,
+        "spill": placement.spill,
+        "gain": trial.gain,
+        "gain_ci": trial.ci,
+        "taken": advice.best is not None and advice.best.placement == placement,
+    }
+
+
 def placement_document(scenario: Scenario, placement: Placement) -> dict[str, Any]:
     """Describes a placement for JSON documents, with what it costs."""
     found: dict[str, Any] = {"gpus": placement.gpus}
@@ -396,6 +421,8 @@ def placement_document(scenario: Scenario, placement: Placement) -> dict[str, An
         return {
             "prefill": _replica_group(placement.prefill) | _gpu_type(scenario.prefill),
             "decode": _replica_group(placement.decode) | _gpu_type(scenario.decode),
+            "min_prompt_bytes": placement.min_prompt_bytes,
+            "spill": placement.spill,
             **found,
         }
     schedule = {

@@ -13,7 +13,7 @@ from typing import Any
 from ...errors import ConfigError
 from ..cost import model, queueing
 from ..cost.latency import LatencyModel, unloaded_decode, unloaded_prefill
-from ..search import advice, optimizer, sample_size
+from ..search import advice, optimizer, proxy_flags, sample_size
 from ..search.scenario import PerformanceSource, Scenario, latency_of
 from ..simulation import workload
 from ..simulation.simulator import quantile
@@ -26,8 +26,8 @@ DEFAULT_GPUS_OF_RATE = 128
 MAX_GPUS = 512
 # Flags that a mode has no use for.
 UNUSED_FLAGS = {
-    "live": ("report", "by", "prices", "rate", "replay"),
-    "replay": ("report", "by", "prices"),
+    "live": ("report", "by", "prices", "rate", "replay", "min_prompt_bytes", "spill"),
+    "replay": ("report", "by", "prices", "min_prompt_bytes", "spill"),
 }
 KEPT_PLACEMENTS = 3  # placements of a kind that are evaluated to the end
 PREFILL_LOADS = (0.5, 0.8)  # of a prefill GPU, for waiting times
@@ -106,6 +106,7 @@ def _compare(planned: flags.PlanInputs, args: argparse.Namespace) -> int:
     result = search(scenario, KEPT_PLACEMENTS, jobs, _progress)
     if not result.split and not result.together:
         raise ConfigError(_nothing(scenario))
+    result = proxy_flags.tuned(result, jobs, _progress, may_grow=not args.requests)
     found = advice.advise(result, draws=bool(args.report))
     document = output.as_json(found, planned.model, with_rates=bool(args.report or args.json))
     document["parts"] = result.parts
@@ -125,7 +126,7 @@ def _refuse_unused(args: argparse.Namespace) -> None:
     for mode, names in UNUSED_FLAGS.items():
         for name in names:
             if getattr(args, mode) and getattr(args, name) is not None:
-                raise ConfigError(f"--{name} goes without --{mode}")
+                raise ConfigError(f"--{name.replace('_', '-')} goes without --{mode}")
 
 
 def _budget(args: argparse.Namespace) -> int:

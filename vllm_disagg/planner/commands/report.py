@@ -58,6 +58,7 @@ def text(found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, Late
         "",
         *_table(found, document),
         *_drafts(document),
+        *_proxy_flags(found, document),
         "",
     ]
     lines += _changes(found)
@@ -121,6 +122,20 @@ def _drafts(document: dict[str, Any]) -> list[str]:
     alone = f"{1e3 * found['tpot_alone']:.3g} ms"
     without = f"{1e3 * found['tpot_alone_without']:.3g} ms without drafts"
     return [f"drafts: {tokens}: TPOT of a request alone {alone}, {without}"]
+
+
+def _proxy_flags(found: Advice, document: dict[str, Any]) -> list[str]:
+    """Formats what flags of the proxy do, one trial a line; no line where they were given."""
+    if found.flags_not_tried:
+        return [f"--min-prompt-bytes and --spill were not tried: {found.flags_not_tried}"]
+    lines = []
+    for trial, row in zip(found.flag_trials, document["proxy_flags"]["tried"], strict=True):
+        words = " ".join(trial.score.placement.proxy_flags)
+        low, high = trial.ci
+        verdict = "taken" if row["taken"] else "not taken"
+        gain = f"{trial.gain:.2f} ({low:.2f} to {high:.2f}) times the goodput"
+        lines.append(f"proxy {words}: {gain} without: {verdict}")
+    return lines
 
 
 def _changes(found: Advice) -> list[str]:
@@ -318,7 +333,7 @@ def _page(
         _list(inputs),
         "<h2>Placements</h2>",
         _html_table(header, rows),
-        _list([*_drafts(document), *_changes(found)]),
+        _list([*_drafts(document), *_proxy_flags(found, document), *_changes(found)]),
     ]
     for name, title in zip(PLOTS, TITLES, strict=True):
         data = base64.b64encode((folder / name).read_bytes()).decode()

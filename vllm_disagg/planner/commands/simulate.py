@@ -28,7 +28,7 @@ TIMES = (
     "transfer_mean",
     "path_mean",
 )
-SHARES = ("prefill_busy", "decode_busy", "link_busy")
+SHARES = ("prefill_busy", "decode_busy", "link_busy", "aggregated")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,6 +83,8 @@ def _placement(args: argparse.Namespace) -> Placement:
     if args.colocated:
         if args.prefill or args.decode:
             raise ConfigError("--colocated takes the place of --prefill and --decode")
+        if args.min_prompt_bytes is not None or args.spill:
+            raise ConfigError("--min-prompt-bytes and --spill go with --prefill and --decode")
         return Placement(
             _replica_group("--colocated", args.colocated),
             None,
@@ -94,7 +96,10 @@ def _placement(args: argparse.Namespace) -> Placement:
     if args.prefill_first:
         raise ConfigError("--prefill-first goes with --colocated")
     return Placement(
-        _replica_group("--prefill", args.prefill), _replica_group("--decode", args.decode)
+        _replica_group("--prefill", args.prefill),
+        _replica_group("--decode", args.decode),
+        min_prompt_bytes=args.min_prompt_bytes or 0,
+        spill=bool(args.spill),
     )
 
 
@@ -157,7 +162,8 @@ def _document(
     itl = [seconds for result in results for seconds in result.itl or ()]
     latency = [seconds for result in results for seconds in result.latency]
     served = [seconds for seconds in latency if seconds >= 0]
-    transfers = [seconds for result in results for seconds in result.transfer]
+    # Prompts that D computed have no transfer.
+    transfers = [seconds for result in results for seconds in result.transfer if seconds > 0]
     document: dict[str, Any] = {
         "rate": rate,
         "gpus": placement.gpus,
@@ -175,11 +181,12 @@ def _document(
             document[f"{name}_p{share}"] = found if found < float("inf") else None
     document |= {
         "latency_mean": mean(served) if served else None,
-        "transfer_mean": mean(transfers),
+        "transfer_mean": mean(transfers) if transfers else 0.0,
         "path_mean": mean(seconds for result in results for seconds in result.path),
         "prefill_busy": mean(result.prefill_busy for result in results),
         "decode_busy": mean(result.decode_busy for result in results),
         "link_busy": mean(result.link_busy for result in results),
+        "aggregated": mean(result.aggregated for result in results),
         "refused": sum(seconds < 0 for seconds in latency),
         "preemptions": sum(result.preemptions for result in results),
         "closed_form": closed_form(scenario, placement),

@@ -8,7 +8,15 @@ import msgspec
 
 from ..simulation.simulator import Objective, SimulationResult, simulate
 from ..simulation.workload import WorkloadSample
-from .optimizer import PlacementScore, colocated, confidence_interval, disaggregated, estimate
+from .optimizer import (
+    FlagTrial,
+    PlacementScore,
+    colocated,
+    confidence_interval,
+    disaggregated,
+    estimate,
+)
+from .proxy_flags import reason_not_to_try
 from .sample_size import LARGE_REQUESTS, SearchResult
 from .scenario import Placement, Scenario
 
@@ -73,6 +81,8 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     crossovers: dict[str, Crossover]
     considered: int
     missing: int  # requests that a sample needs; 0 if it has them
+    flag_trials: Sequence[FlagTrial] = ()  # of the proxy's flags, best first
+    flags_not_tried: str = ""  # the reason
 
     @property
     def is_sure(self) -> bool:
@@ -143,7 +153,16 @@ def advise(result: SearchResult, draws: bool = False) -> Advice:
         crossovers=crossovers,
         missing=missing,
         considered=len(disaggregated(scenario)) + len(colocated(scenario)),
+        flag_trials=result.flag_trials,
+        flags_not_tried=_flags_not_tried(result),
     )
+
+
+def _flags_not_tried(result: SearchResult) -> str:
+    """Returns why the proxy's flags were not tried; empty if they were, or were given."""
+    if not result.split or result.flag_trials or result.scenario.gives_proxy_flags:
+        return ""
+    return reason_not_to_try(result)
 
 
 def curves_of(

@@ -11,6 +11,10 @@ Two facts limit the best batch. It holds no more context than fits the KV cache.
 request take TPOT in the mean, so longer steps must be paid for by shorter ones. Both enter with a
 multiplier, as Lagrange's: the bound holds for each multiplier of 0 or more, and the best is taken.
 
+Flags of the proxy let D compute prompts. Each prompt below --min-prompt-bytes is work of D, beside
+its answers. With --spill any side may compute any prompt: then the work of all, at the lower price
+of both sides, fits into the time of all instances.
+
 The requests with the most work are left out, as many as may miss. Nothing is assumed of the order
 in which requests are served. `tests/property/test_planner_bounds.py` compares with simulations.
 """
@@ -26,14 +30,7 @@ import msgspec
 
 from ..cost.latency import LatencyModel
 from ..simulation.workload import WorkloadSample
-from .scenario import (
-    UNLIMITED,
-    PerformanceSource,
-    Placement,
-    ReplicaGroup,
-    Scenario,
-    latency_of,
-)
+from .scenario import UNLIMITED, Placement, ReplicaGroup, Scenario, latency_of
 
 SINGLE_SIZES = 64  # batches up to this size are tried one by one
 SIZE_RATIO = 1.02  # from one range of larger batches to the next
@@ -41,6 +38,9 @@ MULTIPLIER_STEPS = 40  # of the search of the best multiplier
 # Bounds are taken over the requests with the shortest answers, of several shares: long answers have
 # late deadlines.
 ANSWER_SHARES = (0.5, 0.75, 0.9, 1.0)
+
+
+PromptPrice = tuple[float, float]  # least seconds of a token and of a square
 
 
 class StepPrice(msgspec.Struct, frozen=True):
@@ -108,47 +108,70 @@ class CapacityBounds:
 
     def _sides(self, placement: Placement) -> list[tuple[int, list[list[SideWork]]]]:
         """Returns the instances and the work of each side, by sample."""
-        scenario = self._scenario
-        group = placement.prefill
-        if placement.decode:
-            prompts = self._work("prompts", scenario.prefill, group, 0, True)
-            answers = self._work("answers", scenario.decode, placement.decode, 0, True)
-            return [(group.ranks, prompts), (placement.decode.ranks, answers)]
-        source, _ = scenario.sources(placement)
-        budget = placement.budget
-        return [
-            (group.ranks, self._work("prompts", source, group, budget, placement.chunked)),
-            (group.ranks, self._work("both", source, group, budget, placement.chunked)),
-        ]
+        p = placement.prefill
+        d = placement.decode
+        if not d:
+            return [
+                (p.ranks, self._work("prompts", placement, p)),
+                (p.ranks, self._work("both", placement, p)),
+            ]
+        answers = (d.ranks, self._work("answers", placement, d))
+        if placement.spill:
+            return [answers, (p.ranks + d.ranks, self._work("both", placement, p, d))]
+        return [(p.ranks, self._work("prompts", placement, p)), answers]
 
-    def _work(
-        self, kind: str, source: PerformanceSource, group: ReplicaGroup, budget: int, chunked: bool
-    ) -> list[list[SideWork]]:
-        """Returns the works of one instance in each sample, computed once for each shape."""
-        shape = msgspec.structs.replace(group, n=1)
-        key = (kind, source is self._scenario.prefill, shape, budget, chunked)
+    def _work(self, kind: str, placement: Placement, *groups: ReplicaGroup) -> list[list[SideWork]]:
+        """Returns the works of one instance in each sample, computed once for each shape.
+
+        `kind`: prompts at P, answers with the prompts that D computes in any case, or both.
+        `groups`: those on which the works depend.
+        """
+        shapes = [msgspec.structs.replace(group, n=1) for group in groups]
+        schedule = (placement.budget, placement.chunked, placement.on_decode_gpus)
+        key = (kind, *shapes, *schedule, placement.min_prompt_bytes)
         if key not in self._works:
-            rules = self._scenario.rules(source, budget, chunked)
-            most = rules.budget if chunked else UNLIMITED
-            kv = self._scenario.kv_tokens(source, shape)
-            latency = latency_of(source, shape)
             if not self._requests:
                 self._requests = [RequestWork(self._scenario, s) for s in self.samples]
             found = []
             for requests in self._requests:
                 if kind == "prompts":
-                    found.append([requests.prompts(latency, most)])
+                    found.append([self._prompts(placement, requests)])
                 else:
-                    prices = prices_of_steps(
-                        latency,
-                        min(rules.sequences, max(1, kv // requests.least_context)),
-                        kv,
-                        requests.least_context,
-                        self._scenario.objective.tpot,
-                    )
-                    found.append(requests.answers(latency, prices, kind == "both"))
+                    found.append(self._answers(placement, requests, kind == "both"))
             self._works[key] = found
         return self._works[key]
+
+    def _prompts(self, placement: Placement, requests: RequestWork) -> SideWork:
+        """Returns the work of the prompts that the prefill side computes in any case."""
+        scenario = self._scenario
+        source, _ = scenario.sources(placement)
+        rules = scenario.rules(source, placement.budget, placement.chunked)
+        most = rules.budget if placement.chunked else UNLIMITED
+        price = latency_of(source, placement.prefill).least_prompt(most)
+        return requests.prompts(price, lambda prompt: not placement.is_short(prompt))
+
+    def _answers(
+        self, placement: Placement, requests: RequestWork, with_all_prompts: bool
+    ) -> list[SideWork]:
+        """Returns the work of the answers, with that of all prompts or of those that D computes."""
+        scenario = self._scenario
+        prefill, source = scenario.sources(placement)
+        group = placement.decode or placement.prefill
+        rules = scenario.rules(source, placement.budget, placement.chunked)
+        kv = scenario.kv_tokens(source, group)
+        latency = latency_of(source, group)
+        prices = prices_of_steps(
+            latency,
+            min(rules.sequences, max(1, kv // requests.least_context)),
+            kv,
+            requests.least_context,
+            scenario.objective.tpot,
+        )
+        if with_all_prompts:
+            other = latency_of(prefill, placement.prefill).least_added_prompt()
+            token, square = map(min, zip(latency.least_added_prompt(), other, strict=True))
+            return requests.answers(prices, (token, square), lambda _: True)
+        return requests.answers(prices, latency.least_added_prompt(), placement.is_short)
 
 
 class RequestWork:
@@ -179,38 +202,38 @@ class RequestWork:
             count += 1
         return min(count * self._sample.block, self._sample.prompts[r] - 1)
 
-    def prompts(self, latency: LatencyModel, budget: int) -> SideWork:
-        """Returns the work of the prompts, in steps of up to `budget` tokens."""
-        token, square = latency.least_prompt(budget)
-        return self._heaviest_left_out(self._prompt_costs(token, square), self._objective.ttft, 1)
+    def prompts(self, price: PromptPrice, is_here: Callable[[int], bool]) -> SideWork:
+        """Returns the work of the prompts whose tokens `is_here` selects."""
+        costs = self._prompt_costs(price, is_here)
+        return self._heaviest_left_out(costs, self._objective.ttft, 1)
 
-    def _prompt_costs(self, token: float, square: float) -> list[float]:
-        """Returns the least seconds of each prompt."""
+    def _prompt_costs(self, price: PromptPrice, is_here: Callable[[int], bool]) -> list[float]:
+        """Returns the least seconds of each prompt here; 0 of others."""
+        token, square = price
         costs = []
         for r, cached in zip(self._numbers, self._cached, strict=True):
             prompt = self._sample.prompts[r]
-            costs.append(token * (prompt - cached) + square * (prompt**2 - cached**2))
+            cost = token * (prompt - cached) + square * (prompt**2 - cached**2)
+            costs.append(cost if is_here(prompt) else 0.0)
         return costs
 
     def answers(
-        self, latency: LatencyModel, prices: Sequence[StepPrice], with_prompts: bool
+        self, steps: Sequence[StepPrice], prompts: PromptPrice, is_here: Callable[[int], bool]
     ) -> list[SideWork]:
-        """Returns bounds of the work of answers, and of prompts where both share instances."""
+        """Returns bounds of the work of answers, and of the prompts on the same instances."""
         objective = self._objective
         # Both limits in one request, or as many misses of each.
         lists = 1 if objective.joint else 2
-        prompt_costs = [0.0] * len(self._numbers)
-        if with_prompts:
-            prompt_costs = self._prompt_costs(*latency.least_added_prompt())
-        steps = [self._steps(r) for r in self._numbers]
+        prompt_costs = self._prompt_costs(prompts, is_here)
+        counts = [self._steps(r) for r in self._numbers]
         found = []
-        for price in prices:
+        for price in steps:
             costs = []
-            for r, count, prompt_cost in zip(self._numbers, steps, prompt_costs, strict=True):
+            for r, count, prompt_cost in zip(self._numbers, counts, prompt_costs, strict=True):
                 contexts = count * self._sample.prompts[r] + count * (count - 1) / 2
                 costs.append(prompt_cost + count * price.step + contexts * price.context)
             for longest in self._ends_of_shares:
-                kept = [cost for cost, n in zip(costs, steps, strict=True) if n <= longest]
+                kept = [cost for cost, n in zip(costs, counts, strict=True) if n <= longest]
                 slack = objective.ttft + objective.tpot * longest
                 found.append(self._heaviest_left_out(kept, slack, lists))
         return found

@@ -108,6 +108,28 @@ class PlacementScore(msgspec.Struct, frozen=True):
         return self.total / units(self.placement)
 
 
+class FlagTrial(msgspec.Struct, frozen=True):
+    """A placement with flags of the proxy, and its goodput by that without, seed by seed."""
+
+    score: PlacementScore
+    plain: PlacementScore
+
+    @property
+    def gain(self) -> float:
+        """Goodput by that without the flags."""
+        return self.score.goodput / self.plain.goodput
+
+    @property
+    def ci(self) -> tuple[float, float]:
+        """95 % confidence interval of the gain."""
+        pairs = zip(self.score.rates, self.plain.rates, strict=True)
+        return confidence_interval([a / b for a, b in pairs if b > 0])
+
+    def is_gain(self, tolerance: float) -> bool:
+        """Whether the interval is above 1 by more than the tolerance of a bisection."""
+        return self.ci[0] > 1 + tolerance
+
+
 def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
     """Returns the 95 % confidence interval of the mean, cut at 0; of one value that value."""
     if len(values) < 2:
@@ -122,8 +144,12 @@ def disaggregated(scenario: Scenario) -> list[Placement]:
     """Lists all (TP, PP) and numbers of P and D within the budget."""
     prefills = list(_replica_groups(scenario.prefill, scenario.gpus - 1))
     decodes = list(_replica_groups(scenario.decode, scenario.gpus - 1))
+    limit = scenario.min_prompt_bytes or 0
+    spill = bool(scenario.spill)
     return [
-        Placement(p, d) for p, d in product(prefills, decodes) if p.gpus + d.gpus <= scenario.gpus
+        Placement(p, d, min_prompt_bytes=limit, spill=spill)
+        for p, d in product(prefills, decodes)
+        if p.gpus + d.gpus <= scenario.gpus
     ]
 
 

@@ -23,6 +23,7 @@ from .bounds import CapacityBounds
 from .optimizer import (
     USUAL_LOAD,
     Candidates,
+    FlagTrial,
     PlacementScore,
     ProgressCallback,
     colocated,
@@ -65,6 +66,7 @@ class SearchResult(msgspec.Struct, frozen=True):
     together: list[PlacementScore]
     large: Sequence[PlacementScore] = ()  # of both kinds, by the goodput of all GPUs together
     parts: int = 1  # equal ones of the budget; the scenario is of one
+    flag_trials: Sequence[FlagTrial] = ()  # of the proxy's flags, best first
 
     @property
     def best(self) -> list[PlacementScore]:
@@ -127,16 +129,28 @@ def search_sized(
         sized = grown(scenario, max(found.scenario.requests, _wanted(found)))
         if sized == found.scenario:
             break
-        kinds = []
-        for best, name in ((found.split, "disaggregated"), (found.together, "colocated")):
-            is_split = name == "disaggregated"
-            large = [s for s in found.large if bool(s.placement.decode) == is_split]
-            rates = _near_rates(found.scenario, [*best, *large])
-            kinds.append(Candidates(rates, progress(f"{name} finalists")))
-        found = _search(sized, kinds, keep, jobs)
+        found = _search(sized, _finalists(found, progress), keep, jobs)
     return SearchResult(
         found.scenario, found.split[:keep], found.together[:keep], found.large, parts
     )
+
+
+def searched_longer(result: SearchResult, jobs: int, progress: ProgressFactory) -> SearchResult:
+    """Searches the placements of a result with the requests that it misses, and keeps all."""
+    sized = grown(result.scenario, int(MARGIN_RATIO * result.missing))
+    found = _search(sized, _finalists(result, progress), 0, jobs)
+    return msgspec.structs.replace(found, parts=result.parts)
+
+
+def _finalists(found: SearchResult, progress: ProgressFactory) -> list[Candidates]:
+    """Returns the placements of a result by kind, for a search with longer samples."""
+    kinds = []
+    for best, name in ((found.split, "disaggregated"), (found.together, "colocated")):
+        is_split = name == "disaggregated"
+        large = [s for s in found.large if bool(s.placement.decode) == is_split]
+        rates = _near_rates(found.scenario, [*best, *large])
+        kinds.append(Candidates(rates, progress(f"{name} finalists")))
+    return kinds
 
 
 def _near_rates(scenario: Scenario, scores: Sequence[PlacementScore]) -> dict[Placement, float]:

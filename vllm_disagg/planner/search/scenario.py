@@ -7,7 +7,12 @@ from functools import cache
 import msgspec
 
 from ...errors import ConfigError
-from ...fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY, PolicyName
+from ...fleet.conventions import (
+    BYTES_PER_TOKEN,
+    DEFAULT_POLICY,
+    DEFAULT_PREFILL_CONCURRENCY,
+    PolicyName,
+)
 from ..cost import distserve
 from ..cost.hardware import (
     GPU_MEMORY_UTILIZATION,
@@ -220,6 +225,7 @@ class Placement(msgspec.Struct, frozen=True, order=True):
     """Disaggregated groups, or one colocated group (`decode` is None).
 
     A colocated group has a schedule (`chunked` or prefill first) and a token budget per step.
+    Disaggregated ones have the proxy's flags that let the decode side compute prompts whole.
     """
 
     prefill: ReplicaGroup
@@ -227,6 +233,8 @@ class Placement(msgspec.Struct, frozen=True, order=True):
     budget: int = 0
     chunked: bool = True
     on_decode_gpus: bool = False  # colocated on the decode side's GPU type
+    min_prompt_bytes: int = 0
+    spill: bool = False
 
     @property
     def gpus(self) -> int:
@@ -244,9 +252,26 @@ class Placement(msgspec.Struct, frozen=True, order=True):
         """Instances of all groups."""
         return self.prefill.n + (self.decode.n if self.decode else 0)
 
+    @property
+    def proxy_flags(self) -> list[str]:
+        """The proxy's flags with which the decode side computes prompts whole; none by default."""
+        found = []
+        if self.min_prompt_bytes:
+            found += ["--min-prompt-bytes", str(self.min_prompt_bytes)]
+        return [*found, "--spill"] if self.spill else found
+
+    @property
+    def flag_words(self) -> list[str]:
+        """The same flags as one text for people; none by default."""
+        return [" ".join(self.proxy_flags)] if self.proxy_flags else []
+
+    def is_short(self, prompt: int) -> bool:
+        """Whether the decode side computes each prompt of so many tokens."""
+        return BYTES_PER_TOKEN * prompt < self.min_prompt_bytes
+
     def __str__(self) -> str:
         if self.decode:
-            return f"prefill {self.prefill}, decode {self.decode}"
+            return ", ".join([f"prefill {self.prefill}, decode {self.decode}", *self.flag_words])
         schedule = f"chunked prefill of {self.budget} tokens" if self.chunked else "prefill first"
         return f"colocated {self.prefill}, {schedule}"
 
@@ -285,6 +310,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     overlap: bool = True
     policy: PolicyName = DEFAULT_POLICY
     concurrency: int = DEFAULT_PREFILL_CONCURRENCY
+    # The proxy's flags as given, of all disaggregated placements. None: `plan` tries values.
+    min_prompt_bytes: int | None = None
+    spill: bool | None = None
     kv_limit: int = 0  # tokens of KV of each instance, instead of what its memory holds
     budget: int = 0  # tokens of a step; 0: the default of each source
     sequences: int = 0  # that run at once; 0: the default of each source
@@ -303,6 +331,24 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             drawn = self.workload.sample(self.requests, seed, self.arrivals)
             samples.append(msgspec.structs.replace(drawn, edge=edge))
         return samples
+
+    @property
+    def gives_proxy_flags(self) -> bool:
+        """Whether flags were given with which the decode side computes prompts whole."""
+        return self.min_prompt_bytes is not None or self.spill is not None
+
+    @property
+    def no_proxy_flags(self) -> str:
+        """The reason why those flags cannot be simulated; empty if they can."""
+        if self.distserve:
+            return "DistServe's rules have no such proxy"
+        trace = self.workload.trace
+        if trace and any(row.hash_ids for row in trace.requests):
+            return (
+                "the trace has hash_ids: the proxy counts the bytes that D lacks of a prompt, and"
+                " prefixes that D keeps are not simulated"
+            )
+        return ""
 
     def longer_sample(self) -> str:
         """Describes what gives samples of more requests."""
@@ -327,6 +373,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             self.policy,
             self.distserve,
             self.prefill.path,
+            placement.min_prompt_bytes,
+            placement.spill,
         )
 
     def sources(self, placement: Placement) -> tuple[PerformanceSource, PerformanceSource]:
@@ -400,7 +448,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             source, _ = self.sources(placement)
             return f"{placement} on {source.name}"
         prefill = f"prefill {placement.prefill} on {self.prefill.name}"
-        return f"{prefill}, decode {placement.decode} on {self.decode.name}"
+        decode = f"decode {placement.decode} on {self.decode.name}"
+        return ", ".join([prefill, decode, *placement.flag_words])
 
     def words(self) -> list[str]:
         """Describes for people the source of the times, and the traffic."""
@@ -473,15 +522,18 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         allowed = objective.allowed(len(counted))
         source, answering = self.sources(placement)
         prefill = latency_of(source, placement.prefill)
+        decode = latency_of(answering, placement.decode or placement.prefill)
         if not sample.prefixes:  # a cached prefix makes a prompt faster than alone
             late = 0
             for r in counted:
                 prompt = sample.prompts[r]
-                alone = unloaded_prefill(prefill, prompt) + source.path.of(prompt)
-                late += alone > objective.ttft
+                sides = [decode if placement.is_short(prompt) else prefill]
+                if placement.spill:
+                    sides.append(decode)
+                alone = min(unloaded_prefill(side, prompt) for side in sides)
+                late += alone + source.path.of(prompt) > objective.ttft
             if late > allowed:
                 return "ttft"
-        decode = latency_of(answering, placement.decode or placement.prefill)
         # Each gap is a step or more, so the limit of gaps is one of the mean, too.
         for name, limit in (("tpot", objective.tpot), ("itl", objective.itl)):
             if limit is None:

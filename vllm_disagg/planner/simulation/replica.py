@@ -152,6 +152,9 @@ class Replica:
         # of a decode replica all contexts, and a cost for each.
         self.load = 0
         self.active_legs = 0
+        self.last_choice = 0  # number of the last choice that fell on it
+        # Of a decode replica: requests of which it computes the whole prompt, not yet to the end.
+        self.aggregated_requests = 0
         self.waiting: deque[int] = deque()  # without KV
         self._awaiting_kv: set[int] = set()  # their KV comes from a prefill replica
         self.prefilling: deque[int] = deque()  # with KV, chunks left
@@ -246,6 +249,7 @@ class Replica:
             return
         in_flight.append(batch)
         self.listener.schedule(batch.end, self, batch)
+        self._reserve_kv(now)  # for requests behind a prompt that this step has begun
         if self.latency.pp > 1:
             self.start_batch(now)  # schedules a wake-up
 

@@ -6,6 +6,10 @@ Layers move while P computes, so only the last layer is left after the prefill, 
 slower. P holds its KV until D has received it. D computes the last prompt token and with it the
 first token of the answer.
 
+Two flags of the proxy let D compute a prompt whole, in steps with its decodes, as a colocated
+replica does: prompts below `min_prompt_bytes`, and with `spill` one prompt at each D at a time
+while all places at P are taken.
+
 Three quantities stay apart. An engine is busy for its steps, a link for the bytes of a hand-off.
 Delays occupy neither: the path of a request outside the engine (`Deployment.path`), a link's
 latency, and the notice from the last byte to D's step.
@@ -46,6 +50,7 @@ from .workload import WorkloadSample
 SimulationEvent = tuple[float, int, int, int, Replica | None, Batch | None]
 ARRIVAL_RANK = -1
 _load = attrgetter("load")
+_last_choice = attrgetter("last_choice")
 REQUEST_COST_TOKENS = REQUEST_COST_BYTES // BYTES_PER_TOKEN
 TAIL_SHARE = 0.99  # of requests: the limits of p99
 
@@ -88,6 +93,9 @@ class Deployment(msgspec.Struct, frozen=True):
     # DistServe's clock: TTFT when the prefill ends, `output` steps after it, TPOT over `output`
     distserve: bool = False
     path: PathDelay = PathDelay()
+    # The proxy's flags of these names, without effect on colocated replicas.
+    min_prompt_bytes: int = 0
+    spill: bool = False
 
 
 class Objective(msgspec.Struct, frozen=True):
@@ -158,6 +166,7 @@ class SimulationResult(msgspec.Struct, frozen=True):
     link_busy: float  # of a prefill replica's link
     preemptions: int
     stopped: bool  # early, because too many had missed
+    aggregated: float  # share of the requests whose whole prompt a decode replica computed
     # Longest gap between two tokens; 0 for an answer of one token. None: not recorded.
     itl: list[float] | None = None
 
@@ -231,7 +240,7 @@ class Simulation:
         heapify(self._events)
         self._event_order = self._count
         self._random = Random(seed)
-        self._turns = [0, 0]  # of round_robin: at prefill or colocated, and at decode replicas
+        self._choices = 0  # of replicas
         self._prefills = self._replicas(deployment.prefill, requests, 0)
         self._decodes: list[Replica] = []
         if deployment.decode:
@@ -312,14 +321,35 @@ class Simulation:
             self._check_tail(r, 1, float("inf"))
             return
         if self._decodes:
+            decode = self._decode_of_whole(now, r)
+            if decode:
+                self._submit_whole(now, r, decode)
+                return
             self._queue.append(r)
             self._dispatch(now)
             return
         requests.tokens_left[r] = requests.outputs[r] - (not self._deployment.distserve)
         replica = self._choose(self._prefills, r)
-        replica.load += requests.prompts[r]
-        self._prefill_of[r] = replica
+        self._count_at_prefill(r, replica)
         replica.submit(now, r)
+
+    def _decode_of_whole(self, now: float, r: int) -> Replica | None:
+        """Returns the decode replica that computes a prompt whole; None for two legs."""
+        deployment = self._deployment
+        if BYTES_PER_TOKEN * self._requests.prompts[r] < deployment.min_prompt_bytes:
+            return self._choose_decode(now, self._decodes)
+        limit = deployment.handoff.concurrency
+        if not deployment.spill or any(p.active_legs < limit for p in self._prefills):
+            return None
+        idle = [decode for decode in self._decodes if not decode.aggregated_requests]
+        return self._choose_decode(now, idle) if idle else None
+
+    def _submit_whole(self, now: float, r: int, decode: Replica) -> None:
+        """Sends a request to a decode replica alone."""
+        self._requests.tokens_left[r] = self._requests.outputs[r] - 1
+        self._count_at_decode(r, decode)
+        decode.aggregated_requests += 1
+        decode.submit(now, r)
 
     def _dispatch(self, now: float) -> None:
         """Starts both legs of queued requests while a prefill replica has a free place."""
@@ -333,8 +363,7 @@ class Simulation:
             prefill = self._choose(available, r)
             prefill.active_legs += 1
             self._active_legs += 1
-            prefill.load += self._requests.prompts[r]
-            self._prefill_of[r] = prefill
+            self._count_at_prefill(r, prefill)
             self._requests.tokens_left[r] = self._requests.outputs[r]
             if handoff.overlap:
                 self._decode_leg(now, r)
@@ -342,20 +371,36 @@ class Simulation:
 
     def _decode_leg(self, now: float, r: int) -> None:
         """Sends the decode leg to a decode replica."""
-        decode = self._decodes[0] if len(self._decodes) == 1 else self._choose_decode(now)
-        decode.load += self._requests.prompts[r] + REQUEST_COST_TOKENS
-        self._decode_of[r] = decode
+        decode = self._choose_decode(now, self._decodes)
+        self._count_at_decode(r, decode)
         decode.expect_kv(now, r)
 
-    def _choose_decode(self, now: float) -> Replica:
+    def _count_choice(self, replica: Replica) -> None:
+        """Notes a choice, so that replicas take turns."""
+        self._choices += 1
+        replica.last_choice = self._choices
+
+    def _count_at_prefill(self, r: int, replica: Replica) -> None:
+        """Counts a request at its prefill or colocated replica."""
+        self._count_choice(replica)
+        replica.load += self._requests.prompts[r]
+        self._prefill_of[r] = replica
+
+    def _count_at_decode(self, r: int, decode: Replica) -> None:
+        """Counts a request at its decode replica."""
+        self._count_choice(decode)
+        decode.load += self._requests.prompts[r] + REQUEST_COST_TOKENS
+        self._decode_of[r] = decode
+
+    def _choose_decode(self, now: float, decodes: list[Replica]) -> Replica:
         """Chooses a decode replica as the proxy does: least load, nearly full ones last.
 
         The proxy subtracts prefixes that D has; here no D keeps the prefixes that it receives.
         """
-        decodes = self._decodes
+        if len(decodes) == 1:
+            return decodes[0]
         if self._deployment.policy == "round_robin":
-            self._turns[1] += 1
-            return decodes[self._turns[1] % len(decodes)]
+            return min(decodes, key=_last_choice)
         if self._deployment.policy == "power_of_two" and len(decodes) > 2:
             decodes = self._random.sample(decodes, 2)
         chosen = min(decodes, key=_load)
@@ -369,8 +414,7 @@ class Simulation:
         if len(replicas) == 1:
             return replicas[0]
         if policy == "round_robin":
-            self._turns[0] += 1
-            return replicas[self._turns[0] % len(replicas)]
+            return min(replicas, key=_last_choice)
         if policy == "power_of_two":
             return min(self._random.sample(replicas, 2), key=_load)
         prefixes = self._requests.prefixes
@@ -390,8 +434,10 @@ class Simulation:
         """Starts decoding on the same replica, or the hand-off to the decode replica."""
         requests = self._requests
         distserve = self._deployment.distserve
-        # On a colocated replica, or on a decode replica after a preemption.
-        if not self._decodes or self._kv_arrived[r]:
+        # On a colocated replica, or on a decode replica: a whole prompt, or after a preemption.
+        if not self._decodes or self._decode_of[r] is replica:
+            if self._is_aggregated(r) and requests.first_token_at[r] < 0:
+                replica.aggregated_requests -= 1
             if self._kv_arrived[r] or requests.first_token_at[r] >= 0:
                 requests.tokens_left[r] -= 1  # `tokens_left` counted this token
             if requests.gaps:
@@ -505,6 +551,10 @@ class Simulation:
 
     # --- results ---
 
+    def _is_aggregated(self, r: int) -> bool:
+        """Returns whether a decode replica computes the whole prompt of a request."""
+        return self._decode_of[r] is not None and self._prefill_of[r] is None
+
     def _count_miss(self, r: int, limit: int) -> None:
         """Counts a request that misses TTFT (`limit` 0), TPOT (1) or ITL (2).
 
@@ -575,6 +625,7 @@ class Simulation:
             link_busy=self._busy_share(self._link_busy, len(self._prefills)),
             preemptions=sum(replica.preemptions for replica in replicas),
             stopped=self._stopped_early,
+            aggregated=sum(map(self._is_aggregated, numbers)) / len(numbers),
             itl=itl,
         )
 

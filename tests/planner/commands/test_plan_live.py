@@ -41,10 +41,16 @@ WORDS += ["--requests", "1500", "--seeds", "1", "--window", "1", "--json"]
 
 
 def _metrics(
-    requests: int, prompt: float = 60, output: float = 60, ttft: float = 0.06, tpot: float = 0.05
+    requests: int,
+    prompt: float = 60,
+    output: float = 60,
+    ttft: float = 0.06,
+    tpot: float = 0.05,
+    whole: int = 0,
 ) -> bytes:
     return f"""# TYPE vllm_disagg_requests_total counter
-vllm_disagg_requests_total{{path="/v1/completions",mode="split",outcome="ok"}} {requests}
+vllm_disagg_requests_total{{path="/v1/chat",mode="disaggregated",outcome="ok"}} {requests - whole}
+vllm_disagg_requests_total{{path="/v1/chat",mode="whole",outcome="ok"}} {whole}
 vllm_disagg_requests_total{{path="/v1/completions",mode="split",outcome="timeout"}} 7
 # TYPE vllm_disagg_tokens_total counter
 vllm_disagg_tokens_total{{kind="prompt"}} {requests * prompt}
@@ -135,6 +141,17 @@ def test_three_prefill_and_one_decode_are_wrong_for_long_answers(
     assert found["best"]["goodput"] == pytest.approx(found["gain"] * found["present"]["goodput"])
     assert found["one_more"]["decode"]["gain"] > 1.3 and found["one_more"]["prefill"]["gain"] < 1.1
     assert (found["one_more"]["decode"]["prefill"], found["one_more"]["decode"]["decode"]) == (3, 2)
+
+
+def test_traffic_that_decode_instances_compute_whole_cannot_tell(
+    proxy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Proxy.instances = INSTANCES
+    Proxy.metrics = [_metrics(100, whole=50), _metrics(200, whole=75)]
+    assert cli.main([*WORDS, "--live", proxy]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdict"] == "cannot tell" and found["traffic"]["aggregated"] == 0.25
+    assert "computed 25% of the requests whole" in found["why"] and "--spill" in found["why"]
 
 
 def test_gaps_between_tokens_limit_the_splits(

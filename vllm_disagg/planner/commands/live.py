@@ -44,6 +44,7 @@ REFIT_ROUNDS = 3
 MAX_REFIT_FACTOR = 64.0  # factors are between 1 / MAX_REFIT_FACTOR and MAX_REFIT_FACTOR
 REFIT_PRECISION_RATIO = 1.01  # of the ends of a bisection
 MIN_WINDOW_REQUESTS = 20  # means of fewer requests are too uncertain
+MAX_AGGREGATED_SHARE = 0.1  # of requests without a prefill leg: simulations have none
 DRAWS = 4  # of step times within their intervals
 
 COUNTERS = {
@@ -67,6 +68,7 @@ class ObservedTraffic(msgspec.Struct, frozen=True):
     ttft: float
     tpot: float
     queue: float = 0.0  # of TTFT: waiting in the proxy
+    aggregated: float = 0.0  # share of the requests that decode instances computed whole
 
 
 def add_arguments(parser: Any) -> None:
@@ -123,7 +125,13 @@ def run(args: argparse.Namespace, say: Callable[[str], None] | None = None) -> i
     if not args.requests:
         scenario = sample_size.lasting(scenario, traffic.rate)
     jobs = optimizer.process_count(args.jobs)
-    if is_own:
+    if traffic.aggregated > MAX_AGGREGATED_SHARE:
+        reason = (
+            f"decode instances computed {traffic.aggregated:.0%} of the requests whole, and each"
+            " simulated one has two legs: a window without --spill and --min-prompt-bytes decides"
+        )
+        document = cannot_tell(reason, msgspec.to_builtins(traffic))
+    elif is_own:
         read = engine_profiles.read
         profile = engine_profiles.disaggregated(
             windows[url],
@@ -243,6 +251,7 @@ def between(before: MetricSamples, after: MetricSamples, seconds: float) -> Obse
         ttft=increase(f"{COUNTERS['ttft']}_sum") / ttft_count,
         tpot=increase(f"{COUNTERS['tpot']}_sum") / tpot_count,
         queue=window.mean("vllm_disagg_queue_seconds"),
+        aggregated=increase(COUNTERS["requests"], outcome="ok", mode="whole") / requests,
     )
 
 

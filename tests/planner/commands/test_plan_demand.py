@@ -281,7 +281,9 @@ def test_commands_of_parallel_experts_have_their_flags_and_a_warning(tmp_path: P
     wide = Placement(ReplicaGroup(1, 1, 1, 16), ReplicaGroup(1, 1, 1))
     lines = output.commands(scenario, wide, "m")
     assert "--data-parallel-size 16 --enable-expert-parallel" in lines[1]
-    assert "--prefill-concurrency 128" in lines[-1], "each rank has 8 legs"
+    assert "--prefill-concurrency 8 " in lines[-1], "each rank is an instance with 8 legs"
+    ranks = "".join(f" --prefill http://127.0.0.1:8100@{rank}" for rank in range(16))
+    assert lines[-1].endswith(f"{ranks} --decode http://127.0.0.1:8200")
     assert "experts with data parallelism on CPUs only" in output.remarks(scenario, wide)[0]
     assert output.placement_document(scenario, wide)["prefill"]["ep"] == 16
     narrow = output.remarks(scenario, ONE_EACH)

@@ -83,8 +83,15 @@ def commands(scenario: Scenario, placement: Placement, model: str) -> list[str]:
             extra = ["--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))]
             argv = [*_serve(model, source, group, base + n), *engine, QUIET_ACCESS_LOG_FLAG, *extra]
             lines.append(next(prefixes) + shlex.join(argv))
-            proxy += [flag, f"http://127.0.0.1:{base + n}"]
+            for url in _urls(base + n, group):
+                proxy += [flag, url]
     return [*lines, shlex.join(proxy)]
+
+
+def _urls(port: int, group: ReplicaGroup) -> list[str]:
+    """Lists the instances of a server for the proxy: each data parallel rank is one."""
+    server = f"http://127.0.0.1:{port}"
+    return [server] if group.dp == 1 else [f"{server}@{rank}" for rank in range(group.dp)]
 
 
 def remarks(scenario: Scenario, placement: Placement) -> list[str]:
@@ -227,15 +234,12 @@ def _memory_flags(scenario: Scenario, source: PerformanceSource, group: ReplicaG
 
 
 def _routing_flags(scenario: Scenario, placement: Placement) -> list[str]:
-    """Returns the routing flags of the proxy; DistServe's rules limit no concurrency.
-
-    Each data parallel rank of a prefill instance is simulated with as many legs.
-    """
+    """Returns the routing flags of the proxy; DistServe's rules limit no concurrency."""
     policy = ["--policy", scenario.policy]
     if scenario.distserve:
         return policy
-    legs = scenario.concurrency * placement.prefill.dp
-    return [*policy, "--prefill-concurrency", str(legs), *placement.proxy_flags]
+    legs = ["--prefill-concurrency", str(scenario.concurrency)]
+    return [*policy, *legs, *placement.proxy_flags]
 
 
 def _serve(model: str, source: PerformanceSource, group: ReplicaGroup, port: int) -> list[str]:

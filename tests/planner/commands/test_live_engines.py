@@ -235,14 +235,31 @@ def test_limits_of_a_step_are_assumed_in_words_and_decide_nothing(
     assert found["verdict"] == "cannot tell" and "default of --max-num-seqs" in found["why"]
 
 
-def test_fp8_kv_is_half_as_many_bytes_in_a_live_plan() -> None:
+def _scenario(*words: str) -> scenario.Scenario:
     parser = argparse.ArgumentParser()
     flags.add_arguments(parser)
-    words = ["--model", "llama-3.1-8b", "--kv-cache-dtype"]
+    return flags.read(parser.parse_args(words), 2, "--gpus", live.UNMEASURED).scenario
+
+
+@pytest.mark.parametrize("path", [0.001, 0.02])
+def test_a_measured_path_has_the_notice_of_a_handoff(path: float) -> None:
+    """No constant is added to it, also where it is shorter than that."""
+    engines = [
+        engine_profiles.read(role, window(page()))
+        for role, page in (("p", prefill_page), ("d", decode_page))
+    ]
+    parts = 0.001 + 0.026 + 0.005 + engines[1].step_wait + 0.0106
+    found = engine_profiles.disaggregated(proxy_window(parts + path), engines[:1], engines[1:])
+    measured = engine_profiles.scenario_of(_scenario("--link", "none"), found, 1)
+    one = scenario.ReplicaGroup(1, 1, 1)
+    deployment = measured.deployment(scenario.Placement(one, one))
+    assert deployment.path.of(PROMPT) + deployment.handoff.notice == pytest.approx(path, abs=1e-9)
+
+
+def test_fp8_kv_is_half_as_many_bytes_in_a_live_plan() -> None:
     sizes = []
     for dtype in ("auto", "fp8"):
-        read = flags.read(parser.parse_args([*words, dtype]), 2, "--gpus", live.UNMEASURED)
-        loaded = read.scenario.prefill.model
+        loaded = _scenario("--model", "llama-3.1-8b", "--kv-cache-dtype", dtype).prefill.model
         assert loaded
         sizes.append(loaded.kv_bytes(1000))
     assert sizes[0] == 2 * sizes[1]

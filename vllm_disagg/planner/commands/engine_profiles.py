@@ -17,7 +17,7 @@ from ...errors import ConfigError
 from ..cost.hardware import NetworkLink
 from ..cost.latency import LinearLatency, PathDelay
 from ..cost.step_fit import MIN_STEPS, HandoffFit, StepFit, added, fit_handoffs, fit_steps
-from ..search.scenario import NOTICE_SECONDS, Scenario
+from ..search.scenario import Scenario
 from .metric_page import MetricWindow
 
 STEP_SUMS = "vllm:disagg_step_sums_total"
@@ -205,11 +205,11 @@ def scenario_of(scenario: Scenario, profile: FleetProfile, ranks: int) -> Scenar
 
     `ranks` read a prompt's KV at once; 0 keeps the scenario's link.
     """
-    # The notice is a part of the path as measured here, and simulated apart from it.
-    path = PathDelay(max(0.0, profile.path - NOTICE_SECONDS) if profile.handoff else profile.path)
+    path = PathDelay(profile.path)
     measured = msgspec.structs.replace(
         with_latencies(scenario, profile.prefill.steps.latency(), profile.decode.steps.latency()),
         link=_link(profile, scenario, ranks) if ranks else scenario.link,
+        notice=0.0,  # a part of the measured path
     )
     return msgspec.structs.replace(
         measured,

@@ -308,6 +308,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     gpus: int = 4
     link: NetworkLink
     overlap: bool = True
+    notice: float = NOTICE_SECONDS
     policy: PolicyName = DEFAULT_POLICY
     concurrency: int = DEFAULT_PREFILL_CONCURRENCY
     # The proxy's flags as given, of all disaggregated placements. None: `plan` tries values.
@@ -397,7 +398,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             self._link_of(prefill, decode),
             overlap=self.overlap,
             concurrency=UNLIMITED if self.distserve else self.concurrency,
-            notice=0.0 if self.distserve else NOTICE_SECONDS,
+            notice=0.0 if self.distserve else self.notice,
         )
         model = self.prefill.model
         if not model:

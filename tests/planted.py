@@ -1110,6 +1110,8 @@ MUTANTS: list[tuple[str, ...]] = [
     ("up: the pause of a steady child grows", "launcher/backoff.py", " and ran < STEADY_SECONDS", "", "tests/launcher/test_up_flags.py"),
     ("up: the console is loud beside --log-dir", "launcher/processes.py", "        if self._folder:\n            self._files", "        if False:\n            self._files", "tests/launcher/test_launcher_processes.py::test_the_output_goes_to_files_and_the_console_is_quiet"),
     ("up: log files are tried after the start", "launcher/main.py", "    _check_log_files(args, launch, output)\n", "", "tests/launcher/test_up_flags.py"),
+    ("up: a dry run makes and locks the folder of logs", "launcher/processes.py", "            if is_dry_run:\n", "            if False:\n", "tests/launcher/test_up_flags.py"),
+    ("up: a dry run makes log files", "launcher/machine.py", "        if not creates and not os.path.exists(path):\n", "        if False:\n", "tests/launcher/test_up_flags.py"),
     ("up: the file replaces the command line", "launcher/config_file.py", "return [*_words(path, _actions(parser)), *words]", "return [*words, *_words(path, _actions(parser))]", "tests/launcher/test_up_flags.py"),
     ("up: D gets the arguments of P", "launcher/plan.py", "*options.role_extra.get(role, []),", "*options.role_extra.get(\"prefill\", []),", "tests/launcher"),
     ("up: a wrong model is found by vLLM, a minute later", "launcher/model_check.py", "        _check_hub(model)\n", "        pass\n", "tests/launcher/test_up_flags.py"),

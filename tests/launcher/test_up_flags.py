@@ -203,6 +203,27 @@ def runnable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("runnable")
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_dry_run_changes_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], *, is_there: bool
+) -> None:
+    logs = tmp_path / "new" / "logs"
+    if is_there:
+        logs.mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    start = ("up", "--model", "m", "--port", "0", "--dry-run", "--log-dir", str(logs))
+    for more in ((), ("--access-log", str(logs / "a")), ("--access-log", str(tmp_path / "b"))):
+        assert cli.main([*start, *more]) == 0, capsys.readouterr().err
+        assert " serve m" in capsys.readouterr().out
+        assert sorted(tmp_path.rglob("*")) == before
+    missing = str(tmp_path / "missing" / "c")
+    assert refused(capsys, *start[1:], "--access-log", missing) == (
+        f"--access-log {missing!r}: No such file or directory\n"
+    )
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.usefixtures("runnable")
 def test_one_line_for_files_that_cannot_be_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

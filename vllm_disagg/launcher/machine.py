@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from importlib import metadata
 from pathlib import Path
 
@@ -52,17 +53,38 @@ def check_port(host: str, port: int, remedy: str = "choose another with --port o
         raise ConfigError(f"cannot listen on {host} port {port} ({problem}): {remedy}")
 
 
-def check_log_file(flag: str, path: str) -> None:
-    """Raises ConfigError if a file cannot be appended to; empty and - are no files."""
+def check_log_file(flag: str, path: str, *, creates: bool = True) -> None:
+    """Raises ConfigError if a file cannot be appended to; empty and - are no files.
+
+    Creates a file that is missing, unless `creates` is False: then its folder is tried.
+    """
     if path in ("", "-"):
         return
     try:
+        if not creates and not os.path.exists(path):
+            try_folder(os.path.dirname(path) or ".")
+            return
         # Without waiting: a pipe may have no reader.
         opened = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"{flag} {path!r}: {reason}") from None
     os.close(opened)
+
+
+def try_folder(path: str) -> None:
+    """Raises OSError if no file can be created in a folder."""
+    # Only an attempt shows that: a file system may be read-only, or take no files at all.
+    with tempfile.TemporaryFile(dir=path):
+        pass
+
+
+def existing_folder(path: str) -> str:
+    """Returns a folder, or the nearest one above it that exists."""
+    path = os.path.abspath(path)
+    while not os.path.exists(path):
+        path = os.path.dirname(path)
+    return path
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:

@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     launch = plan.make(options, facts, engine_ports, KEY_FILE)
     _check_proxy(launch.proxy)
     machine.check_port(options.host, options.port)
-    output = ChildOutput(console, args.log_dir)
+    output = ChildOutput(console, args.log_dir, is_dry_run=args.dry_run)
     _check_log_files(args, launch, output)
     if args.log_dir and not args.dry_run:
         scrape_targets.write(args.log_dir, launch)
@@ -160,10 +160,14 @@ def _check_proxy(proxy: ChildCommand) -> None:
 
 def _check_log_files(args: argparse.Namespace, launch: LaunchPlan, output: ChildOutput) -> None:
     """Raises ConfigError if a child's file or the access log cannot be written."""
-    for child in [*launch.engines, launch.proxy]:
-        machine.check_log_file("--log-dir", output.path(child.name))
-    flag = "--access-log" if args.access_log else "--log-dir"
-    machine.check_log_file(flag, flags.access_log(args))
+    files = [("--log-dir", output.path(child.name)) for child in [*launch.engines, launch.proxy]]
+    files.append(("--access-log" if args.access_log else "--log-dir", flags.access_log(args)))
+    folder = os.path.abspath(args.log_dir) if args.log_dir else ""
+    for flag, path in files:
+        # A start would make this folder, empty; a dry run does not.
+        is_made = os.path.dirname(os.path.abspath(path)) == folder and not os.path.exists(folder)
+        if not is_made:
+            machine.check_log_file(flag, path, creates=not args.dry_run)
 
 
 def _start(

@@ -22,7 +22,7 @@ from typing import IO
 
 from ..errors import ConfigError
 from ..transports import local_socket
-from . import guard
+from . import guard, machine
 from .phases import StartProgress
 from .plan import ChildCommand
 
@@ -126,10 +126,11 @@ class LineFile:
 class ChildOutput:
     """Where the lines of the children go: to the console, or to one file for each child."""
 
-    def __init__(self, console: SharedConsole, folder: str) -> None:
+    def __init__(self, console: SharedConsole, folder: str, *, is_dry_run: bool = False) -> None:
         """Creates and locks the folder, unless its name is empty.
 
-        Raises ConfigError if it cannot be used, or while another `up` uses it.
+        Raises ConfigError if it cannot be used, or while another `up` uses it. A dry run only tries
+        the folder, or the nearest one above it that exists.
         """
         self._console = console
         self._folder = folder
@@ -137,10 +138,12 @@ class ChildOutput:
         if not folder:
             return
         try:
+            if is_dry_run:
+                machine.try_folder(machine.existing_folder(folder))
+                return
             os.makedirs(folder, exist_ok=True)
-            # In the folder itself: its files may belong to another user, who ran it before.
-            with tempfile.TemporaryFile(dir=folder):
-                pass
+            # The folder itself: its files may belong to another user, who ran it before.
+            machine.try_folder(folder)
             # A bare descriptor, which the end of this process closes.
             self._lock = os.open(os.path.join(folder, LOCK_FILE), os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:

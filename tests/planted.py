@@ -1447,5 +1447,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a comment beside the last event hides it", "proxy/requests/streams.py", "for event in reversed(events) if not is_blank_or_comment(event)), b\"\")", "for event in reversed(events)), b\"\")", "tests/proxy/requests/test_completeness.py"),
     ("JSON texts in a sequence are one that was cut", "proxy/http/upstream_response.py", "content_type != JSON_TYPE or", "not content_type.startswith(JSON_TYPE) or", "tests/proxy/requests/test_completeness.py"),
     ("an error without a body was cut", "proxy/http/upstream_response.py", "        if self.status != 200 and not self.peek():\n            return False\n", "", "tests/proxy/requests/test_completeness.py"),
+    ("an instance of both roles is taken where roles are fixed", "proxy/requests/admin.py", "            if not self._roles_follow_load:\n", "            if False:\n", "tests/proxy/membership/test_members.py"),
+    ("an instance of both roles changes the role of one that is named", "proxy/requests/admin.py", "role: Role = named or \"decode\"", "role: Role = \"decode\"", "tests/proxy/membership/test_members.py"),
     ("a server with ranks is added as one instance", "proxy/requests/admin.py", "if any(other != url for other in", "if any(False for other in", "tests/proxy/membership/test_members.py"),
 ]

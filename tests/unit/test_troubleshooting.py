@@ -193,7 +193,7 @@ def _(_: Path) -> object:
 @produces("changes over HTTP are off")
 def _(_: Path) -> object:
     nothing: Any = None
-    admin = Admin(nothing, None, None, AllowedNetworks(), "", [])
+    admin = Admin(nothing, None, None, AllowedNetworks(), "", [], roles_follow_load=False)
     refused = admin.refusal(HttpRequest("POST", "/disagg/instances"), nothing)
     assert refused
     return refused[2].decode()

@@ -112,6 +112,7 @@ async def serve(
         networks,
         settings.admin_key,
         settings.api_keys,
+        roles_follow_load=settings.roles == "auto",
     )
     metrics.follow(queues)
     api = Api(relay, admin, queues.work, recorder, feed, settings)

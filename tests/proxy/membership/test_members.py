@@ -19,6 +19,7 @@ from vllm_disagg.proxy.membership.members import SWEEP_SECONDS
 from vllm_disagg.proxy.membership.reconcile import Member, MembershipChanges, reconcile
 from vllm_disagg.proxy.membership.registry import EXPIRY_SECONDS, Registry
 from vllm_disagg.proxy.membership.sources import parse_fleet, parse_name
+from vllm_disagg.proxy.telemetry.metrics import LatencyObjectives
 
 P1, P2 = Member("http://p1", "prefill"), Member("http://p2", "prefill")
 D1 = Member("http://d1", "decode")
@@ -317,7 +318,7 @@ async def usable(w: World, url: str) -> bool:
         ({"url": "file:///etc/passwd", "role": "decode"}, 400),
         ({"url": "http://u:p@h", "role": "decode"}, 400),
         ({"url": "http://h/path", "role": "decode"}, 400),
-        ({"url": "http://h", "role": "both"}, 400),
+        ({"url": "http://h", "role": "kv_both"}, 400),
         ({"url": "http://gpu1..cluster:8200", "role": "decode"}, 400),
         ({"url": f"http://{'x' * 64}:80", "role": "decode"}, 400),
         ({"url": "http://.:80", "role": "decode"}, 400),
@@ -340,6 +341,29 @@ async def test_what_is_no_instance_is_refused(body: Any, status: int) -> None:
 async def test_one_url_has_one_role() -> None:
     async with world(prefill=0, admin_key="root") as w:
         assert (await change(w, "POST", "/disagg/instances", url=w.d.url, role="prefill"))[0] == 409
+
+
+async def test_an_instance_of_both_roles_begins_as_decode_or_as_it_is_named() -> None:
+    settings: dict[str, Any] = {"roles": "auto", "objectives": LatencyObjectives(1.0, 0.05)}
+    async with world(admin_key="root", **settings) as w, engines("both") as (e,):
+        for url in (e.url, w.p.url, w.d.url):
+            assert (await change(w, "POST", "/disagg/instances", url=url, role="both"))[0] == 200
+        await until(lambda: usable(w, e.url))
+        found = await rows(w)
+        assert [found[url]["role"] for url in (e.url, w.p.url, w.d.url)] == [
+            "decode",
+            "prefill",
+            "decode",
+        ]
+        assert found[e.url]["connector_role"] == "both"
+
+
+async def test_an_instance_of_both_roles_needs_roles_that_follow_the_load() -> None:
+    async with world(prefill=0, admin_key="root") as w, engines("both") as (e,):
+        status, said = await change(w, "POST", "/disagg/instances", url=e.url, role="both")
+        assert status == 400 and "--roles auto" in said["error"]["message"]
+        assert len(await rows(w)) == 1
+        assert (await change(w, "POST", "/disagg/instances", url=e.url, role="decode"))[0] == 200
 
 
 JSON_TYPE = {"content_type": "application/json"}

@@ -3,7 +3,7 @@
     GET    /disagg/instances        the state of each instance (answered by `api.py`)
     GET    /disagg/status           the whole status; with /stream once a second (likewise)
     POST   /disagg/instances        add an instance, or end its drain
-                                    {"url": ..., "role": "prefill" | "decode"}
+                                    {"url": ..., "role": "prefill" | "decode" | "both"}
     POST   /disagg/instances/drain  send it no new requests; it stays listed until the drain ends
                                     {"url": ..., "end": false}
     DELETE /disagg/instances        drain, then remove unless a source names it; with "now", abort
@@ -41,6 +41,7 @@ from ..http.routes import FLEET_VIEWS
 from ..http.server import Connection
 from ..membership.members import Members, MembershipChange
 from ..membership.registry import Registered, Registry
+from ..routing.fleet import Role
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,10 @@ CHANGES_ARE_OFF = (
     "changes over HTTP are off: start the proxy with --admin-key,"
     f" or with {ADMIN_KEY} in its environment"
 )
+BOTH_NEEDS_AUTO = (
+    'role "both" needs a proxy with --roles auto: name the role in which the instance is to serve,'
+    " prefill or decode"
+)
 LOCAL_ONLY = (
     "only this machine may see the instances,"
     " as long as the proxy has no --admin-key and no --api-key"
@@ -61,7 +66,7 @@ LOCAL_ONLY = (
 
 class _AddInstance(msgspec.Struct, forbid_unknown_fields=True):
     url: str
-    role: Literal["prefill", "decode"]
+    role: Literal["prefill", "decode", "both"]  # both: the load decides, with `--roles auto`
 
 
 class _DrainInstance(msgspec.Struct, forbid_unknown_fields=True):
@@ -85,6 +90,8 @@ class Admin:
         networks: AllowedNetworks,
         admin_key: str,
         api_keys: list[str],
+        *,
+        roles_follow_load: bool,
     ) -> None:
         self._members = members
         self._registry = registry
@@ -92,6 +99,7 @@ class Admin:
         self._networks = networks
         self._admin_keys = [admin_key.encode()] if admin_key else []
         self._api_keys = [key.encode() for key in api_keys]
+        self._roles_follow_load = roles_follow_load
 
     def handle(self, request: HttpRequest, client: Connection) -> bool:
         """Answers a request that changes the fleet; returns whether it was one."""
@@ -167,10 +175,17 @@ class Admin:
             self._networks.check(url, "url")
         if any(other != url for other in self._members.instances_of(url)):
             raise _Conflict(f"{url} has several data parallel ranks: name one, as {url}@0")
-        role = self._members.role(url)
-        if role not in (None, body.role):
-            raise _Conflict(f"{url} is a {role} instance")
-        return self._apply(MembershipChange("add", url, body.role))
+        named = self._members.role(url)
+        if body.role == "both":
+            if not self._roles_follow_load:
+                raise ConfigError(BOTH_NEEDS_AUTO)
+            # As an engine of both roles that registers; one that is named keeps its role.
+            role: Role = named or "decode"
+        else:
+            role = body.role
+        if named not in (None, role):
+            raise _Conflict(f"{url} is a {named} instance")
+        return self._apply(MembershipChange("add", url, role))
 
     def _drain(self, body: _DrainInstance) -> list[str]:
         kind: Literal["drain", "resume"] = "resume" if body.end else "drain"

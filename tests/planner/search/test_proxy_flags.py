@@ -60,7 +60,7 @@ def _tuned(scenario: Scenario, monkeypatch: pytest.MonkeyPatch) -> SearchResult:
 def test_prompts_that_wait_for_p_are_spilled_to_an_idle_d(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers of 20 tokens leave D idle; prompts of one length leave no limit of bytes to try."""
     result = _tuned(_scenario("900:20"), monkeypatch)
-    assert [trial.score.placement.proxy_flags for trial in result.flag_trials] == [["--spill"]]
+    assert [trial.placement.proxy_flags for trial in result.flag_trials] == [["--spill"]]
     best, plain = result.split
     assert best.placement == msgspec.structs.replace(PAIR, spill=True)
     assert plain.placement == PAIR and result.large[0] == best
@@ -80,7 +80,7 @@ def test_short_prompts_go_to_d_where_that_gains(monkeypatch: pytest.MonkeyPatch)
     result = _tuned(_scenario("sharegpt-like", 0.5, 0.05), monkeypatch)
     best = result.split[0].placement
     assert best.min_prompt_bytes > 0 and not best.spill, "equal with --spill: the fewest flags"
-    tried = [trial.score.placement for trial in result.flag_trials]
+    tried = [trial.placement for trial in result.flag_trials]
     assert {place.spill for place in tried if not place.min_prompt_bytes} == {True}
     prompts = result.scenario.samples()[0].prompts
     for place in tried:
@@ -95,12 +95,17 @@ def test_no_flag_is_taken_that_gains_nothing(monkeypatch: pytest.MonkeyPatch) ->
     """D is the bottleneck: its steps of many long answers have no time for prompts."""
     result = _tuned(_scenario("60:200", tpot=0.008), monkeypatch)
     assert result.flag_trials and [score.placement for score in result.split] == [PAIR]
-    lines = report._proxy_flags(advice.advise(result), output.as_json(advice.advise(result), "m"))
-    assert lines and all(line.endswith(": not taken") for line in lines)
+    document = output.as_json(advice.advise(result), "m")
+    assert {trial["gain"] for trial in document["proxy_flags"]["tried"]} == {None}
+    lines = report._proxy_flags(advice.advise(result), document)
+    assert lines and all(
+        line.endswith(": no more than the goodput without: not taken") for line in lines
+    )
 
 
 def _trial(placement: Placement, *rates: float) -> FlagTrial:
-    return FlagTrial(PlacementScore(placement, list(rates)), PlacementScore(PAIR, [1.0, 1.0, 1.0]))
+    plain = PlacementScore(PAIR, [1.0, 1.0, 1.0])
+    return FlagTrial(placement, plain, PlacementScore(placement, list(rates)))
 
 
 def test_the_highest_certain_gain_is_taken() -> None:
@@ -135,14 +140,14 @@ def test_a_gain_is_judged_again_with_samples_long_enough(
 ) -> None:
     """The higher rate needs more requests than the plain one."""
     scenario = _scenario("900:20")
-    plain = PlacementScore(PAIR, [1.0, 1.0, 1.0])
+    plain = PlacementScore(PAIR, [5.4, 5.4, 5.4])
     spill = msgspec.structs.replace(PAIR, spill=True)
     monkeypatch.setattr(
         sample_size,
         "requests_needed",
         lambda scenario, score: 300 if score.placement.spill else 150,
     )
-    trial = FlagTrial(PlacementScore(spill, [1.5, 1.5, 1.5]), plain)
+    trial = FlagTrial(spill, plain, PlacementScore(spill, [7.2, 7.2, 7.2]))
     monkeypatch.setattr(proxy_flags, "_tried", lambda *_: [trial])
     if not holds:
         monkeypatch.setattr(

@@ -405,13 +405,13 @@ def _score(scenario: Scenario, score: PlacementScore | None) -> dict[str, Any] |
 
 
 def _trial(advice: Advice, trial: FlagTrial) -> dict[str, Any]:
-    """Describes what flags of the proxy do on the best placement."""
-    placement = trial.score.placement
+    """Describes what flags of the proxy gain on the best placement; None: nothing."""
+    placement = trial.placement
     return {
         "min_prompt_bytes": placement.min_prompt_bytes,
         "spill": placement.spill,
-        "gain": trial.gain,
-        "gain_ci": trial.ci,
+        "gain": trial.gain if trial.score else None,
+        "gain_ci": trial.ci if trial.score else None,
         "taken": advice.best is not None and advice.best.placement == placement,
     }
 

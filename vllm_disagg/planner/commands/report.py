@@ -130,10 +130,12 @@ def _proxy_flags(found: Advice, document: dict[str, Any]) -> list[str]:
         return [f"--min-prompt-bytes and --spill were not tried: {found.flags_not_tried}"]
     lines = []
     for trial, row in zip(found.flag_trials, document["proxy_flags"]["tried"], strict=True):
-        words = " ".join(trial.score.placement.proxy_flags)
+        words = " ".join(trial.placement.proxy_flags)
         low, high = trial.ci
         verdict = "taken" if row["taken"] else "not taken"
-        gain = f"{trial.gain:.2f} ({low:.2f} to {high:.2f}) times the goodput"
+        gain = "no more than the goodput"
+        if trial.score:
+            gain = f"{trial.gain:.2f} ({low:.2f} to {high:.2f}) times the goodput"
         lines.append(f"proxy {words}: {gain} without: {verdict}")
     return lines
 

@@ -109,19 +109,25 @@ class PlacementScore(msgspec.Struct, frozen=True):
 
 
 class FlagTrial(msgspec.Struct, frozen=True):
-    """A placement with flags of the proxy, and its goodput by that without, seed by seed."""
+    """A placement with flags of the proxy, and its goodput by that without, seed by seed.
 
-    score: PlacementScore
+    `score` is None where the goodput is not above that without.
+    """
+
+    placement: Placement
     plain: PlacementScore
+    score: PlacementScore | None
 
     @property
     def gain(self) -> float:
-        """Goodput by that without the flags."""
-        return self.score.goodput / self.plain.goodput
+        """Goodput by that without the flags; 1 for all that have no more."""
+        return self.score.goodput / self.plain.goodput if self.score else 1.0
 
     @property
     def ci(self) -> tuple[float, float]:
         """95 % confidence interval of the gain."""
+        if not self.score:
+            return 1.0, 1.0
         pairs = zip(self.score.rates, self.plain.rates, strict=True)
         return confidence_interval([a / b for a, b in pairs if b > 0])
 

@@ -10,15 +10,16 @@ more than the precision of a bisection.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from ...fleet.conventions import BYTES_PER_TOKEN
 from . import sample_size
-from .optimizer import Candidates, FlagTrial, PlacementScore, of_budget, ranked, search_kinds
+from .bounds import CapacityBounds
+from .optimizer import FlagTrial, PlacementScore, evaluate, of_budget, ranked
 from .sample_size import LARGE_REQUESTS, ProgressFactory, SearchResult
-from .scenario import Placement, Scenario
+from .scenario import Scenario
 
 # Of the prompts, the shortest, that a tried --min-prompt-bytes sends to decode instances.
 SHORT_SHARES = (0.25, 0.5, 0.75)
@@ -46,23 +47,24 @@ def tuned(
     if not result.split or result.scenario.gives_proxy_flags or reason_not_to_try(result):
         return result
     plain = result.split[0]
-    trials = _tried(result.scenario, plain, jobs, progress)
+    trials = _tried(result.scenario, plain, progress)
     found = msgspec.structs.replace(result, flag_trials=trials)
     taken = best_gain(trials, result.scenario.tolerance)
-    if not taken:
+    if not taken or not taken.score:
         return found
     found = _with_first(found, taken.score)
     if not found.missing or not may_grow:
         return found
     longer = sample_size.searched_longer(found, jobs, progress)
     scores = {score.placement: score for score in longer.split}
-    if not {taken.score.placement, plain.placement} <= scores.keys():
+    if plain.placement not in scores:
         return longer  # no goodput with the longer samples
-    again = FlagTrial(scores[taken.score.placement], scores[plain.placement])
+    again = FlagTrial(taken.placement, scores[plain.placement], scores.get(taken.placement))
     others = [trial for trial in trials if trial is not taken]
     longer = msgspec.structs.replace(longer, flag_trials=[again, *others])
-    is_gain = again.is_gain(longer.scenario.tolerance)
-    return _with_first(longer, again.score if is_gain else again.plain)
+    if again.score and again.is_gain(longer.scenario.tolerance):
+        return _with_first(longer, again.score)
+    return _with_first(longer, again.plain)
 
 
 def best_gain(trials: Sequence[FlagTrial], tolerance: float) -> FlagTrial | None:
@@ -71,30 +73,37 @@ def best_gain(trials: Sequence[FlagTrial], tolerance: float) -> FlagTrial | None
     top = max((trial.gain for trial in certain), default=0.0) * (1 - tolerance)
     return min(
         (trial for trial in certain if trial.gain >= top),
-        key=lambda trial: len(trial.score.placement.proxy_flags),
+        key=lambda trial: len(trial.placement.proxy_flags),
         default=None,
     )
 
 
-def _tried(
-    scenario: Scenario, plain: PlacementScore, jobs: int, progress: ProgressFactory
-) -> list[FlagTrial]:
-    """Returns the goodput of a placement with each of the flags, and with both, best first.
+def _tried(scenario: Scenario, plain: PlacementScore, progress: ProgressFactory) -> list[FlagTrial]:
+    """Returns trials of each of the flags, and of the best limit with --spill; best first.
 
-    Those with which it has no goodput are left out.
+    One is dropped as soon as it is certainly not above the goodput without flags.
     """
-    replace = msgspec.structs.replace
+    samples = scenario.samples()
+    bounds = CapacityBounds(scenario, samples)
+    limits = _limits(scenario)
+    tell = progress("proxy flags")
+    trials: list[FlagTrial] = []
 
-    def trials_of(placements: Iterable[Placement]) -> list[FlagTrial]:
-        kind = Candidates(dict.fromkeys(placements, plain.goodput), progress("proxy flags"))
-        scores = search_kinds(scenario, [kind], 0, jobs, (of_budget,))[0][0]
-        return [FlagTrial(score, plain) for score in scores]
+    def try_flags(min_prompt_bytes: int, spill: bool) -> None:
+        placement = msgspec.structs.replace(
+            plain.placement, min_prompt_bytes=min_prompt_bytes, spill=spill
+        )
+        rate = plain.goodput
+        score = evaluate(scenario, placement, samples, rate, rate, bounds)
+        trials.append(FlagTrial(placement, plain, score))
+        tell(len(trials), max(len(trials), 1 + len(limits)), score)
 
-    limited = [replace(plain.placement, min_prompt_bytes=n) for n in _limits(scenario)]
-    trials = trials_of([replace(plain.placement, spill=True), *limited])
-    best = max((trial.score for trial in trials), key=lambda score: score.goodput, default=None)
-    if best and not best.placement.spill:
-        trials += trials_of([replace(best.placement, spill=True)])
+    for limit in limits:
+        try_flags(limit, False)
+    best = max(trials, key=lambda trial: trial.gain, default=None)
+    try_flags(0, True)
+    if best and best.score:
+        try_flags(best.placement.min_prompt_bytes, True)
     return sorted(trials, key=lambda trial: -trial.gain)
 
 

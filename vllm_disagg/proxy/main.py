@@ -92,6 +92,7 @@ async def serve(
         settings.liveness_timeout,
         settings.prefill_timeout,
     )
+    discovery.wants_prefill_tokens = settings.first_token == "prefill"
     members = Members(
         fleet,
         pools,

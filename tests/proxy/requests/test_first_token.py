@@ -493,17 +493,44 @@ async def test_chats_of_an_engine_that_parses_reasoning(parser: str) -> None:
         await Pair(w).agree()  # completions are not parsed
 
 
-async def test_an_engine_that_leaves_out_the_last_token_has_no_first_token() -> None:
+async def test_an_engine_that_leaves_out_the_last_token_has_no_first_token(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """By chance the tokens may agree; an engine of an older version does not say what it does."""
 
     def prepare(it: World) -> None:
-        it.p.computes_last_token = False
+        it.p.computes_last_token = it.d.computes_last_token = False
 
     async with world(first_token="prefill", prepare=prepare) as w:
         pair = Pair(w)
         for _ in range(4):
             assert (await pair.ask()).body == pair.decode.said
         assert await pair.sent() == 0
+        [line] = [line for line in caplog.messages if "--first-token prefill has no effect" in line]
+        assert w.p.url in line, "D computes no prompts for others"
+        assert [row["computes_last_token"] for row in await w.instances()] == [False, False]
+
+
+@pytest.mark.parametrize(("mode", "computes"), [("auto", False), ("prefill", True)])
+async def test_engines_of_which_no_first_token_is_missed_are_not_logged(
+    caplog: pytest.LogCaptureFixture, mode: str, *, computes: bool
+) -> None:
+    def prepare(it: World) -> None:
+        it.p.computes_last_token = computes
+
+    async with world(first_token=mode, prepare=prepare) as w:
+        assert "--first-token" not in caplog.text
+        assert [row["computes_last_token"] for row in await w.instances()] == [computes, True]
+
+
+async def test_an_engine_of_both_roles_may_miss_the_first_token_later(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def prepare(it: World) -> None:
+        it.d.role, it.d.computes_last_token = "both", False
+
+    async with world(first_token="prefill", prepare=prepare) as w:
+        assert f"instance {w.d.url} computes prompts without their last token" in caplog.text
 
 
 async def test_a_token_at_which_the_answer_ends_is_left_to_d() -> None:

@@ -223,6 +223,8 @@ class Discovery:
         self.on_metrics_read: Callable[[Instance, bytes, float], None] = lambda *_: None
         self._liveness_timeout = liveness_timeout
         self._prefill_timeout = prefill_timeout
+        # With `--first-token prefill`: engines that have no such token are logged.
+        self.wants_prefill_tokens = False
         # Seconds between two polls of an engine that owes an answer.
         self._step_poll_seconds = prefill_timeout / STEP_CHECK_RATIO / (LOOKS_PER_PATIENCE + 1)
         self._reported: dict[str, _ReportedState] = {}  # the state that was logged last, by URL
@@ -590,6 +592,9 @@ class Discovery:
             instance.model,
             connector,
         )
+        can_prefill = instance.role == "prefill" or instance.takes_both_roles
+        if self.wants_prefill_tokens and can_prefill and instance.engine:
+            _log_missing_tokens(instance.url, instance.engine)
         for other in self._fleet.instances:
             if other.role != instance.role and other.up and other.can_transfer:
                 _log_mismatch(instance, other)
@@ -606,6 +611,16 @@ def _log_mismatch(instance: Instance, other: Instance) -> None:
     decode = other if instance.role == "prefill" else instance
     if reason := mismatch(prefill, decode):
         log.warning("instances %s and %s are never paired: %s", prefill.url, decode.url, reason)
+
+
+def _log_missing_tokens(url: str, engine: EngineInfo) -> None:
+    """Logs an engine whose prefill legs sample no token of an answer."""
+    if not engine.computes_last_token:
+        log.warning(
+            "instance %s computes prompts without their last token: its model has sliding windows"
+            " or SSM states, or its version is older; --first-token prefill has no effect there",
+            url,
+        )
 
 
 def _is_over(task: asyncio.Task[None] | None) -> bool:

@@ -48,6 +48,8 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     connector: Connector
     # What its vLLM does after a failed load; empty if its connector does not state it.
     failure_policy: str = ""
+    # Whether a stream may begin with its first token; None without this project's connector.
+    computes_last_token: bool | None = None
     transports: list[str]  # that can carry its KV; empty without this project's connector
     kv_cache_usage: float | None  # 0 to 1; None if it is not known
     breaker: BreakerState
@@ -90,6 +92,7 @@ def report(fleet: Fleet, instance: Instance, clock: Clock) -> InstanceReport:
         version=instance.engine.version if instance.engine else "",
         connector=instance.connector,
         failure_policy=instance.engine.failure_policy if instance.engine else "",
+        computes_last_token=instance.engine.computes_last_token if instance.engine else None,
         transports=instance.engine.transports if instance.engine else [],
         kv_cache_usage=instance.kv_cache_usage if instance.is_usage_known else None,
         breaker=breaker_state(instance, clock.loop),

@@ -241,6 +241,7 @@ class Driver:
             self._handle_receiver(completed)
         # After all messages were read: a connection with an unread one may be a member's.
         self._control.close_excess_connections()
+        self._transports.close_unwanted_links(ready)
         now = time.monotonic()
         if _is_due(self._sender.next_deadline(), now):
             self._handle_sender(events.ClockTick())

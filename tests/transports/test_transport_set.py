@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -18,7 +19,7 @@ from vllm_disagg.protocol.peers import WorkerInfo
 from vllm_disagg.transports.base import Counters, DriverPort, retry_pause
 from vllm_disagg.transports.machine_identity import machine_id
 from vllm_disagg.transports.set import TransportSet
-from vllm_disagg.transports.zmq import control
+from vllm_disagg.transports.zmq import control, link_watch
 
 MEMORY = HostMemory([[np.zeros((8, 64), np.uint8)]], 16)
 PEER = WorkerInfo("p/0", "tcp://127.0.0.1:9", "tcp://127.0.0.1:9", "", "", [], MEMORY.shape)
@@ -115,6 +116,18 @@ def test_an_evicted_worker_is_disconnected_by_all_transports(
     transports.connect(peer(name="p/1"))
     assert calls(transports, "fast") == [("connect", "p/0"), ("disconnect", "p/0")]
     assert list(transports.zmq.links) == ["p/1"]
+
+
+def test_a_sender_that_is_given_up_is_disconnected_by_all_transports(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_watch, "GIVE_UP_SECONDS", 0.01)
+    transports = make("fast", peer_timeout=0.01, keepalive_interval=0.001)
+    transports.connect(peer("fast"))
+    time.sleep(0.02)
+    transports.close_unwanted_links([])
+    assert calls(transports, "fast") == [("connect", "p/0"), ("disconnect", "p/0")]
+    assert not transports.zmq.links and not transports._control.links
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from vllm_disagg.kv.layout import LayerLayout, RankLayout, StridedRegion
 from vllm_disagg.kv.memory import HostMemory, MemoryPlace
 from vllm_disagg.protocol import events, messages
 from vllm_disagg.transports.posted_reads import PostedReads
-from vllm_disagg.transports.zmq import control, half_open
+from vllm_disagg.transports.zmq import control, half_open, link_watch
 from vllm_disagg.transports.zmq.transport import ZmqTransport
 
 LAYERS, BLOCKS, BLOCK_SIZE = 4, 32, 16
@@ -301,6 +301,25 @@ def test_a_reader_may_come_back_while_its_old_connections_seem_alive(
         assert isinstance(report, events.LoadResult) and report.reason is None, (turn, report)
         outcome(p)
         held += [links.pop(p.name) for links in (d._control.links, d._transports["zmq"].links)]  # type: ignore[attr-defined]
+
+
+def test_a_sender_that_is_gone_is_not_dialled_for_ever(
+    start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a restart of P: its successor has another name."""
+    monkeypatch.setattr(link_watch, "GIVE_UP_SECONDS", 0.2)
+    d = start(memory(64, None), peer_timeout=0.3, keepalive_interval=0.1)
+    for seed in range(2):
+        p, transfer = start(memory(64, seed)), f"8{seed}" * 16
+        prefill(p, transfer, [1], 3)
+        d.submit([wanted(p, d, transfer, [1], 0, 3)])
+        report = outcome(d)
+        assert isinstance(report, events.LoadResult) and report.reason is None, report
+        p.close()
+        end = time.monotonic() + 10
+        while d._control.links or d._transports["zmq"].links:  # type: ignore[attr-defined]
+            assert time.monotonic() < end
+            time.sleep(0.01)
 
 
 def test_what_vllm_has_withdrawn_is_never_confirmed(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from ..config import Config
 from ..errors import BadMessage
@@ -116,8 +116,16 @@ class TransportSet(Mapping[str, Transport]):
         # Without its control channel the evicted worker gets no requests: connections that stay
         # would only cost descriptors. Its open transfers end by a timeout.
         if evicted is not None:
-            for transport in self._transports.values():
-                transport.disconnect(evicted)
+            self._disconnect(evicted)
+
+    def close_unwanted_links(self, ready: Collection[object]) -> None:
+        """Disconnects senders to which the link is down for long, and which no transfer wants."""
+        for sender in self._control.close_unwanted_links(ready):
+            self._disconnect(sender)
+
+    def _disconnect(self, sender: str) -> None:
+        for transport in self._transports.values():
+            transport.disconnect(sender)
 
     def _log_zmq_only(self, worker: WorkerInfo) -> None:
         """Logs why pieces of a worker come by ZMQ, unless the settings choose ZMQ."""

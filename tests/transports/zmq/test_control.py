@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import zmq
@@ -14,8 +15,11 @@ from vllm_disagg.protocol import messages
 from vllm_disagg.protocol.peers import WorkerInfo
 from vllm_disagg.transports.local_links import NAME as LINK
 from vllm_disagg.transports.machine_identity import machine_id
+from vllm_disagg.transports.zmq import link_watch
 from vllm_disagg.transports.zmq.control import Control, receive
 
+GIVE_UP_SECONDS = 0.2
+GONE = WorkerInfo("p/9", "tcp://127.0.0.1:9", "tcp://127.0.0.1:9", host="another")
 NOTES = 300
 NOTE_BYTES = 1000  # so that a link is full before the last one
 
@@ -23,10 +27,11 @@ NOTE_BYTES = 1000  # so that a link is full before the last one
 class Worker:
     """A worker that reads as the driver does; `notes` has the data of those for transports."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, **settings: Any) -> None:
         key = FleetKey(b"k" * KEY_BYTES)
-        self.control = Control(Config(host="127.0.0.1"), key, name)
+        self.control = Control(Config(host="127.0.0.1", **settings), key, name)
         self.notes: list[bytes] = []
+        self.given_up: list[str] = []
 
     def turn(self) -> None:
         control = self.control
@@ -45,6 +50,7 @@ class Worker:
             self._take(messages.decode_at_sender(data))
         for data in control.local.from_senders(ready):
             self._take(messages.decode_at_receiver(data))
+        self.given_up += control.close_unwanted_links(ready)
 
     def _take(self, note: object, on_link_note: Callable[[str, bytes], None] | None = None) -> None:
         assert isinstance(note, messages.TransportNote)
@@ -108,6 +114,85 @@ def test_a_connection_that_has_nothing_to_say_is_a_members() -> None:
     assert p.notes == []
     for worker in (p, d):
         worker.control.close()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Worker]]:
+    """Makes workers that give a link up after GIVE_UP_SECONDS."""
+    monkeypatch.setattr(link_watch, "GIVE_UP_SECONDS", GIVE_UP_SECONDS)
+    made: list[Worker] = []
+
+    def make(name: str) -> Worker:
+        made.append(Worker(name, peer_timeout=GIVE_UP_SECONDS, keepalive_interval=0.05))
+        return made[-1]
+
+    yield make
+    for worker in made:
+        if not worker.control.context.closed:
+            worker.control.close()
+
+
+def turns(*workers: Worker, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for worker in workers:
+            worker.turn()
+
+
+def test_a_sender_that_refuses_connections_is_given_up(
+    impatient: Callable[[str], Worker],
+) -> None:
+    """Else each restart of a peer leaves one more address that is dialled for ever."""
+    d = impatient("d/0")
+    began_at = time.monotonic()
+    assert d.control.connect(GONE) is None
+    while not d.given_up:
+        assert time.monotonic() < began_at + 20
+        d.turn()
+    assert time.monotonic() >= began_at + GIVE_UP_SECONDS
+    assert d.given_up == [GONE.name] and not d.control.links
+    assert d.control.next_deadline() is None, "an idle worker wakes no thread"
+    d.control.connect(GONE)
+    assert list(d.control.links) == [GONE.name], "a transfer wants it again"
+
+
+def test_a_link_stays_while_its_sender_lives(impatient: Callable[[str], Worker]) -> None:
+    p, d = impatient("p/0"), impatient("d/0")
+    d.control.connect(WorkerInfo("p/0", p.control.address, p.control.address, host="another"))
+    end = time.monotonic() + 20
+    while d.control.next_deadline() is not None:
+        assert time.monotonic() < end
+        turns(p, d, seconds=0.01)
+    turns(p, d, seconds=3 * GIVE_UP_SECONDS)
+    assert list(d.control.links) == ["p/0"], "idle, and up"
+    p.control.close()
+    while d.control.links:
+        assert time.monotonic() < end
+        d.turn()
+
+
+def test_a_link_that_a_transfer_wants_stays(impatient: Callable[[str], Worker]) -> None:
+    """Its network may heal before the transfer ends."""
+    d = impatient("d/0")
+    d.control.connect(GONE)
+    keepalive = messages.TransferRequest("t", GONE.name, "d/0", "zmq:x", 1)
+    note = messages.TransportNote(GONE.name, "d/0", "tcp", b"x")
+    for _ in range(6):
+        turns(d, seconds=GIVE_UP_SECONDS / 2)
+        d.control.send_to_sender(GONE.name, keepalive)
+    assert list(d.control.links) == [GONE.name]
+    for _ in range(4):
+        turns(d, seconds=GIVE_UP_SECONDS / 2)
+        d.control.send_to_sender(GONE.name, note)
+    assert not d.control.links, "a transport that tries again is no transfer"
+
+
+def test_no_link_is_given_up_between_two_keepalives() -> None:
+    worker = Worker("d/0", peer_timeout=500.0, keepalive_interval=150.0, lease=500.0)
+    worker.control.connect(GONE)
+    deadline = worker.control.next_deadline()
+    assert deadline is not None and deadline > time.monotonic() + 400
+    worker.control.close()
 
 
 def test_a_healed_network_is_dialled_within_seconds() -> None:

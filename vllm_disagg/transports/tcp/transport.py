@@ -169,7 +169,7 @@ class TcpTransport:
             return
         # DOWN: all has ended already, and a log line would report a second loss.
         if source.state is not TcpState.DOWN:
-            self._lose(source, "evicted: more senders than this worker may have")
+            self._lose(source, "its control link is closed")
         del self._sources[sender]
 
     def on_sender_note(self, sender: str, data: bytes) -> None:

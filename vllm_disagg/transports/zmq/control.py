@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hmac
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import zmq
 from zmq.utils import z85
@@ -32,7 +32,9 @@ from ...protocol import messages
 from ...protocol.peers import WorkerInfo
 from ..local_links import NAME as LINK
 from ..local_links import LocalLinks
+from . import link_watch
 from .half_open import HANDSHAKE_SECONDS, SilentConnections, raise_limit
+from .link_watch import LinkWatch
 
 log = logging.getLogger("vllm_disagg.control")
 
@@ -41,9 +43,9 @@ ZmqSocket = zmq.Socket[bytes]
 ZAP_DOMAIN = b"vllm-disagg"
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # RFC 27
 MAX_LINKS = 256  # senders connected at a time; the one unused for longest is evicted
-MAX_SOCKETS = 4 * MAX_LINKS  # two a link; ZMQ itself allows 1023
-# A peer may never come back, and ZMQ dials it for as long as the link exists: a packet each time.
-# Longer pauses would keep KV from a network that has healed.
+MAX_SOCKETS = 8 * MAX_LINKS  # four a link, two of them to watch it; ZMQ itself allows 1023
+# ZMQ dials a peer for as long as the link exists (`link_watch.py`): a packet each time. Longer
+# pauses would keep KV from a network that has healed.
 MAX_RECONNECT_MILLISECONDS = 2000
 # Linux itself asks an address that does not answer for two minutes, at ever longer intervals.
 CONNECT_MILLISECONDS = 3000
@@ -81,6 +83,9 @@ class Control:
         self.router.router_handover = True
         self.address, self.silent_connections = self.bind(self.router)
         self.links: dict[str, ZmqSocket] = {}
+        # A transfer sends a keep-alive at least three times within peer_timeout.
+        seconds = max(link_watch.GIVE_UP_SECONDS, config.peer_timeout)
+        self._watch = LinkWatch(self.context, self.poller, seconds)
         self.local = LocalLinks(self.poller, self._note_to_receiver, self._note_to_sender)
         self.poller.register(self.router, zmq.POLLIN)
         self.poller.register(self.zap, zmq.POLLIN)
@@ -110,6 +115,9 @@ class Control:
             return
         frame = messages.encode(message)
         is_note = isinstance(message, messages.TransportNote)
+        # Transports may try to reach a dead sender without any transfer.
+        if not is_note:
+            self._watch.on_wanted(sender)
         if is_note or not self.local.send_to_sender(sender, frame):
             _send(link, [frame])
 
@@ -142,7 +150,7 @@ class Control:
         if link is None:
             name = self.name.encode()
             largest = messages.MAX_FRAME_BYTES
-            link = self.dial(worker.control, name, largest, worker.key, announces=True)
+            link = self.dial(worker.control, name, largest, worker.key, sender=worker.name)
             if link is None:
                 return None
             self.poller.register(link, zmq.POLLIN)
@@ -152,9 +160,24 @@ class Control:
         if len(self.links) <= MAX_LINKS:
             return None
         oldest = next(iter(self.links))
-        self.close_socket(self.links.pop(oldest))
-        self.local.disconnect(oldest)
+        self._disconnect(oldest)
         return oldest
+
+    def close_unwanted_links(self, ready: Collection[object]) -> list[str]:
+        """Closes links that are down for long and that no transfer wants; returns their senders.
+
+        `ready`: the sockets that the poller has found.
+        """
+        senders = self._watch.given_up(ready)
+        for sender in senders:
+            log.info("control: %s is not reached and no transfer wants it: closed its link", sender)
+            self._disconnect(sender)
+        return senders
+
+    def _disconnect(self, sender: str) -> None:
+        self._watch.forget(sender)
+        self.close_socket(self.links.pop(sender))
+        self.local.disconnect(sender)
 
     def close_excess_connections(self) -> None:
         """Closes silent connections where there are too many."""
@@ -162,8 +185,11 @@ class Control:
             silent.close_excess()
 
     def next_deadline(self) -> float | None:
-        """Returns when to call `close_excess_connections` even if nothing wakes the driver."""
+        """Returns when to close links and connections even if nothing wakes the driver."""
         deadlines: list[float] = []
+        give_up_at = self._watch.next_deadline()
+        if give_up_at is not None:
+            deadlines.append(give_up_at)
         for silent in self._silent_of_listeners:
             deadline = silent.next_deadline()
             if deadline is not None:
@@ -199,6 +225,7 @@ class Control:
     def close(self) -> None:
         """Closes all sockets, dropping messages that were not sent yet."""
         self.local.close()
+        self._watch.close()
         self.context.destroy(linger=0)
 
     # Making sockets -------------------------------------------------------------------------------
@@ -210,13 +237,13 @@ class Control:
         key_name: str = "",
         *,
         encrypt: bool = True,
-        announces: bool = False,
+        sender: str = "",
     ) -> ZmqSocket | None:
         """Returns a DEALER of this name, connecting to the endpoint.
 
         Returns None, and logs the reason, for an invalid endpoint or without a free descriptor.
-        `largest`: bytes of a message. `key_name`: `WorkerInfo.key` of the peer. `announces`: each
-        connection begins with an empty message.
+        `largest`: bytes of a message. `key_name`: `WorkerInfo.key` of the peer. `sender`: its
+        name, for a control link: each connection begins with an empty message, and is watched.
         """
         link = None
         try:
@@ -225,14 +252,17 @@ class Control:
             link = self.socket(zmq.DEALER, largest, server=False, encrypt=encrypt, key=key)
             # Set before connecting: ZMQ ignores these options for connections that exist.
             link.routing_id = name
-            link.probe_router = announces
+            link.probe_router = bool(sender)
             link.reconnect_ivl_max = MAX_RECONNECT_MILLISECONDS
             link.connect_timeout = CONNECT_MILLISECONDS
+            if sender:
+                self._watch.watch(sender, link)
             link.connect(endpoint)
         except zmq.ZMQError as error:
             # No exception: the addresses come from another process, and the driver serves others.
             log.warning("control: connecting to %s failed: %s", endpoint, error)
             if link is not None:
+                self._watch.forget(sender)
                 link.close()
             return None
         return link

@@ -204,9 +204,17 @@ class TwoLoads:
 
 
 def two_loads(
-    landing: list[float], until: float, *, at_once: int = 1, lost: int | None = None
+    landing: list[float],
+    until: float,
+    *,
+    at_once: int = 1,
+    lost: int | None = None,
+    asleep: tuple[float, float] = (0.0, 0.0),
 ) -> dict[str, float]:
-    """Returns when each of two loads failed, or 0.0. `landing`: when the posted pieces land."""
+    """Returns when each of two loads failed, or 0.0. `landing`: when the posted pieces land.
+
+    `asleep`: from when to when the receiver does nothing.
+    """
     loads = TwoLoads(at_once, lost)
     for name in ("t", "u"):
         loads.handle(msgspec.structs.replace(wanted("p"), transfer=name), 0.0)
@@ -219,7 +227,7 @@ def two_loads(
             due.popleft()
             name, number = loads.posted.popleft()
             loads.handle(completed(number, transfer=name), now)
-        now += 0.5
+        now = asleep[1] if asleep[0] <= now < asleep[1] else now + 0.5
         loads.handle(ClockTick(), now)
     return loads.ended
 
@@ -233,6 +241,33 @@ def test_loads_behind_a_source_that_delivers_nothing_do_not_fail_one_by_one() ->
     failed = two_loads([5], until=200.0)
     assert failed.keys() == {"t", "u"}
     assert all(35.0 <= at <= 36.0 for at in failed.values()), failed
+
+
+def test_time_in_which_this_process_slept_is_no_stall_of_a_load_that_waits() -> None:
+    """Ten seconds without bytes before it, and five behind it."""
+    landing: list[float] = [20, 40, 80, 85, 90, 95, 100, 105]
+    assert two_loads(landing, until=110.0, asleep=(50.0, 75.0)) == {"t": 0.0, "u": 0.0}
+
+
+def test_a_load_does_not_wait_for_its_turn_for_ever() -> None:
+    """Each 25 s a piece of 15 lands; `stall_timeout` is 30 s."""
+    loads = TwoLoads(1, None)
+    first = msgspec.structs.replace(
+        wanted("p"), token_end=80, blocks=[GroupBlocks(0, list(range(20)))]
+    )
+    loads.handle(first, 0.0)
+    loads.handle(msgspec.structs.replace(wanted("p"), transfer="u"), 0.0)
+    now = 0.0
+    while "u" not in loads.ended and now < 600.0:
+        for name in list(loads.side.transfers):
+            loads.handle(msgspec.structs.replace(offer(80), transfer=name), now)
+        if now % 25 == 0 and now:
+            name, number = loads.posted.popleft()
+            loads.handle(completed(number, transfer=name), now)
+        now += 0.5
+        loads.handle(ClockTick(), now)
+    # Ten times its patience, and once more from the last bytes before.
+    assert 300.0 < loads.ended["u"] <= 331.0, loads.ended
 
 
 def test_a_load_whose_own_bytes_are_late_is_stalled_while_others_come() -> None:

@@ -86,6 +86,8 @@ from .reasons import Uncompared
 # For a piece whose bytes arrive damaged.  An accident seldom repeats.  Faulty memory or a faulty
 # transport does, and each further try costs time in which D could compute the prompt.
 MAX_PIECE_TRIES = 3
+# How often its patience a load may wait for its turn, while bytes of the loads before it arrive.
+MAX_PATIENCES = 10
 # Seconds for which the Abort to a silent sender is repeated: the default lease, after which the
 # sender releases the blocks without any message.
 ABORT_REPEAT_SECONDS = 10.0
@@ -648,6 +650,7 @@ class Receiver:
         # DRAINING: no time ends it.  Only the transports can tell whether bytes still arrive.
         if t.failure is not None:
             return []
+        self._count_turns(t, now)
         if now >= t.retry_at + self.keepalive_interval:
             # A whole interval was missed: this process slept, and so its peers seem silent.  They
             # get one more keep-alive, sent below, and the rest of `peer_timeout` to answer it.
@@ -659,8 +662,7 @@ class Receiver:
         if any(now >= source.last_seen + self.peer_timeout for source in t.open_sources):
             return self._fail(name, Reason.PEER_TIMEOUT, now)
         # The peers answer, but tokens and bytes do not come: recomputing is quicker.
-        is_stalled = now >= t.last_progress + t.stall_timeout
-        if is_stalled and now >= self._turn_came_nearer_at(t) + t.stall_timeout:
+        if now >= t.last_progress + t.stall_timeout:
             return self._fail(name, Reason.TRANSFER_STALLED, now)
         if now < t.retry_at:
             return []
@@ -681,14 +683,15 @@ class Receiver:
                     actions += self._request_again(name, number, now)
         return actions
 
-    def _turn_came_nearer_at(self, t: IncomingTransfer) -> float:
-        """Returns when bytes landed for which a load waits, all of whose pieces are queued.
+    def _count_turns(self, t: IncomingTransfer, now: float) -> None:
+        """Counts bytes of its sources as progress of a load all of whose pieces wait for a credit.
 
-        They are those of loads before it, of a source that delivers. 0.0 if it does not wait so.
+        They are those of loads before it. Not for ever: a source may deliver a piece now and then.
         """
-        if any(piece.state is not PieceState.QUEUED for piece in t.pieces.values()):
-            return 0.0
-        return max((self.landed_at.get(p.source, 0.0) for p in t.pieces.values()), default=0.0)
+        is_waiting = all(piece.state is PieceState.QUEUED for piece in t.pieces.values())
+        if is_waiting and now < t.started_at + MAX_PATIENCES * t.stall_timeout:
+            landed = [self.landed_at.get(piece.source, 0.0) for piece in t.pieces.values()]
+            t.last_progress = max(t.last_progress, *landed, 0.0)
 
     def _repeat_aborts(self, now: float) -> list[ReceiverAction]:
         """Repeats Aborts to senders that may have been frozen and lost the first ones.
@@ -759,8 +762,8 @@ class Receiver:
                     return []
                 queue.popleft()
                 self.refused_since.pop(source, None)
-                # The wait for its turn was no stall of this load.
-                t.last_progress = max(t.last_progress, self.landed_at.get(source, 0.0))
+                # The bytes that made room for it end the wait for its turn.
+                self._count_turns(t, now)
                 self.credit_in_use[source] += piece.credit
                 return self._post_read(name, number, now)
             # Of a transfer that has failed: `_fail` leaves its entries here, as searching all

@@ -40,10 +40,18 @@ DATA = Path(__file__).resolve().parent / "silicon" / "measured_runs.csv"
 TPOT_TARGET = 0.10  # mean error on models left out
 TTFT_TARGET = 0.20
 GPUS = {"h100_sxm": "h100", "h200_sxm": "h200", "b200_sxm": "b200", "b300_sxm": "b300"}
-# InferenceX draws lengths between 0.8 of the nominal length and all of it, and sends 10 requests
-# for each client, the first of all clients at once. The other runs are taken to do so too.
+# Both sources send 10 requests for each client, the first of all clients at once. InferenceX draws
+# lengths between 0.8 of the nominal length and all of it (its `--random-range-ratio`).
 LEAST_LENGTH_SHARE = 0.8
 CYCLES = 10
+# NVIDIA's runner gives all prompts and all answers their nominal length (`genai_perf_runner.py` of
+# ai-dynamo/aiconfigurator). Answers of exactly equal length would keep all simulated clients in
+# phase for ever, which measured TTFT shows that they were not: answers differ by up to a tenth.
+ANSWER_SPREAD = 0.1
+# Tokens of a step in the largest CUDA graph: vLLM 0.10 to 0.18 by default, and by the flag
+# `--max-cudagraph-capture-size` of InferenceX's scripts since April 2026.
+GRAPH_TOKENS = 512
+FLAG_GRAPH_TOKENS = 2048
 MAX_QUEUE_SECONDS = 4.0  # TTFT beyond it: more clients than the KV cache holds
 # Runs that cannot be what they are recorded as. Beside the decode steps, those of Llama 8B leave
 # a median of 0.3 of the time that kernels need for the prompts, two of Qwen3 none at all: prompts
@@ -78,6 +86,7 @@ MINIMAX_NVFP4 = {
     "ignore": ["lm_head", "model.layers.*.block_sparse_moe.gate", "model.layers.*.self_attn*"],
     "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
 }
+RESIDUAL_GROUPS = 12
 IRLS_ROUNDS = 8
 IRLS_FLOOR = 0.03  # relative errors below it weigh the same
 
@@ -101,6 +110,17 @@ class MeasuredRun(NamedTuple):
     answer: int
     clients: int
     settings: ServingSettings
+
+    @property
+    def is_nvidias(self) -> bool:
+        """Whether NVIDIA measured the run; the others are InferenceX's."""
+        return self.model in (LLAMA_8B, "Qwen3-32B")
+
+    @property
+    def graph_tokens(self) -> int:
+        """Tokens of the largest CUDA graph of the run's engine."""
+        has_flag = self.model == "MiniMax-M2.5" and self.settings.is_kv_fp8
+        return FLAG_GRAPH_TOKENS if has_flag else GRAPH_TOKENS
 
     @property
     def is_doubtful(self) -> bool:
@@ -176,47 +196,76 @@ def costs_of(run: MeasuredRun) -> ModelCosts:
 NOTHING_BESIDE = latency.StepCoefficients(0.0, 0.0, 0.0)
 
 
-def kernel_seconds(run: MeasuredRun) -> float:
-    """Returns the seconds of kernels in the TPOT of a run.
+FIRST_GUESS = (1.5e-3, 2e-5, 5e-5)  # of StepCoefficients
+FIT_ROUNDS = 6
+ONE_SECOND_A_LAUNCH = latency.StepCoefficients(0.0, 0.0, 1.0)
+
+
+class StepShares(NamedTuple):
+    """Steps in the TPOT of a run.
 
     A token takes a decode step of all clients. In the time of an answer each other client has its
     next prompt computed, in a step with the decodes.
     """
+
+    clients: int
+    prompts: float  # for each token of an answer: the share of steps with a prompt
+    decode: float  # seconds of the kernels of a decode step
+    mixed: float  # and of a step with a prompt
+    launches: float  # of a step with a prompt; 0 in a CUDA graph
+
+    def terms(self, coefficients: np.ndarray) -> tuple[float, list[float]]:
+        """Returns the seconds of kernels in TPOT, and what each coefficient multiplies."""
+        step, sequence, launch = coefficients
+        plain = 1 - self.prompts
+        beside = step + sequence * (self.clients + 1)
+        if launch * self.launches > self.mixed + beside:
+            launches = self.prompts * self.launches
+            return plain * self.decode, [plain, plain * self.clients, launches]
+        kernels = plain * self.decode + self.prompts * self.mixed
+        return kernels, [1.0, self.clients + self.prompts, 0.0]
+
+
+def step_shares(run: MeasuredRun) -> StepShares:
+    """Returns the steps in the TPOT of a run."""
     steps = fitted(run, NOTHING_BESIDE)
     prompt, answer = mean_lengths(run)
     contexts = round(run.clients * (prompt + answer / 2))
     base, slope = steps.decode(run.clients, True)
+    at = (prompt, float(prompt) ** 2, run.clients, contexts, True)
+    mixed = steps.mixed(*at)
+    # A second for each launch is longer than all kernels.
+    launches = fitted(run, ONE_SECOND_A_LAUNCH).mixed(*at)
+    prompts = (run.clients - 1) / answer
+    in_graph = prompt + run.clients <= run.graph_tokens
     decode = base + slope * contexts
-    mixed = steps.mixed(prompt, float(prompt) ** 2, run.clients, contexts, True)
-    return decode + (run.clients - 1) / answer * (mixed - decode)
+    return StepShares(run.clients, prompts, decode, mixed, 0.0 if in_graph else launches)
 
 
 def mean_lengths(run: MeasuredRun) -> tuple[int, float]:
     """Returns the mean tokens of a prompt and of an answer."""
-    share = (1 + LEAST_LENGTH_SHARE) / 2
+    share = 1.0 if run.is_nvidias else (1 + LEAST_LENGTH_SHARE) / 2
     return round(run.prompt * share), run.answer * share
-
-
-def terms(run: MeasuredRun) -> tuple[float, list[float]]:
-    """Returns the seconds of kernels in the TPOT of a run, and what each coefficient multiplies."""
-    kernels = kernel_seconds(run)
-    prompts = (run.clients - 1) / mean_lengths(run)[1]  # in a step
-    return kernels, [1.0, run.clients + prompts, prompts * costs_of(run).layers]
 
 
 def fit(runs: dict[MeasuredRun, RunTimes]) -> latency.StepCoefficients:
     """Fits the coefficients: the least sum of absolute relative errors of TPOT.
 
-    None is negative. Runs with more clients than the KV cache holds do not count.
+    None is negative. Runs with more clients than the KV cache holds do not count. A step with a
+    prompt is as long as its kernels or as its launches: which of both depends on the coefficients,
+    so the fit is repeated with those that it found.
     """
     used = [run for run, times in runs.items() if times.ttft < MAX_QUEUE_SECONDS]
-    rows = []
-    lacking = []
-    for run in (run for run in used if not run.is_doubtful):
-        kernels, beside = terms(run)
-        rows.append([term / runs[run].tpot for term in beside])
-        lacking.append(1 - kernels / runs[run].tpot)
-    found = absolute_least(np.array(rows), np.array(lacking))
+    shares = [(runs[run].tpot, step_shares(run)) for run in used if not run.is_doubtful]
+    found = np.array(FIRST_GUESS)
+    for _ in range(FIT_ROUNDS):
+        rows = []
+        lacking = []
+        for tpot, steps in shares:
+            kernels, terms = steps.terms(found)
+            rows.append([term / tpot for term in terms])
+            lacking.append(1 - kernels / tpot)
+        found = absolute_least(np.array(rows), np.array(lacking))
     return latency.StepCoefficients(*(float(value) for value in found))
 
 
@@ -255,7 +304,7 @@ def fit_path(runs: dict[MeasuredRun, RunTimes], at: Sequence[RunTimes]) -> PathD
     lacking = []
     for (run, times), found in zip(runs.items(), at, strict=True):
         if max(times.ttft, found.ttft) < MAX_QUEUE_SECONDS and not run.is_doubtful:
-            rows.append([1 / times.ttft, run.prompt / times.ttft])
+            rows.append([1 / times.ttft, mean_lengths(run)[0] / times.ttft])
             lacking.append(1 - found.ttft / times.ttft)
     fixed, per_token = absolute_least(np.array(rows), np.array(lacking))
     return PathDelay(float(fixed), float(per_token))
@@ -320,10 +369,13 @@ class RooflineBefore:
 def simulated(run: MeasuredRun, steps: LatencyModel, path: PathDelay) -> RunTimes:
     """Simulates the closed loop of a run; returns the mean TTFT and TPOT."""
     random = Random(f"{run}")
-    least = LEAST_LENGTH_SHARE
     count = CYCLES * run.clients
-    prompts = [round(run.prompt * random.uniform(least, 1)) for _ in range(count)]
-    answers = [round(run.answer * random.uniform(least, 1)) for _ in range(count)]
+    prompt_shares = answer_shares = (LEAST_LENGTH_SHARE, 1.0)
+    if run.is_nvidias:
+        prompt_shares = (1.0, 1.0)
+        answer_shares = (1 - ANSWER_SPREAD, 1 + ANSWER_SPREAD)
+    prompts = [round(run.prompt * random.uniform(*prompt_shares)) for _ in range(count)]
+    answers = [round(run.answer * random.uniform(*answer_shares)) for _ in range(count)]
     sample = WorkloadSample(prompts, answers, [0.0] * count)
     gpu = hardware.gpu(GPUS[run.system])
     served = run.settings
@@ -338,7 +390,8 @@ def simulated(run: MeasuredRun, steps: LatencyModel, path: PathDelay) -> RunTime
 def fitted(run: MeasuredRun, coefficients: latency.StepCoefficients) -> RooflineLatency:
     """Returns the step times of a run's instance."""
     gpu = hardware.gpu(GPUS[run.system])
-    return RooflineLatency(costs_of(run), gpu, InstanceShape(run.tp), coefficients)
+    shape = InstanceShape(run.tp)
+    return RooflineLatency(costs_of(run), gpu, shape, coefficients, run.graph_tokens)
 
 
 def before(run: MeasuredRun) -> RooflineBefore:
@@ -411,6 +464,28 @@ def table(kinds: dict[str, Errors]) -> str:
     return "\n".join(lines)
 
 
+def residual_table(runs: dict[MeasuredRun, RunTimes], at: dict[MeasuredRun, RunTimes]) -> str:
+    """Formats the groups of runs that hold most of the error of TTFT, largest share first."""
+    groups: dict[str, list[float]] = {}
+    for run, times in runs.items():
+        if not run.is_doubtful:
+            kind = f"{run.model} {GPUS[run.system]} {run.precision or 'bf16'}"
+            name = f"{kind} TP{run.tp}, prompts of {run.prompt}, {run.settings.budget} a step"
+            groups.setdefault(name, []).append(at[run].ttft / times.ttft - 1)
+    whole = sum(abs(value) for values in groups.values() for value in values)
+    shares = {name: sum(map(abs, values)) / whole for name, values in groups.items()}
+    lines = [
+        "| TTFT of runs of | n | error, mean | with its sign | share of all error |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for name in sorted(groups, key=lambda name: -shares[name])[:RESIDUAL_GROUPS]:
+        values = groups[name]
+        error_of = mean(map(abs, values))
+        cells = f"{error_of:.0%} | {mean(values):+.0%} | {shares[name]:.1%}"
+        lines.append(f"| {name} | {len(values)} | {cells} |")
+    return "\n".join(lines)
+
+
 def doubtful_table(
     runs: dict[MeasuredRun, RunTimes], coefficients: latency.StepCoefficients
 ) -> str:
@@ -476,7 +551,8 @@ def main() -> int:
         name: {run: found for run, found in of.items() if not run.is_doubtful}
         for name, of in compared.items()
     }
-    print("\n" + table(predicted) + "\n\n" + doubtful_table(runs, coefficients))
+    print("\n" + table(predicted) + "\n\n" + residual_table(runs, kinds["left out"]))
+    print("\n" + doubtful_table(runs, coefficients))
     document: dict[str, float] = {}
     for name, found in predicted.items():
         key = name.replace(" ", "_")

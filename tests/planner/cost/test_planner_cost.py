@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from vllm_disagg.errors import ConfigError
@@ -19,6 +20,7 @@ from vllm_disagg.planner.cost import (
     sizes,
 )
 from vllm_disagg.planner.cost.latency import (
+    FITTED,
     ExpertExchange,
     InstanceShape,
     LatencyModel,
@@ -106,6 +108,37 @@ def test_the_limits_of_a_step_are_vllms_by_gpu(name: str, budget: int, sequences
     found = hardware.engine_defaults(hardware.gpu(name))
     assert (found.budget, found.sequences) == (budget, sequences)
     assert hardware.engine_defaults(None) == hardware.engine_defaults(hardware.gpu("l4"))
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("h200", 512), ("b300", 1024), ("mi355x", 512)])
+def test_steps_beyond_the_largest_cuda_graph_take_their_launches(name: str, tokens: int) -> None:
+    """An 8-way 70B computes so short a prompt before Python has launched all its kernels."""
+    llama, gpu, shape = model.load("llama-3.1-70b"), hardware.gpu(name), InstanceShape(8)
+    step = RooflineLatency(llama, gpu, shape)
+    inside, beyond, with_decode = (
+        step.mixed(tokens + more, 0.0, n, 0, True) for more, n in ((0, 0), (1, 0), (0, 1))
+    )
+    launches = FITTED.launch * 80 * 12
+    assert beyond == with_decode == pytest.approx(launches)
+    assert inside < launches / 1.3
+    # A long prompt keeps the GPU busier than Python.
+    squares = 8192.0**2
+    free = RooflineLatency(llama, gpu, shape, msgspec.structs.replace(FITTED, launch=0.0))
+    assert step.mixed(8192, squares, 0, 0, True) == free.mixed(8192, squares, 0, 0, True)
+    # The bound of the search is that of the kernels: it holds in a graph too.
+    assert step.least_prompt(tokens + 1) == free.least_prompt(tokens + 1)
+
+
+def test_experts_and_ranks_launch_more_kernels() -> None:
+    """10 of a dense layer, 16 with experts, and all-reduces or exchanges between ranks."""
+    h100 = hardware.gpu("h100")
+    shapes = (InstanceShape(1), InstanceShape(2), InstanceShape(1, dp=2), InstanceShape(2, dp=2))
+    slow = msgspec.structs.replace(FITTED, launch=1.0)
+    for name, counts in (("llama-3.1-70b", (10, 12)), ("deepseek-v3", (16, 18, 18, 19))):
+        found = model.load(name)
+        steps = [RooflineLatency(found, h100, shape, slow, 0) for shape in shapes]
+        seconds = [step.mixed(1, 0.0, 0, 0, True) for step in steps[: len(counts)]]
+        assert seconds == pytest.approx([count * found.layers for count in counts])
 
 
 def test_a_model_that_does_not_fit_holds_nothing() -> None:

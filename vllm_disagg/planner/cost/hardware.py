@@ -90,8 +90,10 @@ class EngineDefaults(msgspec.Struct, frozen=True):
 
     budget: int  # tokens of a step: --max-num-batched-tokens
     sequences: int  # that run at once: --max-num-seqs
+    graph_tokens: int = 512  # of the largest CUDA graph: max_cudagraph_capture_size
 
 
+COMPUTE_CAPABILITY_10 = ("b200", "b300", "gb200", "gb300")
 LARGE_MEMORY_BYTES = 160 * GIB
 MEDIUM_MEMORY_BYTES = 70 * GIB
 
@@ -99,8 +101,11 @@ MEDIUM_MEMORY_BYTES = 70 * GIB
 def engine_defaults(gpu: GpuType | None) -> EngineDefaults:
     """Returns the defaults of an API server of vLLM 0.28 to 0.32; None is an unknown GPU.
 
-    Source: `EngineArgs.get_batch_defaults`. An A100 has the small ones by its name.
+    Source: `EngineArgs.get_batch_defaults`, and `VllmConfig._set_cudagraph_sizes` of vLLM 0.32. An
+    A100 has the small ones by its name.
     """
+    if gpu and gpu.name in COMPUTE_CAPABILITY_10:
+        return EngineDefaults(16_384, 1024, 1024)
     if gpu and gpu.memory >= LARGE_MEMORY_BYTES:
         return EngineDefaults(16_384, 1024)
     if gpu and gpu.memory >= MEDIUM_MEMORY_BYTES and "a100" not in gpu.name:

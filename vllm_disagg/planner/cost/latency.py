@@ -19,7 +19,7 @@ from typing import Protocol
 
 import msgspec
 
-from .hardware import GpuType
+from .hardware import GpuType, engine_defaults
 from .kernels import kernel_times
 from .sizes import ModelCosts
 
@@ -148,20 +148,25 @@ class StepCoefficients(msgspec.Struct, frozen=True):
 
     step: float  # scheduling, input preparation, sampling
     sequence: float  # of each sequence: sampling, block tables, streaming
-    mixed_layer: float  # of each layer in a step with prompts, which runs without a full CUDA graph
+    launch: float  # of each kernel in a step that runs without a CUDA graph
 
 
 # Fitted by `make planner-accuracy` on 2026-11-26 to measured runs of vLLM 0.11 to 0.19:
 # docs/benchmarks/planner_accuracy.md has their source and the errors.
-FITTED = StepCoefficients(step=1.663e-3, sequence=1.532e-5, mixed_layer=1.636e-4)
-FITTED_PATH = PathDelay(0.0148, 1.04e-05)
+FITTED = StepCoefficients(step=1.626e-3, sequence=2.386e-5, launch=4.884e-5)
+FITTED_PATH = PathDelay(0.0204, 1.30e-05)
 FITTED_GPUS = ("h100", "h200", "b200", "b300")
 # Mean relative errors of the runs of models that were left out of the fit.
-TPOT_ERROR_LEFT_OUT = 0.0837
-TTFT_ERROR_LEFT_OUT = 0.2108
+TPOT_ERROR_LEFT_OUT = 0.0863
+TTFT_ERROR_LEFT_OUT = 0.1890
 
 PRODUCTS = 4  # matrix products of a layer: QKV, output, gate and up, down
 PRODUCTS_BESIDE_EXPERTS = 3  # QKV, output, router
+# Kernels of a layer beside its matrix products, as vLLM's models call them.
+KERNELS_BESIDE_PRODUCTS = 5  # two norms, rotary embedding, writing of KV, attention
+KERNELS_OF_ACTIVATION = 1
+# Top-k, sorting by expert, two quantizations, two products, activation, sum.
+KERNELS_OF_EXPERTS = 8
 
 
 class InstanceShape(msgspec.Struct, frozen=True):
@@ -182,6 +187,20 @@ def _computed_as(dtype: str, gpu: GpuType) -> str:
     return "fp8" if dtype == "int8" else dtype
 
 
+def _kernel_count(model: ModelCosts, shape: InstanceShape) -> int:
+    """Returns the kernels that a layer launches."""
+    found = KERNELS_BESIDE_PRODUCTS
+    if model.experts:
+        found += PRODUCTS_BESIDE_EXPERTS + KERNELS_OF_EXPERTS
+    else:
+        found += PRODUCTS + KERNELS_OF_ACTIVATION
+    # An all-reduce after attention and one after the rest; with experts on all ranks a dispatch and
+    # a combine take the place of the second.
+    if shape.dp > 1:
+        return found + 2 + (shape.tp > 1)
+    return found + (2 + model.norm_reduces) * (shape.tp > 1)
+
+
 class RooflineLatency:
     """Step times as a sum of kernels, each with bytes, FLOPs and a constant, and of other work.
 
@@ -199,7 +218,9 @@ class RooflineLatency:
         gpu: GpuType,
         shape: InstanceShape,
         coefficients: StepCoefficients = FITTED,
+        graph_tokens: int | None = None,
     ) -> None:
+        """Initializes the times; `graph_tokens` None is vLLM's default on the GPU."""
         self.pp = shape.pp
         self._model = model
         self._kernels = kernel_times(gpu.name)
@@ -208,7 +229,9 @@ class RooflineLatency:
         self._ranks = shape.tp * self._stages
         self._layers = model.layers / self._stages
         self._step = coefficients.step
-        self._mixed_step = coefficients.mixed_layer * self._layers
+        self._launches = coefficients.launch * self._layers * _kernel_count(model, shape)
+        default = engine_defaults(gpu).graph_tokens
+        self._graph_tokens = default if graph_tokens is None else graph_tokens
         self._sequence = coefficients.sequence
         self._token = 0.0  # of each token of a step
         self._experts = 0.0  # of all routed experts
@@ -259,7 +282,7 @@ class RooflineLatency:
         model = self._model
         times = self._kernels.attention
         self._step += times.seconds * self._layers
-        self._mixed_step += times.prompt_seconds * self._layers
+        self._mixed_step = times.prompt_seconds * self._layers  # of a step with prompts
         multiple = times.kv_fp8 if model.is_kv_fp8 else times.kv
         slope = 0.0
         # Full windows and states, for each sequence.
@@ -318,8 +341,13 @@ class RooflineLatency:
         return self._seconds(0, 0.0, n, 0), self._slope
 
     def mixed(self, tokens: int, squares: float, n: int, contexts: int, first: bool) -> float:
-        """Returns the seconds of a step with prompt tokens."""
-        return self._seconds(tokens, squares, n, contexts)
+        """Returns the seconds of a step with prompt tokens.
+
+        A step of more tokens than the largest CUDA graph is launched kernel by kernel from Python.
+        The GPU computes meanwhile, so such a step takes the longer of both.
+        """
+        found = self._seconds(tokens, squares, n, contexts)
+        return found if tokens + n <= self._graph_tokens else max(found, self._launches)
 
     def verify(self, n: int, drafted: int) -> tuple[float, float]:
         """Returns base and slope of a decode step with drafted tokens of each sequence."""
@@ -334,7 +362,8 @@ class RooflineLatency:
     def least_prompt(self, tokens: int) -> tuple[float, float]:
         """Returns the seconds of a token and of a square in a full step.
 
-        The price of a token falls with their number: constants and experts are shared.
+        The price of a token falls with their number: constants and experts are shared. No step is
+        shorter than its kernels.
         """
         return self._seconds(tokens, 0.0, 0, 0) / tokens, self._square
 

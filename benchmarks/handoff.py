@@ -12,8 +12,9 @@ and of both prefill engines are pinned to core 0, those of both decode engines t
 guide. *Added TTFT* is a stack's time to
 the first token minus the plain engine's median for that length and concurrency: a plain engine's
 prefill is what a request would cost with no hand-off at all. *CPU outside the model* is what all
-processes of a stack used for a request minus what the plain engine's used. *Held* is D's KV cache
-use times its seconds, a request, read every 40 ms. Prefix caching is off.
+processes of a stack used for a request minus what the plain engine's used. *Held* (--held) is D's
+KV cache use times its seconds, a request, read every 40 ms: it costs time to the first token, of
+our stack alone. Prefix caching is off.
 The answers to one fixed prompt of each length are compared with the plain engine's. The last line
 is one JSON object.
 
@@ -155,7 +156,7 @@ async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> tu
 async def watch_kv(session: aiohttp.ClientSession, decode: str, cell: Cell) -> None:
     """Adds D's KV cache use times its seconds to a cell, until it is cancelled."""
     read_at = time.perf_counter()
-    while decode:
+    while True:
         await asyncio.sleep(KV_SECONDS)
         async with session.get(f"{decode}/metrics") as response:
             page = await response.text()
@@ -201,11 +202,14 @@ async def measure(
                         cell = results.setdefault(name, {}).setdefault((length, together), Cell())
                         await asyncio.sleep(REST)
                         before = stack.cpu_seconds()
-                        watching = asyncio.create_task(watch_kv(session, stack.decode, cell))
+                        watching = None
+                        if args.held and stack.decode:
+                            watching = asyncio.create_task(watch_kv(session, stack.decode, cell))
                         answers = await asyncio.gather(
                             *(ask(session, front, prompt) for prompt in prompts)
                         )
-                        watching.cancel()
+                        if watching:
+                            watching.cancel()
                         cell.cpu += stack.cpu_seconds() - before
                         cell.ttft += [seconds for seconds, _ in answers]
                         cell.texts += [text for _, text in answers]
@@ -301,6 +305,7 @@ def main() -> None:
     parser.add_argument(
         "--stacks", nargs="+", choices=STARTS, default=list(STARTS), help="fewer, for profiling"
     )
+    parser.add_argument("--held", action="store_true", help="measure how long D holds KV blocks")
     parser.add_argument("--dtype", default="auto", help="of all engines")
     parser.add_argument("--gpu", action="store_true", help="on this machine's GPUs")
     parser.add_argument(

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,14 @@ class Main:
 
     def new_legs(self) -> Legs:
         return Legs(self.machine.key, self.prefill, self.decode)
+
+    @contextmanager
+    def other_proxy(self, name: str, *flags: str) -> Iterator[Proxy]:
+        """Runs another proxy in front of both engines."""
+        made = Proxy(self.machine.folder, self.prefill, self.decode, *flags, name=name)
+        self.machine.start(made)
+        yield made
+        self.machine.stop(made)
 
     def stop(self) -> None:
         self.legs.close()

@@ -106,12 +106,8 @@ JOBS: dict[str, list[tuple[str, Body]]] = {
 
 @pytest.fixture(scope="module")
 def proxy(main: Main) -> Iterator[Proxy]:
-    made = Proxy(
-        main.machine.folder, main.prefill, main.decode, "--first-token", "prefill", name="proxy9"
-    )
-    main.machine.start(made)
-    yield made
-    main.machine.stop(made)
+    with main.other_proxy("proxy9", "--first-token", "prefill") as made:
+        yield made
 
 
 def count(proxy: Proxy, outcome: str) -> int:

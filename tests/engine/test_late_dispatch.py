@@ -17,12 +17,8 @@ TOGETHER = 4
 
 @pytest.fixture(scope="module")
 def proxy(main: Main) -> Iterator[Proxy]:
-    made = Proxy(
-        main.machine.folder, main.prefill, main.decode, "--decode-dispatch", "late", name="proxy10"
-    )
-    main.machine.start(made)
-    yield made
-    main.machine.stop(made)
+    with main.other_proxy("proxy10", "--decode-dispatch", "late") as made:
+        yield made
 
 
 def test_answers_equal_those_of_plain_vllm_and_kv_moves(main: Main, proxy: Proxy) -> None:

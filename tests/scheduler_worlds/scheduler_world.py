@@ -46,7 +46,6 @@ MAX_ANSWER_TOKENS = 12
 SETTLE_ROUNDS = 3000
 MOVE_SECONDS = (0.0005, 0.002, 0.02)
 ROUND_SECONDS = 0.05
-CALM_MOVES = 4  # of bytes in a round of a calm world
 RELEASED = (Reason.BLOCKS_REVOKED, Reason.BLOCKS_RELEASED, Reason.UNKNOWN_TRANSFER)
 COMMANDS = ("pause and keep", "pause and wait", "pause and abort")
 
@@ -112,8 +111,6 @@ class SchedulerWorld:
         self._takers: dict[str, str] = {}
         self._router = StandardRouter(self)
         self._mischief = self.setup.mischief
-        # A slow network is mischief: P waits one second for bytes that it could compute.
-        self._moves_of_bytes = CALM_MOVES if self._mischief == MischiefLevels() else 1
         self.prefills: list[SimulatedEngine] = []
         self.decodes: list[SimulatedEngine] = []
 
@@ -523,8 +520,7 @@ class SchedulerWorld:
             self._compute()
         for _ in range(len(self._network)):
             self._deliver()
-        for _ in range(self._moves_of_bytes):
-            self._move_bytes()
+        self._move_bytes()
         for driver in self._drivers.values():
             driver.take_turn()
         self.now += ROUND_SECONDS

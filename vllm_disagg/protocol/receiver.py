@@ -691,7 +691,7 @@ class Receiver:
         is_waiting = all(piece.state is PieceState.QUEUED for piece in t.pieces.values())
         if is_waiting and now < t.started_at + MAX_PATIENCES * t.stall_timeout:
             landed = [self.landed_at.get(piece.source, 0.0) for piece in t.pieces.values()]
-            t.last_progress = max(t.last_progress, *landed, 0.0)
+            t.last_progress = max([t.last_progress, *landed])
 
     def _repeat_aborts(self, now: float) -> list[ReceiverAction]:
         """Repeats Aborts to senders that may have been frozen and lost the first ones.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
 import pytest
 
-from proxy_world import Call, answer, settle, until, world
+from proxy_world import Call, World, answer, settle, until, world
+from vllm_disagg.proxy.requests import legs
 from vllm_disagg.proxy.routing.pairing import InstancePair
 from vllm_disagg.proxy.routing.prefill_times import PrefillTimes
 
@@ -41,40 +41,33 @@ async def test_ds_leg_is_sent_before_ps_is_over() -> None:
             assert (await w.post()).json()["leg"] == "decode"
 
 
+async def calls_at_d_before_ps_end(w: World) -> int:
+    """Returns how often D was asked when P has had time to compute, but has not answered."""
+    seen: list[int] = []
+
+    async def look(call: Call) -> None:
+        await settle()
+        seen.append(len(w.d.calls))
+        await answer(call)
+
+    w.p.script = look
+    assert (await w.post()).json()["leg"] == "decode"
+    return seen[0]
+
+
 @pytest.mark.usefixtures("slow")
 async def test_ds_leg_is_sent_late_and_at_the_end_of_ps_at_the_latest() -> None:
     async with world(decode_dispatch="late") as w:
-        seen: list[int] = []
-
-        async def look(call: Call) -> None:
-            await settle()
-            seen.append(len(w.d.calls))
-            await answer(call)
-
-        w.p.script = look
-        assert (await w.post()).json()["leg"] == "decode"
-        assert seen == [0] and len(w.d.calls) == 1
+        assert await calls_at_d_before_ps_end(w) == 0
+        assert len(w.d.calls) == 1
 
 
-async def test_the_time_of_a_prompt_is_measured() -> None:
+async def test_the_time_of_a_prompt_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    # So many times a scripted prefill are minutes.
+    monkeypatch.setattr(legs, "LATE_SHARE", 1e6)
     async with world(decode_dispatch="late") as w:
-
-        async def compute(call: Call) -> None:
-            await asyncio.sleep(0.3)
-            await answer(call)
-
-        w.p.script = compute
         await w.post()
-        seen: list[int] = []
-
-        async def look(call: Call) -> None:
-            await settle()
-            seen.append(len(w.d.calls))
-            await compute(call)
-
-        w.p.script = look
-        assert (await w.post()).json()["leg"] == "decode"
-        assert seen == [1]  # the first request's
+        assert await calls_at_d_before_ps_end(w) == 1  # of the first request
 
 
 @pytest.mark.usefixtures("slow")

@@ -1,20 +1,28 @@
-"""An access log that cannot be written loses lines, and nothing else."""
+"""An access log that cannot be written loses lines, and nothing else: no request waits for it."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import logging
 import os
+import select
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from narrow_pipe import NarrowPipe
 
 from proxy_world import world
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.proxy.telemetry import access_log
+from vllm_disagg.proxy.telemetry import access_log, line_writer
 from vllm_disagg.proxy.telemetry.access_log import AccessLog
+from vllm_disagg.proxy.telemetry.line_writer import LineWriter
 
 FULL = "/dev/full"
 
@@ -24,6 +32,14 @@ def losses(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [text for text in texts if text.startswith("access log: ")]
 
 
+def write(log: AccessLog, *names: str) -> None:
+    """Writes lines, and waits until the file has them or they are lost."""
+    for name in names:
+        log.write({"id": name})
+    log.flush()
+    assert log.wait(5)
+
+
 async def test_lines_that_a_full_disk_refuses_are_counted(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -31,18 +47,30 @@ async def test_lines_that_a_full_disk_refuses_are_counted(
     monkeypatch.setattr(access_log.time, "monotonic", lambda: now[0])
     log = AccessLog(FULL)
     for _ in range(3):
-        log.write({"id": "one"})
-        log.flush()
-    assert losses(caplog) == [f"access log: {FULL}: No space left on device; 1 lines are lost"]
+        write(log, "one")
+        log.log_loss()
+    said = f"access log: {FULL}: No space left on device"
+    assert losses(caplog) == [f"{said}; 1 lines are lost"]
     now[0] += access_log.LOSS_PERIOD_SECONDS
-    log.write({"id": "two"})
-    log.flush()
-    assert losses(caplog)[1:] == [f"access log: {FULL}: No space left on device; 3 lines are lost"]
+    write(log, "two")
+    log.log_loss()
+    assert losses(caplog)[1:] == [f"{said}; 3 lines are lost"]
     log.write({"id": "three"})
     log.close()
-    assert losses(caplog)[2:] == [
-        f"access log: {FULL}: the file could not be written; 1 lines are lost"
-    ]
+    assert losses(caplog)[2:] == [f"{said}; 1 lines are lost"]
+
+
+async def test_lost_lines_are_reported_without_further_ones(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access_log, "FLUSH_SECONDS", 0.01)
+    log = AccessLog(FULL)
+    log.write({"id": "one"})
+    async with asyncio.timeout(5):
+        while not losses(caplog):
+            await asyncio.sleep(0.01)
+    log.close()
+    assert len(losses(caplog)) == 1
 
 
 class FullDisk:
@@ -67,10 +95,8 @@ async def test_a_line_that_was_cut_spoils_no_other(
     log = AccessLog(str(path))
     disk = FullDisk(room)
     proxied_os = SimpleNamespace(**{**vars(os), "write": disk.write})
-    monkeypatch.setattr(access_log, "os", proxied_os)
-    for name in ("one", "two"):  # of 13 bytes, with the end of the line
-        log.write({"id": name})
-    log.flush()
+    monkeypatch.setattr(line_writer, "os", proxied_os)
+    write(log, "one", "two")  # of 13 bytes each, with the end of the line
     disk.room = 1000
     log.reopen()  # the same file
     log.write({"id": "three"})
@@ -92,16 +118,41 @@ async def test_a_new_file_begins_with_a_line(
     path = tmp_path / "access.log"
     log = AccessLog(str(path))
     monkeypatch.setattr(
-        access_log, "os", SimpleNamespace(**{**vars(os), "write": FullDisk(5).write})
+        line_writer, "os", SimpleNamespace(**{**vars(os), "write": FullDisk(5).write})
     )
-    log.write({"id": "one"})
-    log.flush()
-    monkeypatch.setattr(access_log, "os", os)
+    write(log, "one")
+    monkeypatch.setattr(line_writer, "os", os)
     path.rename(tmp_path / "old")
     log.reopen()
     log.write({"id": "two"})
     log.close()
     assert path.read_text() == '{"id":"two"}\n'
+
+
+async def test_a_rotated_file_is_closed_and_its_room_is_free_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line_writer, "MAX_WAITING_BYTES", 100)
+    path = tmp_path / "access.log"
+    log = AccessLog(str(path))
+    for _ in range(10):  # two at a time have room
+        write(log, "one", "one")
+    path.rename(tmp_path / "old")
+    log.reopen()
+    async with asyncio.timeout(5):
+        while str(tmp_path / "old") in open_files():
+            await asyncio.sleep(0.01)
+    assert str(path) in open_files()
+    log.close()
+    assert (tmp_path / "old").read_text() == '{"id":"one"}\n' * 20
+
+
+def open_files() -> list[str]:
+    found = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of the folder itself
+            found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return found
 
 
 async def test_refused_lines_are_not_written_later(tmp_path: Path) -> None:
@@ -139,7 +190,7 @@ async def test_a_signal_and_a_stop_on_a_full_disk_are_whole(
         w.renew()
         assert "access log and certificates are opened anew" in caplog.text
         assert (await w.post()).status == 200
-    assert len(losses(caplog)) == 2
+    assert losses(caplog) == [f"access log: {FULL}: No space left on device; 2 lines are lost"]
 
 
 async def test_a_pipe_that_nobody_reads_is_refused_at_once(tmp_path: Path) -> None:
@@ -155,3 +206,69 @@ async def test_a_pipe_that_nobody_reads_is_refused_at_once(tmp_path: Path) -> No
         assert json.loads(os.read(reader, 100)) == {"status": 200}
     finally:
         os.close(reader)
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Iterator[NarrowPipe]:
+    made = NarrowPipe(tmp_path)
+    yield made
+    made.close()
+
+
+async def test_no_request_waits_for_a_reader_that_stands_still(
+    pipe: NarrowPipe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(access_log, "FLUSH_SECONDS", 0.01)
+    monkeypatch.setattr(access_log, "LAST_SECONDS", 0.2)
+    monkeypatch.setattr(line_writer, "MAX_WAITING_BYTES", 8000)
+    async with world(prefill=0, access_log=str(pipe.path)) as w, asyncio.timeout(20):
+        for _ in range(80):  # lines of some hundred bytes: more than fits
+            assert (await w.post()).status == 200
+            await asyncio.sleep(0.01)
+        while not losses(caplog):
+            await asyncio.sleep(0.01)
+    assert all("it takes lines too slowly" in text for text in losses(caplog))
+
+
+def test_lines_of_several_processes_cut_no_other(pipe: NarrowPipe) -> None:
+    """Two writers stand for them. The pipe is full most of the time, and read in small steps."""
+    writers = [LineWriter(pipe.path.open("w"), closes=True) for _ in "ab"]
+    wanted = []
+    for number, writer in enumerate(writers):
+        lines = [b"%d " % number + b"x" * (50 + 7 * n % 900) for n in range(300)]
+        writer.write(lines)
+        writer.end()
+        wanted += lines
+    found = pipe.lines(lambda: all(writer.wait(0) for writer in writers))
+    assert sorted(found) == sorted([*wanted, b""])
+
+
+def test_a_line_longer_than_a_pipe_takes_at_once_is_written(pipe: NarrowPipe) -> None:
+    writer = LineWriter(pipe.path.open("w"), closes=True)
+    long = b"y" * (3 * select.PIPE_BUF)
+    writer.write([b"first", long, b"last"])
+    writer.end()
+    assert pipe.lines(lambda: writer.wait(0)) == [b"first", long, b"last", b""]
+
+
+def test_a_writer_ends_its_thread_and_closes_its_file(tmp_path: Path) -> None:
+    before = threading.active_count()
+    file = (tmp_path / "file").open("w")
+    writer = LineWriter(file, closes=True)
+    writer.write([b"one", b"two"])
+    writer.end()
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before and file.closed
+    assert (tmp_path / "file").read_bytes() == b"one\ntwo\n"
+    assert writer.take_loss() == (0, "")
+
+
+def test_what_is_written_late_is_counted_as_lost_at_the_end(pipe: NarrowPipe) -> None:
+    writer = LineWriter(pipe.path.open("w"), closes=True)
+    writer.write([b"x" * 2000 for _ in range(8)])
+    writer.end(0.1)
+    lost, reason = writer.take_loss()
+    assert 1 <= lost <= 6 and reason == line_writer.NO_ROOM
+    assert len(pipe.lines(lambda: writer.wait(0))) == 8 - lost + 1

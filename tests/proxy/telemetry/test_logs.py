@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from narrow_pipe import NarrowPipe
 
 from proxy_world import Call, world
 from vllm_disagg.proxy.flags import LogFormat
 from vllm_disagg.proxy.http.request import HttpRequest
+from vllm_disagg.proxy.telemetry import line_writer
 from vllm_disagg.proxy.telemetry.logs import (
     MAX_FAILURE_LINES,
     FailedLegLog,
     FailedRequestLog,
     JsonFormatter,
+    LineHandler,
     set_up,
 )
 
@@ -228,7 +232,7 @@ def test_json_lines_have_time_level_and_exception() -> None:
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_lines_of_a_worker_name_it(
-    log_format: LogFormat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    log_format: LogFormat, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
@@ -236,13 +240,38 @@ def test_lines_of_a_worker_name_it(
     try:
         set_up("info", log_format, 1)
         logging.getLogger("a").warning("said")
+        (handler,) = root.handlers
+        handler.close()
     finally:
         root.setLevel(level)  # for the tests behind this one
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = capfd.readouterr().err.splitlines()
     if log_format == "json":
         assert json.loads(line)["worker"] == 1 and json.loads(line)["message"] == "said"
     else:
         assert line.endswith(" WARNING worker 1: said")
+
+
+def test_a_log_that_nobody_reads_delays_nothing_and_tells_what_it_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line_writer, "MAX_WAITING_BYTES", 8000)
+    pipe = NarrowPipe(tmp_path)
+    stream = pipe.path.open("w")
+    handler = LineHandler(stream)
+    record = logging.LogRecord("a", logging.INFO, "", 1, "x" * 999, (), None)
+    began = time.monotonic()
+    for _ in range(100):
+        handler.emit(record)
+    assert time.monotonic() - began < 5
+    kept = pipe.lines(lambda: handler.is_idle)
+    handler.emit(record)
+    handler.close()
+    loss, last, end = pipe.lines(lambda: True)
+    assert loss == b"%d lines of this log are lost: it takes lines too slowly" % (101 - len(kept))
+    assert 5 < len(kept) < 20 and (last, end) == (b"x" * 999, b"")
+    assert not stream.closed
+    stream.close()
+    pipe.close()
 
 
 BODY = json.dumps({"model": "m", "prompt": "hi"}).encode()

@@ -1,6 +1,7 @@
 """Writes one JSON line for each request that has ended.
 
-Lines that cannot be written, as on a full disk, are lost and counted: requests go on.
+Lines that cannot be written, as on a full disk, are lost and counted: requests go on, and none
+waits for the file.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ import logging
 import os
 import sys
 import time
-from contextlib import suppress
 from typing import TextIO
 
 import msgspec
 
 from ...errors import ConfigError
+from .line_writer import LineWriter
 
 FLUSH_SECONDS = 0.5  # until a line is written
-NEWLINE = ord("\n")
+LAST_SECONDS = 1.0  # for the last lines
 LOSS_PERIOD_SECONDS = 10.0  # between two log lines about lines that were lost
 
 log = logging.getLogger(__name__)
@@ -41,12 +42,11 @@ class AccessLog:
     def __init__(self, path: str) -> None:
         self._path = path
         self._lines: list[bytes] = []
-        self._lost = 0  # lines since the last log line about them
         self._loss_logged_at = -LOSS_PERIOD_SECONDS
-        self._is_torn = False  # the file ends inside a line, which a full disk has cut
-        self._file: TextIO | None = sys.stdout if path == "-" else None
-        if path and not self._file:
-            self._file = self._open()
+        self._file: TextIO | None = None
+        if path:
+            self._file = sys.stdout if path == "-" else self._open()
+            self._writer = self._writer_of(self._file)
 
     @property
     def is_on(self) -> bool:
@@ -54,46 +54,41 @@ class AccessLog:
         return self._file is not None
 
     def write(self, line: dict[str, object]) -> None:
-        """Adds a line, which is written within FLUSH_SECONDS."""
+        """Adds a line, which is written within FLUSH_SECONDS unless the file is slow."""
         if not self._lines:
             asyncio.get_running_loop().call_later(FLUSH_SECONDS, self.flush)
         self._lines.append(msgspec.json.encode(line))
 
     def flush(self) -> None:
-        """Writes all lines added so far; logs how many are lost."""
+        """Has all lines added so far written, and logs later how many are lost."""
+        if self._hand_over():
+            asyncio.get_running_loop().call_later(FLUSH_SECONDS, self.log_loss)
+
+    def _hand_over(self) -> bool:
+        """Gives all lines to the writer; returns whether there are any."""
         lines = self._lines
         self._lines = []
-        if not (lines and self._file):
-            return
-        try:
-            self._write_lines(self._file.fileno(), lines)
-        except OSError as error:
-            if time.monotonic() - self._loss_logged_at >= LOSS_PERIOD_SECONDS:
-                self._log_loss(str(error.strerror or error))
+        if lines and self._file:
+            self._writer.write(lines)
+        return bool(lines)
 
-    def _write_lines(self, descriptor: int, lines: list[bytes]) -> None:
-        """Writes past the file's buffer, which keeps and repeats what a full disk refused.
+    def log_loss(self) -> None:
+        """Logs how many lines are lost, unless the last log line about them is recent."""
+        if self._file and time.monotonic() - self._loss_logged_at >= LOSS_PERIOD_SECONDS:
+            self._log_loss(self._writer)
 
-        Counts the lines that are not written whole. Raises OSError.
-        """
-        # The rest of a file whose last line was cut must be lines again.
-        start = b"\n" if self._is_torn else b""
-        rest = memoryview(start + b"\n".join(lines) + b"\n")
-        try:
-            while rest:
-                written = os.write(descriptor, rest)
-                self._is_torn = rest[written - 1] != NEWLINE
-                rest = rest[written:]
-        finally:
-            self._lost += min(len(lines), bytes(rest).count(b"\n"))
+    def _log_loss(self, writer: LineWriter) -> None:
+        lost, reason = writer.take_loss()
+        if lost:
+            log.error("access log: %s: %s; %d lines are lost", self._path, reason, lost)
+            self._loss_logged_at = time.monotonic()
 
-    def _log_loss(self, reason: str) -> None:
-        log.error("access log: %s: %s; %d lines are lost", self._path, reason, self._lost)
-        self._lost = 0
-        self._loss_logged_at = time.monotonic()
+    def wait(self, seconds: float) -> bool:
+        """Waits until no flushed line is left to write; returns whether it is so."""
+        return self._writer.wait(seconds)
 
     def reopen(self) -> None:
-        """Writes the lines so far, and opens the file of this name anew, as after a rotation.
+        """Opens the file of this name anew, as after a rotation. Earlier lines go to the old one.
 
         Raises ConfigError when it cannot be opened; the old file is used further then.
         """
@@ -102,11 +97,23 @@ class AccessLog:
             return
         renewed = self._open()
         self.flush()
-        is_same = os.path.samestat(os.fstat(self._file.fileno()), os.fstat(renewed.fileno()))
-        self._is_torn = self._is_torn and is_same
-        with suppress(OSError):  # of a disk that reports at the end that it is full
-            self._file.close()
+        if os.path.samestat(os.fstat(self._file.fileno()), os.fstat(renewed.fileno())):
+            renewed.close()
+            return
+        self._writer.end()
         self._file = renewed
+        self._writer = self._writer_of(renewed)
+
+    def close(self) -> None:
+        """Writes the last lines and closes the file; standard output stays open.
+
+        It takes up to LAST_SECONDS where the file is slow.
+        """
+        self._hand_over()
+        if self._file:
+            self._writer.end(LAST_SECONDS)
+            self._log_loss(self._writer)
+        self._file = None
 
     def _open(self) -> TextIO:
         try:
@@ -116,12 +123,5 @@ class AccessLog:
             reason = "a pipe or socket that no process reads" if is_unread else error.strerror
             raise ConfigError(f"--access-log {self._path}: {reason}") from None
 
-    def close(self) -> None:
-        """Writes the last lines and closes the file; standard output stays open."""
-        self.flush()
-        if self._lost:
-            self._log_loss("the file could not be written")
-        if self._file is not sys.stdout and self._file is not None:
-            with suppress(OSError):
-                self._file.close()
-        self._file = None
+    def _writer_of(self, file: TextIO) -> LineWriter:
+        return LineWriter(file, closes=file is not sys.stdout)

@@ -1,7 +1,8 @@
 """Sets up the proxy's log on standard error: its level, and text or JSON lines.
 
 Failed requests have one WARNING each (`FailedRequestLog`), and failed legs one INFO line. Both have
-a limit: an outage that fails thousands of requests must not fill a disk or hide other lines.
+a limit: an outage that fails thousands of requests must not fill a disk or hide other lines. No
+request waits for a slow standard error (`line_writer.py`).
 """
 
 from __future__ import annotations
@@ -10,16 +11,19 @@ import asyncio
 import logging
 import sys
 from datetime import UTC, datetime
+from typing import TextIO
 
 import msgspec
 
 from ..flags import LogFormat
 from ..http.request import HttpRequest
+from .line_writer import LineWriter
 
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 WORKER_FORMAT = "%%(asctime)s %%(levelname)s worker %d: %%(message)s"  # with --workers
 MAX_FAILURE_LINES = 5  # in each period
 FAILURE_PERIOD_SECONDS = 1.0
+LAST_SECONDS = 1.0  # for the last lines
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +51,46 @@ class JsonFormatter(logging.Formatter):
         return msgspec.json.encode(line).decode()
 
 
+class LineHandler(logging.Handler):
+    """Writes each record to a stream, and how many are lost as soon as others are written again."""
+
+    def __init__(self, stream: TextIO) -> None:
+        """`stream`: stays open."""
+        super().__init__()
+        self._writer = LineWriter(stream, closes=False)
+
+    @property
+    def is_idle(self) -> bool:
+        """Returns whether no line waits for the stream."""
+        return self._writer.wait(0)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Adds the line of a record; it is written soon, unless the stream is slow."""
+        try:
+            if self.is_idle:
+                self._tell_loss()
+            self._add(record)
+        except Exception:  # a wrong call of the log, as in logging's own handlers
+            self.handleError(record)
+
+    def close(self) -> None:
+        """Writes the last lines, unless they take too long."""
+        self._writer.end(LAST_SECONDS)
+        super().close()
+
+    def _tell_loss(self) -> None:
+        lost, reason = self._writer.take_loss()
+        if lost:
+            words = "%d lines of this log are lost: %s"
+            self._add(log.makeRecord(log.name, logging.ERROR, "", 0, words, (lost, reason), None))
+
+    def _add(self, record: logging.LogRecord) -> None:
+        self._writer.write([self.format(record).encode(errors="backslashreplace")])
+
+
 def set_up(level: str, log_format: LogFormat, worker: int | None = None) -> None:
     """Sends the log of this process to standard error. `worker`: its index with `--workers`."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = LineHandler(sys.stderr)
     text = logging.Formatter(TEXT_FORMAT if worker is None else WORKER_FORMAT % worker)
     handler.setFormatter(JsonFormatter(worker) if log_format == "json" else text)
     logging.basicConfig(level=level.upper(), handlers=[handler])

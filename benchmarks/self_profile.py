@@ -447,7 +447,7 @@ def print_cost() -> int:
     for sequences, prompts in STEP_SHAPES:
         output: Any = scheduled(sequences, prompts)
         profile = StepProfile()
-        profile.on_arrived("request", 0.0)
+        profile.on_arrived("request", 0.0, 0.0)
         clock = iter(range(1 << 40))
 
         def step(profile: StepProfile = profile, output: Any = output, clock: Any = clock) -> None:

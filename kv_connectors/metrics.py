@@ -18,6 +18,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 
 from vllm_disagg.config import TransportName
 from vllm_disagg.product_sums import (
+    ARRIVAL_QUANTITIES,
     HANDOFF_QUANTITIES,
     STEP_QUANTITIES,
     ProductSums,
@@ -74,6 +75,11 @@ LABELLED_COUNTS: dict[str, tuple[str, Sequence[str], str]] = {
         "product",
         product_names(STEP_QUANTITIES),
         "sums over the steps of this engine, from which plan --live fits their times",
+    ),
+    "arrival_sums": (
+        "product",
+        product_names(ARRIVAL_QUANTITIES),
+        "sums over new requests, from which plan --live knows how long they wait for running steps",
     ),
     "handoff_sums": (
         "product",
@@ -132,9 +138,10 @@ class ConnectorStats(KVConnectorStats):
         handoff.add((1, missing_bytes, outcome.seconds_after_prefill))
         self._add_labelled("handoff_sums", handoff.take())
 
-    def add_step_sums(self, sums: Mapping[str, float]) -> None:
+    def add_step_sums(self, steps: Mapping[str, float], arrivals: Mapping[str, float]) -> None:
         """Adds sums of `StepProfile`, by name."""
-        self._add_labelled("step_sums", sums)
+        self._add_labelled("step_sums", steps)
+        self._add_labelled("arrival_sums", arrivals)
 
     def _add_labelled(self, name: str, counts: Mapping[str, float]) -> None:
         """Adds counts to one of `LABELLED_COUNTS`, by the values of its label."""

@@ -193,7 +193,9 @@ class SchedulerSide:
     # vLLM's calls ---------------------------------------------------------------------------------
     def on_request_arrived(self, request: Request) -> None:
         """Makes the leg of a new request."""
-        self._step_profile.on_arrived(request.request_id, time.monotonic())
+        # vLLM's API server took the request then, by the clock of the day.
+        seconds = time.time() - request.arrival_time
+        self._step_profile.on_arrived(request.request_id, time.monotonic(), seconds)
         self._admit(request, before_lookup=True)
         if request.request_id not in self._admitted:
             log.info("request %s: no grant; this engine computes it alone", request.request_id)
@@ -286,7 +288,7 @@ class SchedulerSide:
         """Measures the step that has ended; returns the statistics since last time."""
         now = time.monotonic()
         self._step_profile.on_step_ended(now)
-        self.stats.add_step_sums(self._step_profile.take(now))
+        self.stats.add_step_sums(*self._step_profile.take(now))
         return self.stats.take()
 
     # End of a request -----------------------------------------------------------------------------

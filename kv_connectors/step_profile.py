@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from vllm_disagg.product_sums import STEP_QUANTITIES, ProductSums
+from vllm_disagg.product_sums import ARRIVAL_QUANTITIES, STEP_QUANTITIES, ProductSums
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -29,14 +29,21 @@ class StepProfile:
     def __init__(self) -> None:
         """Creates a profile without steps."""
         self._sums = ProductSums(STEP_QUANTITIES)
+        self._arrivals = ProductSums(ARRIVAL_QUANTITIES)
         self._unfinished: set[str] = set()  # ids of requests
         # Compositions of scheduled steps that have not ended; None for one without work.
         self._in_flight: deque[StepComposition | None] = deque(maxlen=MAX_STEPS_IN_FLIGHT)
         self._busy_since: float | None = None  # None: the engine is idle
+        self._last_step = (0.0, 0.0)  # when it began to keep the engine busy, and ended
         self._exported_at = 0.0
 
-    def on_arrived(self, request_id: str, now: float) -> None:
-        """Notes a new request: an idle engine is busy from now on."""
+    def on_arrived(self, request_id: str, now: float, seconds: float) -> None:
+        """Notes a new request: an idle engine is busy from now on.
+
+        `seconds`: since the API server took it. vLLM's loop sees it after the running step.
+        """
+        began, ended = self._last_step
+        self._arrivals.add((1, max(0.0, ended - max(began, now - seconds))))
         self._unfinished.add(request_id)
         if self._busy_since is None:
             self._busy_since = now
@@ -57,14 +64,18 @@ class StepProfile:
         # After its last request an engine may end a step whose token vLLM drops.
         if composition is not None and self._busy_since is not None:
             self._sums.add((*composition, now - self._busy_since))
+            self._last_step = (self._busy_since, now)
         self._busy_since = now if self._unfinished else None
 
-    def take(self, now: float) -> dict[str, float]:
-        """Returns the sums since the last export, by name; empty before the next one is due."""
+    def take(self, now: float) -> tuple[dict[str, float], dict[str, float]]:
+        """Returns the sums over steps and over arrivals since the last export, by name.
+
+        Both are empty before the next one is due.
+        """
         if now - self._exported_at < EXPORT_INTERVAL_SECONDS:
-            return {}
+            return {}, {}
         self._exported_at = now
-        return self._sums.take()
+        return self._sums.take(), self._arrivals.take()
 
 
 def compose(output: SchedulerOutput) -> StepComposition | None:

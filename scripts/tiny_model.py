@@ -1,10 +1,10 @@
 """Writes a tiny model with random weights, for tests and demos: tiny_model.py KIND OUT_DIR.
 
-KIND: dense, heavy (about 100 KB of KV cache a token, so that transfers show), or another kind of KV
-cache: sliding (Gemma 3), shared (Gemma 3n), gemma4, oss (GPT-OSS), mla (DeepSeek V2), moe
-(Mixtral), mamba (Mamba 2), linear (Qwen3-Next), zamba (Zamba2), images (BLIP-2). vLLM's CPU build
-serves all of them with --enforce-eager. qwen3-8b: that model's shape but for its vocabulary (14 GB,
-for a GPU).
+KIND: dense, heavy (about 100 KB of KV cache a token, so that transfers show), middle (steps that
+outweigh what else a CPU does for a request), or another kind of KV cache: sliding (Gemma 3), shared
+(Gemma 3n), gemma4, oss (GPT-OSS), mla (DeepSeek V2), moe (Mixtral), mamba (Mamba 2), linear
+(Qwen3-Next), zamba (Zamba2), images (BLIP-2). vLLM's CPU build serves all of them with
+--enforce-eager. qwen3-8b: that model's shape but for its vocabulary (14 GB, for a GPU).
 
 The weights are drawn with `initializer_range` 0.08. With the usual 0.02 a random model repeats one
 token, and half of all changes to a prompt do not change its answer, so wrong KV would go unseen;
@@ -44,6 +44,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_attention_heads": 8,
             "num_key_value_heads": 8,
             "head_dim": 128,
+        },
+    ),
+    "middle": (
+        "Qwen3Config",
+        {
+            **{"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8},
+            **{"num_attention_heads": 6, "head_dim": 64},
         },
     ),
     "sliding": (

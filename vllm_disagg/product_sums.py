@@ -24,6 +24,8 @@ STEP_QUANTITIES = (
 # Of the load of a prompt's KV: `seconds` from the end of its prefill until `bytes`, those that
 # were missing then, are in place.
 HANDOFF_QUANTITIES = ("handoffs", "bytes", "seconds")
+# Of the arrival of a request: `seconds` for which it waited for the end of a step that was running.
+ARRIVAL_QUANTITIES = ("arrivals", "seconds")
 
 
 def product_names(quantities: Sequence[str]) -> list[str]:

@@ -36,7 +36,7 @@ PREFILL: Params = {
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Replaces the time: the only number is now."""
     now = [100.0]
-    fake = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None)
+    fake = SimpleNamespace(monotonic=lambda: now[0], time=lambda: 0.0, sleep=lambda _: None)
     monkeypatch.setattr(scheduler, "time", fake)
     return now
 
@@ -62,6 +62,7 @@ def request(name: str, params: object, length: int = 40, first: int = 0, tokens:
         prompt_token_ids=[first] * length,
         status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
         prompt_embeds=None,
+        arrival_time=0.0,
         mm_features=[],
         lora_request=None,
         sampling_params=SimpleNamespace(n=1),

@@ -91,9 +91,10 @@ def test_hand_offs_are_summed_with_the_bytes_that_followed_the_prefill() -> None
         "seconds*seconds": 0.25,
     }
     other = stats.ConnectorStats()
-    other.add_step_sums({"tokens*seconds": 1.5})
+    other.add_step_sums({"tokens*seconds": 1.5}, {"arrivals*seconds": 2.5})
     reported.aggregate(other)
     assert reported.data["step_sums"] == {"tokens*seconds": 1.5}
+    assert reported.data["arrival_sums"] == {"arrivals*seconds": 2.5}
     assert "step_sums" not in reported.reduce(), "a line for people"
 
 

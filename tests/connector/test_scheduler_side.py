@@ -72,6 +72,7 @@ def request(
         "prompt_token_ids": [0] * length,
         "status": SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
         "prompt_embeds": None,
+        "arrival_time": 0.0,
         "mm_features": [],
         "lora_request": None,
         "sampling_params": SimpleNamespace(n=1),
@@ -643,7 +644,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Replaces the time: the first number is now; each sleep appends its seconds."""
     now = [100.0]
     monkeypatch.setattr(
-        scheduler, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=now.append)
+        scheduler,
+        "time",
+        SimpleNamespace(monotonic=lambda: now[0], time=lambda: 0.0, sleep=now.append),
     )
     return now
 
@@ -999,6 +1002,7 @@ def test_a_request_with_an_unreadable_adapter_is_computed_here(
 def test_each_step_is_measured_from_the_calls_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(scheduler.time, "monotonic", lambda: now)
+    monkeypatch.setattr(scheduler.time, "time", lambda: 98.75)  # since `arrival_time`
     plain = side("both")
     asked = request("prefill", plain, kv_transfer_params=None)
     plain.on_request_arrived(asked)
@@ -1017,3 +1021,9 @@ def test_each_step_is_measured_from_the_calls_of_vllm(monkeypatch: pytest.Monkey
     now = 201.25
     second = plain.on_step_ended()
     assert second is not None and second.data["step_sums"]["tokens*seconds"] == 40 * 1.25
+    # The request came at 101.25, while the step that ended at 102 ran.
+    assert second.data["arrival_sums"] == {
+        "arrivals*arrivals": 1,
+        "arrivals*seconds": 0.75,
+        "seconds*seconds": 0.75**2,
+    }

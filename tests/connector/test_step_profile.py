@@ -57,19 +57,19 @@ def test_steps_without_work_or_with_drafts_are_left_out() -> None:
 
 def seconds(profile: StepProfile, now: float) -> tuple[float, float]:
     """Returns the steps and their seconds since the last export."""
-    sums = profile.take(now)
+    sums, _ = profile.take(now)
     return sums.get("steps*steps", 0.0), sums.get("steps*seconds", 0.0)
 
 
 def test_a_step_of_an_idle_engine_begins_with_the_request() -> None:
     profile = StepProfile()
-    profile.on_arrived("a", 10.0)
+    profile.on_arrived("a", 10.0, 0.0)
     profile.on_scheduled(step(new={"a": (0, 30)}))
     profile.on_step_ended(10.5)
     profile.on_scheduled(step(cached={"a": (30, 1)}))
     profile.on_finished("a")
     profile.on_step_ended(10.7)
-    profile.on_arrived("b", 90.0)
+    profile.on_arrived("b", 90.0, 0.0)
     profile.on_scheduled(step(new={"b": (0, 30)}))
     profile.on_step_ended(90.1)
     assert seconds(profile, 91.0) == (3, pytest.approx(0.5 + 0.2 + 0.1))
@@ -78,7 +78,7 @@ def test_a_step_of_an_idle_engine_begins_with_the_request() -> None:
 def test_steps_that_overlap_share_no_time() -> None:
     """vLLM schedules the next step while one runs; its last token may be one that vLLM drops."""
     profile = StepProfile()
-    profile.on_arrived("a", 10.0)
+    profile.on_arrived("a", 10.0, 0.0)
     profile.on_scheduled(step(new={"a": (0, 30)}))
     profile.on_scheduled(step(cached={"a": (30, 1)}))
     profile.on_step_ended(10.5)
@@ -89,9 +89,37 @@ def test_steps_that_overlap_share_no_time() -> None:
     assert seconds(profile, 11.0) == (2, pytest.approx(0.6))
 
 
+@pytest.mark.parametrize(
+    ("seconds", "waited"),
+    [(0.1, 0.1), (0.4, 0.4), (0.7, 0.5), (3600.0, 0.5), (0.0, 0.0), (-5.0, 0.0)],
+)
+def test_a_request_waits_for_the_running_step_only(seconds: float, waited: float) -> None:
+    """Not for earlier ones, nor for a clock of the API server that differs."""
+    profile = StepProfile()
+    profile.on_arrived("a", 10.0, 0.01)  # the engine is idle
+    profile.on_scheduled(step(new={"a": (0, 30)}))
+    profile.on_step_ended(10.3)
+    profile.on_scheduled(step(cached={"a": (30, 1)}))
+    profile.on_step_ended(10.8)
+    profile.on_arrived("b", 10.8, seconds)
+    _, arrivals = profile.take(12.0)
+    assert arrivals["arrivals*arrivals"] == 2
+    assert arrivals.get("arrivals*seconds", 0.0) == pytest.approx(waited)
+
+
+def test_a_request_that_comes_after_a_step_waits_for_none() -> None:
+    profile = StepProfile()
+    profile.on_arrived("a", 10.0, 0.0)
+    profile.on_scheduled(step(new={"a": (0, 30)}))
+    profile.on_finished("a")
+    profile.on_step_ended(10.5)
+    profile.on_arrived("b", 20.0, 0.004)
+    assert profile.take(21.0)[1] == {"arrivals*arrivals": 2}
+
+
 def test_idle_steps_end_the_time_of_the_one_before() -> None:
     profile = StepProfile()
-    profile.on_arrived("waits for KV", 10.0)
+    profile.on_arrived("waits for KV", 10.0, 0.0)
     profile.on_scheduled(step())
     profile.on_step_ended(14.0)
     profile.on_scheduled(step(new={"waits for KV": (29, 1)}))
@@ -101,14 +129,14 @@ def test_idle_steps_end_the_time_of_the_one_before() -> None:
 
 def test_exports_are_a_second_apart() -> None:
     profile = StepProfile()
-    profile.on_arrived("a", 10.0)
+    profile.on_arrived("a", 10.0, 0.0)
     for number in range(3):
         profile.on_scheduled(step(cached={"a": (number, 1)}))
         profile.on_step_ended(10.1 + 0.1 * number)
     assert seconds(profile, 10.3)[0] == 3
     profile.on_scheduled(step(cached={"a": (3, 1)}))
     profile.on_step_ended(10.4)
-    assert profile.take(11.2) == {}
+    assert profile.take(11.2) == ({}, {})
     assert seconds(profile, 11.4)[0] == 1
 
 
@@ -116,7 +144,7 @@ def test_steps_whose_end_vllm_never_reports_are_forgotten() -> None:
     profile = StepProfile()
     for _ in range(2 * MAX_STEPS_IN_FLIGHT):
         profile.on_scheduled(step(new={"a": (0, 30)}))
-    profile.on_arrived("a", 0.0)
+    profile.on_arrived("a", 0.0, 0.0)
     for _ in range(2 * MAX_STEPS_IN_FLIGHT):
         profile.on_step_ended(1.0)
     assert seconds(profile, 2.0)[0] == MAX_STEPS_IN_FLIGHT

@@ -118,6 +118,7 @@ class PermissionTarget:
             prompt_token_ids=[0] * LENGTH,
             status=SimpleNamespace(name=random.choice(STATUSES)),
             prompt_embeds=None,
+            arrival_time=0.0,
             mm_features=[],
             lora_request=None,
             sampling_params=SimpleNamespace(n=1),

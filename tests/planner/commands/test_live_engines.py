@@ -24,6 +24,7 @@ PROXY = "http://proxy:1"
 TRUE = (0.010, 0.004, 2e-4, 0.0, 5e-4, 1e-6)  # as STEP_QUANTITIES
 PROMPT = 60
 ANSWER = 60
+ARRIVAL_WAIT = 0.001  # seconds that a request waits for the step that runs
 TPOT = 0.0115  # of a sequence alone, by TRUE
 WORDS = ["plan", "--live", PROXY, "--workload", f"{PROMPT}:{ANSWER}", "--ttft", "1"]
 WORDS += ["--tpot", "0.05", "--jobs", "1", "--seeds", "1", "--requests", "400"]
@@ -58,6 +59,8 @@ def engine_page(sums: Mapping[str, float], queue: float, first: float) -> Metric
         lines.append(f'vllm:disagg_step_sums_total{{engine="0",product="{product}"}} {value!r}')
     for product, value in handoffs().items():
         lines.append(f'vllm:disagg_handoff_sums_total{{engine="0",product="{product}"}} {value!r}')
+    for product, value in (("arrivals*arrivals", 50), ("arrivals*seconds", 50 * ARRIVAL_WAIT)):
+        lines.append(f'vllm:disagg_arrival_sums_total{{engine="0",product="{product}"}} {value!r}')
     for name, mean in (("queue", queue), ("prefill", first)):
         lines.append(f"vllm:request_{name}_time_seconds_sum {mean * 100}")
         lines.append(f"vllm:request_{name}_time_seconds_count 100")
@@ -125,7 +128,7 @@ def test_three_prefill_and_one_decode_are_wrong_by_the_engines_own_times(
     base, _, _, _, sequence, context = found["engines"]["decode"]["coefficients"]
     assert [base, sequence, context] == pytest.approx([TRUE[0], *TRUE[4:]], rel=1e-3)
     wait = sum(steps("decode")[name] for name in ("seconds*seconds",)) / 2 / 10.0
-    parts = 0.001 + 0.026 + 0.005 + wait + 0.0106
+    parts = ARRIVAL_WAIT + 0.001 + 0.026 + 0.005 + wait + 0.0106
     assert found["engines"]["path"] == pytest.approx(0.06 - parts, abs=1e-5)
     assert found["simulated"]["ttft"] == pytest.approx(0.06, rel=0.25)
     assert found["setting"]["latency"]["prefill"] == "the engines' own steps"
@@ -248,12 +251,24 @@ def test_a_measured_path_has_the_notice_of_a_handoff(path: float) -> None:
         engine_profiles.read(role, window(page()))
         for role, page in (("p", prefill_page), ("d", decode_page))
     ]
-    parts = 0.001 + 0.026 + 0.005 + engines[1].step_wait + 0.0106
+    parts = ARRIVAL_WAIT + 0.001 + 0.026 + 0.005 + engines[1].step_wait + 0.0106
     found = engine_profiles.disaggregated(proxy_window(parts + path), engines[:1], engines[1:])
+    assert found.path == pytest.approx(path)
     measured = engine_profiles.scenario_of(_scenario("--link", "none"), found, 1)
     one = scenario.ReplicaGroup(1, 1, 1)
     deployment = measured.deployment(scenario.Placement(one, one))
     assert deployment.path.of(PROMPT) + deployment.handoff.notice == pytest.approx(path, abs=1e-9)
+
+
+def test_colocated_requests_wait_for_running_steps_before_vllms_queue() -> None:
+    sums = steps("prefill")
+    for name, value in steps("decode").items():
+        sums[name] = sums.get(name, 0.0) + value
+    engine = engine_profiles.read("c", window(engine_page(sums, 0.001, 0.026)))
+    parts = ARRIVAL_WAIT + 0.001 + 0.026
+    assert engine_profiles.colocated(proxy_window(parts + 0.01), [engine]).path == pytest.approx(
+        0.01
+    )
 
 
 def test_fp8_kv_is_half_as_many_bytes_in_a_live_plan() -> None:
@@ -288,6 +303,8 @@ def test_engines_without_a_profile_are_one_line_each() -> None:
     page = decode_page()
     without = {key: value for key, value in page.items() if "step_sums" not in key[0]}
     assert "exports no step profile" in refused(without)
+    older = {key: value for key, value in page.items() if "arrival_sums" not in key[0]}
+    assert "no DisaggConnector of this release" in refused(older)
     restarted = {key: value + 1 for key, value in page.items()}
     assert "was restarted during the window" in refused(page, restarted)
     for product in ("steps*seconds", "steps*steps"):
@@ -302,7 +319,7 @@ def test_engines_without_a_profile_are_one_line_each() -> None:
 
 
 def engine(sums: dict[str, float]) -> EngineWindow:
-    return EngineWindow("http://e", 10.0, sums, {}, 0.0, 0.0, 1000)
+    return EngineWindow("http://e", 10.0, sums, {}, {}, 0.0, 0.0, 1000)
 
 
 def test_too_few_steps_of_a_kind_are_one_line() -> None:

@@ -22,6 +22,7 @@ from .metric_page import MetricWindow
 
 STEP_SUMS = "vllm:disagg_step_sums_total"
 HANDOFF_SUMS = "vllm:disagg_handoff_sums_total"
+ARRIVAL_SUMS = "vllm:disagg_arrival_sums_total"
 QUEUE_SECONDS = "vllm:request_queue_time_seconds"
 PREFILL_SECONDS = "vllm:request_prefill_time_seconds"
 CACHE_INFO = "vllm:cache_config_info"
@@ -37,7 +38,8 @@ class EngineWindow(msgspec.Struct, frozen=True):
     seconds: float
     steps: dict[str, float]  # sums over its steps
     handoffs: dict[str, float]  # sums over its loads
-    queue: float  # mean seconds of a request before its first step
+    arrivals: dict[str, float]  # sums over its new requests
+    queue: float  # mean seconds of a request in vLLM's queue, before its first step
     first: float  # mean seconds from there to its first token
     kv_tokens: int
 
@@ -45,6 +47,12 @@ class EngineWindow(msgspec.Struct, frozen=True):
     def busy(self) -> float:
         """Share of the window in which a step ran."""
         return self.steps.get("steps*seconds", 0.0) / self.seconds
+
+    @property
+    def arrival_wait(self) -> float:
+        """Mean seconds from a request's arrival until the running step ends; then vLLM sees it."""
+        count = self.arrivals.get("arrivals*arrivals", 0.0)
+        return self.arrivals.get("arrivals*seconds", 0.0) / count if count else 0.0
 
     @property
     def step_wait(self) -> float:
@@ -74,8 +82,9 @@ class RoleProfile(msgspec.Struct, frozen=True):
         return found
 
     def mean_queue(self) -> float:
-        """Returns the mean seconds of a request before its first step."""
-        return sum(engine.queue for engine in self.engines) / len(self.engines)
+        """Returns the mean seconds of a request before its first step, from its arrival on."""
+        waits = (engine.arrival_wait + engine.queue for engine in self.engines)
+        return sum(waits) / len(self.engines)
 
     def mean_first(self) -> float:
         """Returns the mean seconds from a request's first step to its first token."""
@@ -98,14 +107,16 @@ class FleetProfile(msgspec.Struct, frozen=True):
 
 def read(url: str, window: MetricWindow) -> EngineWindow:
     """Reads one engine's window. Raises ConfigError with one line if it exports no profile."""
-    if not window.has(STEP_SUMS):
+    if not (window.has(STEP_SUMS) and window.has(ARRIVAL_SUMS)):
         raise ConfigError(
             f"--live: {url} exports no step profile: it runs no DisaggConnector of this release,"
             " or --disable-log-stats; give --gpu, --profile or --coefficients"
         )
     steps = window.increases(STEP_SUMS, "product")
     handoffs = window.increases(HANDOFF_SUMS, "product")
-    if not all(map(math.isfinite, (*steps.values(), *handoffs.values()))):
+    arrivals = window.increases(ARRIVAL_SUMS, "product")
+    sums = (*steps.values(), *handoffs.values(), *arrivals.values())
+    if not all(map(math.isfinite, sums)):
         raise ConfigError(f"--live: {url}/metrics has sums that are no finite numbers")
     if min(steps.values()) < 0:
         raise ConfigError(f"--live: {url} was restarted during the window: run this command again")
@@ -120,6 +131,7 @@ def read(url: str, window: MetricWindow) -> EngineWindow:
         seconds=window.seconds,
         steps=steps,
         handoffs=handoffs,
+        arrivals=arrivals,
         queue=window.mean(QUEUE_SECONDS),
         first=window.mean(PREFILL_SECONDS),
         kv_tokens=_kv_tokens(url, window),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm_disagg.fleet import dialling, handovers
-from vllm_disagg.fleet.grants import ANSWER_KEY, REFUSED_KEY, Grant, new_transfer
+from vllm_disagg.fleet.grants import ANSWER_KEY, REFUSED_KEY, WHOLE_KEY, Grant, new_transfer
 from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.protocol.legs import EngineLegs
 from vllm_disagg.protocol.peers import EngineCard, EngineInfo
@@ -301,7 +301,9 @@ class SchedulerSide:
         self._admit(request)  # the request may end before it was scheduled
         admitted = self._admitted.pop(request.request_id, None)
         if admitted is None:
-            self._note_missing_parameters()
+            params = request.kv_transfer_params
+            if not (isinstance(params, dict) and WHOLE_KEY in params):
+                self._note_missing_parameters()
             return False, None
         is_normal = request.status.name in NORMAL_FINISH_STATUSES
         is_loading = self._legs.is_loading(request.request_id)

@@ -367,6 +367,16 @@ def test_requests_without_parameters_are_counted_and_warned_of(
     assert "role decode" in lines[0] and "kv_transfer_params" in lines[0]
 
 
+def test_a_request_that_the_proxy_meant_for_this_engine_is_not_warned_of() -> None:
+    d = side("decode", "d")
+    asked = request("r", {"disagg_whole": True})
+    d.on_request_arrived(asked)
+    assert d.tokens_to_load(asked, 0) == 0
+    assert d.on_request_finished(asked) == (False, None)
+    assert not d.stats.data["requests_without_parameters"]
+    assert not d.stats.data["refused_parameters"]
+
+
 def test_a_request_with_parameters_is_not_warned_of() -> None:
     p, d = side("prefill", "p"), side("decode", "d")
     params = handed_over(p)

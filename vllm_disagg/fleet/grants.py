@@ -26,6 +26,7 @@ from . import sealing
 from .keys import FleetKey
 
 REQUEST_KEY = "disagg_grant"
+WHOLE_KEY = "disagg_whole"  # the proxy meant the engine to compute this request whole
 ANSWER_KEY = "disagg_engine"
 REFUSED_KEY = "disagg_refused"  # beneath ANSWER_KEY: why a token is no grant of this fleet
 VERSION: Literal[2] = 2  # of grants

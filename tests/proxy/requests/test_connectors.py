@@ -215,8 +215,23 @@ async def test_one_token_ends_at_prefill(stream: bool) -> None:
             "max_tokens": 1,
             "stream": stream,
             "logprobs": 2,
+            "kv_transfer_params": {"disagg_whole": True},
         }
         assert await w.metric("vllm_disagg_in_flight") == 0
+
+
+@pytest.mark.parametrize(("is_plain", "params"), [(False, {"disagg_whole": True}), (True, None)])
+async def test_engines_with_our_connector_learn_that_a_request_is_theirs_alone(
+    is_plain: bool, params: object
+) -> None:
+    """So they do not warn of a router that sends no parameters. A plain vLLM would warn of some."""
+
+    def prepare(w: World) -> None:
+        w.d.plain = is_plain
+
+    async with world(prefill=0, prepare=prepare) as w:
+        assert (await w.post()).status == 200
+        assert w.d.calls[0].body.get("kv_transfer_params") == params
 
 
 async def test_one_token_when_prefill_fails() -> None:

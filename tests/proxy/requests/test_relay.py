@@ -140,7 +140,8 @@ async def test_chat_goes_to_both() -> None:
 async def test_aggregated_requests(fields: dict[str, Any]) -> None:
     async with world() as w:
         assert (await w.post(**fields)).json() == {"text": "d0", "leg": "whole"}
-        assert not w.p.calls and "kv_transfer_params" not in w.d.calls[0].body
+        assert not w.p.calls
+        assert w.d.calls[0].body["kv_transfer_params"] == {"disagg_whole": True}
         assert await w.metric("vllm_disagg_requests_total", 'mode="whole"', 'outcome="ok"') == 1
 
 

@@ -27,7 +27,9 @@ from typing import Self, TypeVar
 import msgspec
 
 from ...errors import DisaggError
+from ...fleet.grants import WHOLE_KEY
 from ..http.endpoint_schema import COMPLETIONS, EndpointSchema
+from ..routing.fleet import Instance
 from ..routing.policies import RoutingQuery
 from ..routing.prefixes import PromptPrefix
 
@@ -186,6 +188,14 @@ class Body:
     def decode_body(self, params: object) -> bytes:
         """Returns the JSON of the decode leg: everything as the client asked."""
         return _encode({**self._fields, PARAMS: params})
+
+
+def whole_body(body: Body, instance: Instance) -> bytes:
+    """Returns the JSON for an instance that serves the request alone.
+
+    An engine with our connector warns of requests without parameters: of other ones than these.
+    """
+    return body.decode_body({WHOLE_KEY: True}) if instance.engine else body.aggregated_body()
 
 
 async def parse_async(raw: bytes, schema: EndpointSchema = COMPLETIONS) -> Body:

@@ -25,7 +25,14 @@ from __future__ import annotations
 
 import asyncio
 
-from ...fleet.grants import MARGIN_SECONDS, REQUEST_KEY, VERSION, Grant, mint, new_transfer
+from ...fleet.grants import (
+    MARGIN_SECONDS,
+    REQUEST_KEY,
+    VERSION,
+    Grant,
+    mint,
+    new_transfer,
+)
 from ...fleet.keys import FleetKey
 from ..http.cancel_scope import CancelScope, TimeLimit
 from ..http.connection_pool import ConnectionPool, pool_of
@@ -38,6 +45,7 @@ from ..telemetry.meter import now as monotonic_now
 from ..telemetry.metrics import Metrics
 from ..telemetry.tracing import Tracing
 from .attempt import Attempt, AttemptFailure, Leg, LegName, LegOutcome
+from .bodies import whole_body
 from .completeness import CompletenessCheck
 from .leg_answers import find_problem, until_started, verify_prefill
 
@@ -80,7 +88,7 @@ class LegRunner:
         context.meter.paired(pair.prefill.url, pair.decode.url)
         if context.body.one_token:
             # P has the token when it has the prompt, so that no KV needs to move.
-            return await self._prefill_leg(attempt, pair, context.body.aggregated_body())
+            return await self._prefill_leg(attempt, pair, whole_body(context.body, pair.prefill))
         if pair.prefill.connector == "nixl":
             return await self._run_in_turn(attempt, pair)
         return await self._run_concurrently(attempt, pair)
@@ -94,7 +102,8 @@ class LegRunner:
             context.meter.paired("", instance.url)
         instance.aggregated_requests += 1
         try:
-            return await self._send(attempt, "decode", instance, context.body.aggregated_body())
+            body = whole_body(context.body, instance)
+            return await self._send(attempt, "decode", instance, body)
         finally:
             instance.aggregated_requests -= 1
 

@@ -79,6 +79,10 @@ class WorldClock:
         """Returns the world's time."""
         return self._world.now
 
+    def time(self) -> float:
+        """Returns the same: requests arrive by this clock."""
+        return self._world.now
+
     def sleep(self, seconds: float) -> None:
         """Does not wait: the world's time passes by its own moves."""
 

@@ -7,6 +7,7 @@ timer for all tasks. Most blocks end in time, so most timers of their own would 
 from __future__ import annotations
 
 import asyncio
+import time
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -70,26 +71,27 @@ class TimeLimit:
 
     def add(self, scope: CancelScope) -> None:
         """Takes a block that begins now."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._seconds
+        deadline = time.monotonic() + self._seconds
         self._deadlines[scope] = deadline
         if not self._timer:
-            self._timer = loop.call_at(deadline, self._cancel_late_blocks)
+            self._start_timer(deadline)
 
     def remove(self, scope: CancelScope) -> None:
         """Drops a block that has ended."""
         self._deadlines.pop(scope, None)
 
     def _cancel_late_blocks(self) -> None:
-        loop = asyncio.get_running_loop()
-        now = loop.time()
+        now = time.monotonic()
         self._timer = None
         for scope, deadline in list(self._deadlines.items()):
             if deadline > now:
-                self._timer = loop.call_at(deadline, self._cancel_late_blocks)
+                self._start_timer(deadline)
                 return
             self.remove(scope)
             scope.cancel()
+
+    def _start_timer(self, at: float) -> None:
+        self._timer = asyncio.get_running_loop().call_at(at, self._cancel_late_blocks)
 
 
 class _LimitedScope(CancelScope):

@@ -11,6 +11,7 @@ import asyncio
 import errno
 import socket
 import ssl
+import time
 from collections import deque
 from contextlib import suppress
 from urllib.parse import urlsplit
@@ -123,7 +124,7 @@ class ConnectionPool:
 
     def release(self, connection: UpstreamConnection) -> None:
         """Takes back a connection whose exchange has ended, and closes those idle for too long."""
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         connection.idle_since = now
         self._idle.append(connection)
         while now - self._idle[0].idle_since > IDLE_SECONDS:
@@ -131,7 +132,7 @@ class ConnectionPool:
 
     def _take_idle(self) -> UpstreamConnection | None:
         """Returns the connection used last, if vLLM has surely not closed it; else None."""
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         while self._idle:
             connection = self._idle.pop()
             is_fresh = connection.is_open and now - connection.idle_since <= IDLE_SECONDS

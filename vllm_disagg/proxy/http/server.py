@@ -13,6 +13,7 @@ import logging
 import math
 import secrets
 import ssl
+import time
 from collections.abc import Awaitable, Callable
 from typing import cast
 
@@ -245,8 +246,7 @@ class Connection(asyncio.Protocol):
 
     def _start_deadline(self) -> None:
         """Starts the time that the present state may last."""
-        loop = asyncio.get_running_loop()
-        end = deadline(self._reader.state, self._server.limits, loop.time())
+        end = deadline(self._reader.state, self._server.limits, time.monotonic())
         self._deadline = end
         timer = self._deadline_timer
         if timer and self._timer_at <= end:
@@ -256,17 +256,15 @@ class Connection(asyncio.Protocol):
         self._set_timer(end)
 
     def _set_timer(self, at: float) -> None:
-        loop = asyncio.get_running_loop()
-        self._deadline_timer = loop.call_at(at, self._on_deadline_timer)
+        self._deadline_timer = asyncio.get_running_loop().call_at(at, self._on_deadline_timer)
         self._timer_at = at
 
     def _on_deadline_timer(self) -> None:
         """Ends a state that has lasted too long, else waits for its deadline."""
         self._deadline_timer = None
-        loop = asyncio.get_running_loop()
         if self._deadline is None:
             return
-        if loop.time() < self._deadline:
+        if time.monotonic() < self._deadline:
             self._set_timer(self._deadline)
             return
         self._on_deadline()
@@ -315,7 +313,7 @@ class Connection(asyncio.Protocol):
         if self._transport.can_write_eof() and not self._transport.is_closing():
             self._transport.write_eof()
         self._reader.linger()
-        self._lingering_since = asyncio.get_running_loop().time()
+        self._lingering_since = time.monotonic()
         self._start_deadline()
 
     def _is_still_read(self) -> bool:
@@ -325,7 +323,7 @@ class Connection(asyncio.Protocol):
         # Nothing bounds how many come above the limit: each is kept for a short time only.
         if self._server.is_full:
             return False
-        seconds = asyncio.get_running_loop().time() - self._lingering_since
+        seconds = time.monotonic() - self._lingering_since
         return lingers_on(seconds, has_unread_bytes(self._transport))
 
     async def _handle(self, request: HttpRequest) -> None:

@@ -7,6 +7,7 @@ In `pipe` a chunk costs one call and wakes no task.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -65,7 +66,7 @@ class UpstreamResponse:
 
     def __init__(self, connection: ResponseSource) -> None:
         self._connection = connection
-        self.sent_at = asyncio.get_running_loop().time()
+        self.sent_at = time.monotonic()
         self.status = 0  # until the head is here
         self.headers: Headers = []
         self.is_stream = False  # the body is a stream of server-sent events

@@ -14,6 +14,7 @@ back, whatever ends it:
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from typing import Any, Literal, NamedTuple
 
@@ -190,7 +191,7 @@ class Attempt:
         request = self.context.request
         request.failure = f"{leg.instance.url} failed a {leg.name} leg: {detail}"
         self._failed_legs.write(request, leg.instance.url, leg.name, detail)
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         self.progress.failed_instances.append(leg.instance)
         if reason == "5xx":
             # The request itself may be the cause: see `blame_suspects`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -70,7 +71,7 @@ class Forwarder:
         """
         error: Unreachable | None = None
         for position, instance in enumerate(candidates):
-            record_choice(self.fleet, self._policy, RoutingQuery(0), _now(), instance)
+            record_choice(self.fleet, self._policy, RoutingQuery(0), time.monotonic(), instance)
             # An instance that failed may have been the one with the thing, so that after a failure
             # no other's 404 counts.
             is_last_try = position + 1 == len(candidates)
@@ -89,7 +90,7 @@ class Forwarder:
                     failure,
                     "the request fails" if is_last else "another instance is tried",
                 )
-                self.fleet.on_leg_failed(instance, failure.reason, _now())
+                self.fleet.on_leg_failed(instance, failure.reason, time.monotonic())
                 error = failure
                 if is_last:
                     break
@@ -207,7 +208,7 @@ class Forwarder:
             )
             return answer.status, end_to_end(answer.headers), await answer.read()
         except Unreachable as error:
-            self.fleet.on_leg_failed(instance, error.reason, _now())
+            self.fleet.on_leg_failed(instance, error.reason, time.monotonic())
             message = "an instance failed, others may have done it"
             return 502, [JSON], error_body(502, message, request_id=request.request_id)
         finally:
@@ -228,7 +229,3 @@ def _counted(instance: Instance) -> Iterator[None]:
         yield
     finally:
         instance.in_flight -= 1
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

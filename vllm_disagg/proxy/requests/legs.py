@@ -24,6 +24,7 @@ it.
 from __future__ import annotations
 
 import asyncio
+import time
 
 from ...fleet.grants import (
     MARGIN_SECONDS,
@@ -41,7 +42,6 @@ from ..membership.discovery import NIXL_PREFILL, params_in
 from ..routing.fleet import Instance
 from ..routing.pairing import InstancePair
 from ..settings import ProxySettings
-from ..telemetry.meter import now as monotonic_now
 from ..telemetry.metrics import Metrics
 from ..telemetry.tracing import Tracing
 from .attempt import Attempt, AttemptFailure, Leg, LegName, LegOutcome
@@ -120,7 +120,9 @@ class LegRunner:
 
     async def _run_concurrently(self, attempt: Attempt, pair: InstancePair) -> LegOutcome:
         """Runs both legs; returns D's answer, or the first failure or refusal."""
-        prefill_grant, decode_grant = mint_grants(self._key, pair, self._prefill_timeout, _now())
+        prefill_grant, decode_grant = mint_grants(
+            self._key, pair, self._prefill_timeout, time.monotonic()
+        )
         prefill_body = attempt.context.body.prefill_body({REQUEST_KEY: prefill_grant})
         decode_body = attempt.context.body.decode_body({REQUEST_KEY: decode_grant})
         prefill = attempt.start_prefill_leg(
@@ -145,13 +147,12 @@ class LegRunner:
     async def _prefill_leg(self, attempt: Attempt, pair: InstancePair, body: bytes) -> LegOutcome:
         """Runs a prefill leg within its timeout."""
         instance = pair.prefill
-        started_at = _now()
-        began = monotonic_now()
+        began = time.monotonic()
         try:
             with self._prefill_limit.start():
                 answer = await self._send(attempt, "prefill", instance, body)
         except TimeoutError:
-            leg = Leg("prefill", instance, started_at)
+            leg = Leg("prefill", instance, began)
             return attempt.record_failure(
                 leg, "timeout", f"no answer within {self._prefill_timeout:g} s"
             )
@@ -161,7 +162,7 @@ class LegRunner:
             attempt.progress.failed_instances.append(instance)
             return AttemptFailure("prefill", "busy", "it answered 429", answer)
         if answer.status == 200:
-            seconds = monotonic_now() - began
+            seconds = time.monotonic() - began
             self._metrics.prefill_leg.observe(seconds)
             instance.prefill_times.add(pair.uncached_bytes, seconds)
             attempt.prompt_computed(pair)
@@ -177,7 +178,7 @@ class LegRunner:
         if isinstance(answer, AttemptFailure) or answer.status != 200:
             return answer
         content = await answer.read()
-        problem = verify_prefill(attempt.context.request.path, pair, content, _now())
+        problem = verify_prefill(attempt.context.request.path, pair, content, time.monotonic())
         if problem:
             return AttemptFailure("prefill", "stale", problem)
         if attempt.first_token:
@@ -188,7 +189,7 @@ class LegRunner:
         self, attempt: Attempt, name: LegName, instance: Instance, body: bytes
     ) -> LegOutcome:
         """Sends a leg; returns when its answer has started (a stream) or is complete (all else)."""
-        leg = Leg(name, instance, _now())
+        leg = Leg(name, instance, time.monotonic())
         instance.step_monitor.on_request_sent(leg.sent_at)
         try:
             answer, error_event = await self._exchange(attempt, leg, body)
@@ -198,7 +199,7 @@ class LegRunner:
         problem = await find_problem(attempt.context, leg, answer, error_event, self._completeness)
         if problem:
             return attempt.record_failure(leg, problem.reason, problem.detail, problem.answer)
-        now = _now()
+        now = time.monotonic()
         instance.on_leg_succeeded(now)
         if answer.status == 200:
             instance.step_monitor.on_step_seen(now)
@@ -301,7 +302,3 @@ def _is_computed(prefill: asyncio.Task[LegOutcome]) -> bool:
 
 def _is_refusal(outcome: LegOutcome) -> bool:
     return isinstance(outcome, UpstreamResponse) and 400 <= outcome.status < 500
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

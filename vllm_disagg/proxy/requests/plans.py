@@ -11,7 +11,7 @@ were given back. So a request in the prefill queue gets a place that becomes fre
 
 from __future__ import annotations
 
-import asyncio
+import time
 
 from ..http.error_replies import RequestFailed
 from ..routing.fleet import Fleet, Instance
@@ -28,7 +28,6 @@ from ..routing.policies import Policy
 from ..routing.prefill_queue import QueueFull, QueueTimeout
 from ..routing.queues import Queues
 from ..settings import ProxySettings
-from ..telemetry.meter import now as monotonic_now
 from ..telemetry.metrics import Metrics
 from .attempt import Attempt, AttemptFailure, AttemptPlan, RequestContext
 from .failover import (
@@ -89,7 +88,7 @@ class AttemptPlans:
             await self._decode_wait.wait(context.query)
         except QueueFull as error:
             raise RequestFailed(429, str(error), retry_after=1) from None
-        context.meter.queue_seconds = monotonic_now() - context.meter.began
+        context.meter.queue_seconds = time.monotonic() - context.meter.began
 
     def _needs_one_instance(self, context: RequestContext) -> bool:
         """Whether one decode instance serves the request alone."""
@@ -100,7 +99,7 @@ class AttemptPlans:
 
     def _spill_instance(self, context: RequestContext) -> Instance | None:
         """Returns an idle decode instance if every prefill instance is full."""
-        now = _now()
+        now = time.monotonic()
         choice = choose(self._fleet, self._policy, self._concurrency, context.query, now)
         if choice != "busy":
             return None
@@ -118,7 +117,7 @@ class AttemptPlans:
         except QueueTimeout as error:
             raise RequestFailed(503, str(error), retry_after=5) from None
         finally:
-            waited = monotonic_now() - context.meter.began
+            waited = time.monotonic() - context.meter.began
             self._metrics.queue.observe(waited)
             context.meter.queue_seconds = waited
         if not pair and self._fleet.with_role("prefill"):
@@ -127,7 +126,7 @@ class AttemptPlans:
 
     def _take_any_decode(self, context: RequestContext) -> Instance:
         """Returns a decode instance with its place taken; raises RequestFailed."""
-        decode = choose_decode(self._fleet, self._policy, _now(), query=context.query)
+        decode = choose_decode(self._fleet, self._policy, time.monotonic(), query=context.query)
         if not decode:
             raise RequestFailed(503, "no decode instance can be used at the moment", retry_after=5)
         self.take_places(context, decode)
@@ -140,7 +139,7 @@ class AttemptPlans:
         context = attempt.context
         progress = attempt.progress
         progress.on_attempt_failed(failure.reason, context.client.started)
-        now = _now()
+        now = time.monotonic()
         failed = progress.failed_instances
         # A server that fails one rank has often died with all of them: another server goes first.
         avoided = (self._fleet.with_other_ranks(failed), failed)
@@ -183,7 +182,7 @@ class AttemptPlans:
         if isinstance(plan, InstancePair):
             self._prefill_queue.take(plan)
         else:
-            record_choice(self._fleet, self._policy, context.query, _now(), plan)
+            record_choice(self._fleet, self._policy, context.query, time.monotonic(), plan)
             plan.add_request(context.query.prompt_bytes)
 
 
@@ -192,7 +191,3 @@ def _fallback_reason(failure: AttemptFailure, history: AttemptHistory) -> str:
     if failure.leg == "prefill":
         return f"prefill_{failure.reason}"
     return "decode_in_stream" if history.answer_started else "decode_failed"
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

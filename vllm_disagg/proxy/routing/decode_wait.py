@@ -10,6 +10,7 @@ it.
 from __future__ import annotations
 
 import asyncio
+import time
 
 from .fleet import MAX_SILENCE_SECONDS, NOT_PROBED, SILENT, Fleet
 from .pairing import choose_decode
@@ -37,8 +38,7 @@ class DecodeWait:
 
         Raises QueueFull.
         """
-        loop = asyncio.get_running_loop()
-        came_at = loop.time()
+        came_at = time.monotonic()
         if not self._seconds_left(query, came_at):
             return
         if self._waiting >= self._max_waiting:
@@ -59,7 +59,7 @@ class DecodeWait:
 
     def _seconds_left(self, query: RoutingQuery, came_at: float) -> float:
         """Returns how long a query that came at `came_at` waits on at most; 0: not at all."""
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         silent_since = [
             decode.state_since
             for decode in self._fleet.with_role("decode")

@@ -15,6 +15,7 @@ waits for a full instance delays no request for another.
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 
 from ...errors import DisaggError
@@ -64,16 +65,15 @@ class PrefillQueue:
 
     def backlog_seconds(self) -> float:
         """Returns how long one prefill instance needs for all prompts that wait or run."""
-        return self.backlog.seconds(asyncio.get_running_loop().time())
+        return self.backlog.seconds(time.monotonic())
 
     async def acquire(self, query: RoutingQuery, priority: int = 0) -> InstancePair | None:
         """Returns a pair with its places taken, or None if no two instances fit.
 
         Raises QueueFull or QueueTimeout.
         """
-        loop = asyncio.get_running_loop()
         if not self._queues or self._queue_key(query) not in self._queues:
-            choice = self._choose(query, loop.time())
+            choice = self._choose(query, time.monotonic())
             if choice == "none":
                 return None
             if choice != "busy":
@@ -81,11 +81,12 @@ class PrefillQueue:
                 return choice
         if len(self) >= self._max_waiting:
             raise QueueFull(f"{len(self)} requests wait already")
+        result = asyncio.get_running_loop().create_future()
         waiting = _WaitingRequest(
-            query, self._queue_key(query), self._uncached_bytes(query), loop.create_future()
+            query, self._queue_key(query), self._uncached_bytes(query), result
         )
         queue = self._queues.setdefault(waiting.queue_key, PriorityQueue())
-        queue.add(waiting, priority, loop.time())
+        queue.add(waiting, priority, time.monotonic())
         self.backlog.on_queued(waiting.uncached_bytes)
         pair = None
         try:
@@ -112,20 +113,20 @@ class PrefillQueue:
 
     def take(self, pair: InstancePair) -> None:
         """Takes the places of a pair; `release` gives back the one at P."""
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         pair.take(self._fleet, self._policy, now)
         self.backlog.on_leg_started(pair.prefill, pair.uncached_bytes, now)
 
     def release(self, pair: InstancePair) -> None:
         """Ends a pair's prefill leg, and serves waiting requests."""
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         pair.release_prefill()
         self.backlog.on_leg_ended(pair.prefill, pair.uncached_bytes, now)
         self.wake()
 
     def wake(self) -> None:
         """Serves waiting requests after any change of the fleet."""
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         queues = list(self._queues.values())
         while queues:
             queue = min(queues, key=lambda q: q.next_key)

@@ -145,7 +145,7 @@ class ConnectorStats(KVConnectorStats):
 
     def _add_labelled(self, name: str, counts: Mapping[str, float]) -> None:
         """Adds counts to one of `LABELLED_COUNTS`, by the values of its label."""
-        totals = self.data[name]
+        totals = self.data.setdefault(name, {})  # that of an older worker lacks some
         for label, count in counts.items():
             totals[label] = totals.get(label, 0) + count
 

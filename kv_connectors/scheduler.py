@@ -194,7 +194,8 @@ class SchedulerSide:
     def on_request_arrived(self, request: Request) -> None:
         """Makes the leg of a new request."""
         # vLLM's API server took the request then, by the clock of the day.
-        seconds = time.time() - request.arrival_time
+        arrived_at = getattr(request, "arrival_time", None)
+        seconds = time.time() - arrived_at if arrived_at is not None else 0.0
         self._step_profile.on_arrived(request.request_id, time.monotonic(), seconds)
         self._admit(request, before_lookup=True)
         if request.request_id not in self._admitted:

@@ -62,9 +62,10 @@ class StepProfile:
             return
         composition = self._in_flight.popleft()
         # After its last request an engine may end a step whose token vLLM drops.
-        if composition is not None and self._busy_since is not None:
-            self._sums.add((*composition, now - self._busy_since))
+        if self._busy_since is not None:
             self._last_step = (self._busy_since, now)
+            if composition is not None:
+                self._sums.add((*composition, now - self._busy_since))
         self._busy_since = now if self._unfinished else None
 
     def take(self, now: float) -> tuple[dict[str, float], dict[str, float]]:

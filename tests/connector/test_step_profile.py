@@ -107,6 +107,16 @@ def test_a_request_waits_for_the_running_step_only(seconds: float, waited: float
     assert arrivals.get("arrivals*seconds", 0.0) == pytest.approx(waited)
 
 
+def test_a_request_waits_for_a_step_with_drafts_too() -> None:
+    profile = StepProfile()
+    profile.on_arrived("a", 10.0, 0.0)
+    profile.on_scheduled(step(cached={"a": (30, 3)}, drafts={"a": [1, 2]}))
+    profile.on_step_ended(10.5)
+    profile.on_arrived("b", 10.5, 0.2)
+    steps, arrivals = profile.take(12.0)
+    assert not steps and arrivals["arrivals*seconds"] == pytest.approx(0.2)
+
+
 def test_a_request_that_comes_after_a_step_waits_for_none() -> None:
     profile = StepProfile()
     profile.on_arrived("a", 10.0, 0.0)

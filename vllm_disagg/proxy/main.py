@@ -145,7 +145,7 @@ async def serve(
             _end(running, members)
     finally:
         members.close()
-        await asyncio.to_thread(recorder.shut)  # may wait for a collector of spans
+        await recorder.shut()
 
 
 def _queues(settings: ProxySettings, fleet: Fleet, policy: Policy) -> Queues:

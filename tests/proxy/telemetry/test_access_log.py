@@ -56,6 +56,7 @@ async def test_lines_that_a_full_disk_refuses_are_counted(
     log.log_loss()
     assert losses(caplog)[1:] == [f"{said}; 3 lines are lost"]
     log.write({"id": "three"})
+    log.flush()
     log.close()
     assert losses(caplog)[2:] == [f"{said}; 1 lines are lost"]
 
@@ -69,6 +70,7 @@ async def test_lost_lines_are_reported_without_further_ones(
     async with asyncio.timeout(5):
         while not losses(caplog):
             await asyncio.sleep(0.01)
+    log.flush()
     log.close()
     assert len(losses(caplog)) == 1
 
@@ -100,6 +102,7 @@ async def test_a_line_that_was_cut_spoils_no_other(
     disk.room = 1000
     log.reopen()  # the same file
     log.write({"id": "three"})
+    log.flush()
     log.close()
     found = [json.loads(line)["id"] for line in path.read_text().splitlines() if is_whole(line)]
     kept = ["one", "two"][: (room + 1) // 13]  # a line whose end alone was cut gets it later
@@ -125,8 +128,31 @@ async def test_a_new_file_begins_with_a_line(
     path.rename(tmp_path / "old")
     log.reopen()
     log.write({"id": "two"})
+    log.flush()
     log.close()
     assert path.read_text() == '{"id":"two"}\n'
+
+
+async def test_what_a_rotated_file_has_lost_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(access_log.time, "monotonic", lambda: now[0])
+    path = tmp_path / "access.log"
+    path.symlink_to(FULL)
+    log = AccessLog(str(path))
+    write(log, "one")
+    log.log_loss()
+    write(log, "two", "three")
+    path.unlink()
+    log.reopen()
+    assert len(losses(caplog)) == 1
+    now[0] += access_log.LOSS_PERIOD_SECONDS
+    write(log, "four")
+    log.log_loss()
+    assert losses(caplog)[1:] == [f"access log: {path}: No space left on device; 2 lines are lost"]
+    log.close()
+    assert path.read_text() == '{"id":"four"}\n'
 
 
 async def test_a_rotated_file_is_closed_and_its_room_is_free_again(
@@ -143,6 +169,7 @@ async def test_a_rotated_file_is_closed_and_its_room_is_free_again(
         while str(tmp_path / "old") in open_files():
             await asyncio.sleep(0.01)
     assert str(path) in open_files()
+    log.flush()
     log.close()
     assert (tmp_path / "old").read_text() == '{"id":"one"}\n' * 20
 
@@ -163,6 +190,7 @@ async def test_refused_lines_are_not_written_later(tmp_path: Path) -> None:
     path.unlink()
     log.reopen()
     log.write({"id": "two"})
+    log.flush()
     log.close()
     assert path.read_text() == '{"id":"two"}\n'
 
@@ -176,6 +204,7 @@ async def test_a_log_that_cannot_be_opened_anew_goes_on(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         log.reopen()
     log.write({"id": "two"})
+    log.flush()
     log.close()
     text = (tmp_path / "moved" / "access.log").read_text()
     assert text == '{"id":"one"}\n{"id":"two"}\n'
@@ -202,6 +231,7 @@ async def test_a_pipe_that_nobody_reads_is_refused_at_once(tmp_path: Path) -> No
     try:
         written = AccessLog(str(path))
         written.write({"status": 200})
+        written.flush()
         written.close()
         assert json.loads(os.read(reader, 100)) == {"status": 200}
     finally:
@@ -268,7 +298,49 @@ def test_a_writer_ends_its_thread_and_closes_its_file(tmp_path: Path) -> None:
 def test_what_is_written_late_is_counted_as_lost_at_the_end(pipe: NarrowPipe) -> None:
     writer = LineWriter(pipe.path.open("w"), closes=True)
     writer.write([b"x" * 2000 for _ in range(8)])
-    writer.end(0.1)
+    writer.end()
+    writer.join(0.1)
     lost, reason = writer.take_loss()
     assert 1 <= lost <= 6 and reason == line_writer.NO_ROOM
-    assert len(pipe.lines(lambda: writer.wait(0))) == 8 - lost + 1
+    writer.write([b"later"])
+    assert writer.take_loss() == (1, line_writer.ENDED)
+
+
+@pytest.mark.parametrize("error", [ValueError("closed"), MemoryError(), OSError(errno.EIO, "I/O")])
+def test_no_error_ends_the_thread_that_writes(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int, data: bytes) -> int:
+        raise error
+
+    writer = LineWriter((tmp_path / "file").open("w"), closes=True)
+    monkeypatch.setattr(line_writer, "os", SimpleNamespace(**{**vars(os), "write": fail}))
+    writer.write([b"one", b"two"])
+    assert writer.wait(5) and writer.take_loss()[0] == 2
+    monkeypatch.setattr(line_writer, "os", os)
+    writer.write([b"three"])
+    writer.end()
+    writer.join(5)
+    assert (tmp_path / "file").read_bytes() == b"three\n"
+
+
+def test_a_pipe_that_does_not_block_is_waited_for(pipe: NarrowPipe) -> None:
+    file = pipe.path.open("w")
+    os.set_blocking(file.fileno(), False)  # as another process with the same terminal may do
+    writer = LineWriter(file, closes=True)
+    lines = [b"z" * 900 for _ in range(40)]
+    writer.write(lines)
+    writer.end()
+    assert pipe.lines(lambda: writer.wait(0)) == [*lines, b""]
+    assert writer.take_loss()[0] == 0
+
+
+def test_a_log_without_a_thread_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(ConfigError, match="a log needs a thread: can't start new thread"):
+        AccessLog(str(tmp_path / "access.log"))

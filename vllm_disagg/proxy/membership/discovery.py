@@ -37,6 +37,7 @@ from ...fleet.grants import (
     REFUSED_KEY,
     REQUEST_KEY,
     VERSION,
+    WHOLE_KEY,
     Grant,
     mint,
     new_transfer,
@@ -535,9 +536,9 @@ class Discovery:
             self._nudges[instance] = asyncio.create_task(self._request_one_token(instance))
 
     async def _request_one_token(self, instance: Instance) -> None:
-        body = msgspec.json.encode(
-            {"model": instance.model, "prompt": "probe", "max_tokens": 1, "temperature": 0}
-        )
+        fields = {"model": instance.model, "prompt": "probe", "max_tokens": 1, "temperature": 0}
+        params = {"kv_transfer_params": {WHOLE_KEY: True}} if instance.engine else {}
+        body = msgspec.json.encode({**fields, **params})
         # A failure shows nothing about the engine.
         with contextlib.suppress(Unreachable, TimeoutError, _UnexpectedAnswer):
             await self._request(

@@ -44,9 +44,10 @@ class AccessLog:
         self._lines: list[bytes] = []
         self._loss_logged_at = -LOSS_PERIOD_SECONDS
         self._file: TextIO | None = None
-        if path:
+        self._writers: list[LineWriter] = []  # of earlier files, until they have their lines; then
+        if path:  # that of the present one
             self._file = sys.stdout if path == "-" else self._open()
-            self._writer = self._writer_of(self._file)
+            self._writers.append(self._writer_of(self._file))
 
     @property
     def is_on(self) -> bool:
@@ -61,31 +62,28 @@ class AccessLog:
 
     def flush(self) -> None:
         """Has all lines added so far written, and logs later how many are lost."""
-        if self._hand_over():
-            asyncio.get_running_loop().call_later(FLUSH_SECONDS, self.log_loss)
-
-    def _hand_over(self) -> bool:
-        """Gives all lines to the writer; returns whether there are any."""
         lines = self._lines
         self._lines = []
-        if lines and self._file:
-            self._writer.write(lines)
-        return bool(lines)
+        if lines and self._writers:
+            self._writers[-1].write(lines)
+            asyncio.get_running_loop().call_later(FLUSH_SECONDS, self.log_loss)
 
     def log_loss(self) -> None:
         """Logs how many lines are lost, unless the last log line about them is recent."""
-        if self._file and time.monotonic() - self._loss_logged_at >= LOSS_PERIOD_SECONDS:
-            self._log_loss(self._writer)
+        if time.monotonic() - self._loss_logged_at >= LOSS_PERIOD_SECONDS:
+            self._log_loss()
 
-    def _log_loss(self, writer: LineWriter) -> None:
-        lost, reason = writer.take_loss()
-        if lost:
-            log.error("access log: %s: %s; %d lines are lost", self._path, reason, lost)
+    def _log_loss(self) -> None:
+        losses = [loss for writer in self._writers if (loss := writer.take_loss())[0]]
+        self._writers = [w for w in self._writers[:-1] if not w.is_idle] + self._writers[-1:]
+        if losses:
+            total = sum(lost for lost, _ in losses)
+            log.error("access log: %s: %s; %d lines are lost", self._path, losses[-1][1], total)
             self._loss_logged_at = time.monotonic()
 
     def wait(self, seconds: float) -> bool:
         """Waits until no flushed line is left to write; returns whether it is so."""
-        return self._writer.wait(seconds)
+        return not self._writers or self._writers[-1].wait(seconds)
 
     def reopen(self) -> None:
         """Opens the file of this name anew, as after a rotation. Earlier lines go to the old one.
@@ -100,19 +98,23 @@ class AccessLog:
         if os.path.samestat(os.fstat(self._file.fileno()), os.fstat(renewed.fileno())):
             renewed.close()
             return
-        self._writer.end()
+        writer = self._writer_of(renewed)
+        self._writers[-1].end()
+        self._writers.append(writer)
         self._file = renewed
-        self._writer = self._writer_of(renewed)
+        self.log_loss()
 
     def close(self) -> None:
-        """Writes the last lines and closes the file; standard output stays open.
+        """Writes the flushed lines and closes the file; standard output stays open.
 
         It takes up to LAST_SECONDS where the file is slow.
         """
-        self._hand_over()
-        if self._file:
-            self._writer.end(LAST_SECONDS)
-            self._log_loss(self._writer)
+        until = time.monotonic() + LAST_SECONDS
+        for writer in self._writers:
+            writer.end()
+        for writer in self._writers:
+            writer.join(until - time.monotonic())
+        self._log_loss()
         self._file = None
 
     def _open(self) -> TextIO:

@@ -2,20 +2,29 @@
 
 Lines that cannot be written, as on a full disk or to a pipe whose reader stands still, are lost and
 counted.
+
+The writing thread and the others share no lock. Either may run a finalizer that logs, and so wait
+for the other. Each number has one side that changes it.
 """
 
 from __future__ import annotations
 
 import os
+import queue
 import select
 import threading
-from collections import deque
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TextIO
 
-MAX_WAITING_BYTES = 1 << 20  # of lines that the file has not taken yet
+from ...errors import ConfigError
+
+MAX_WAITING_BYTES = 16 << 20  # of lines that the file has not taken yet
+LOOK_SECONDS = 0.005
 NEWLINE = ord("\n")
 NO_ROOM = "it takes lines too slowly"
+ENDED = "it is closed"
 
 
 class LineWriter:
@@ -25,102 +34,151 @@ class LineWriter:
     are written at once, and no line is cut by another process's.
     """
 
-    def __init__(self, file: TextIO, *, closes: bool) -> None:
-        """`closes`: whether the file is closed after the last line."""
+    def __init__(
+        self,
+        file: TextIO,
+        *,
+        closes: bool,
+        line_of_loss: Callable[[int, str], bytes] | None = None,
+    ) -> None:
+        """Starts the thread. Raises ConfigError if there can be no more threads.
+
+        `closes`: whether the file is closed after the last line. `line_of_loss`: makes a line about
+        lost lines, which precedes the next one that is written. None: `take_loss` is called.
+        """
         self._file = file
+        self._descriptor = file.fileno()
         self._closes = closes
-        self._changed = threading.Condition()
-        self._waiting: deque[bytes] = deque()
-        self._waiting_bytes = 0
-        self._is_writing = False
-        self._is_ending = False
-        self._lost = 0  # lines since `take_loss`
-        self._reason = ""  # of the last loss
+        self._line_of_loss = line_of_loss
+        self._waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # None: the end
+        self._is_ended = False
+        # Changed by those who add lines.
+        self._added = 0  # lines
+        self._added_bytes = 0
+        self._refused = 0  # lines
+        # Changed by the thread.
+        self._next: bytes | None = b""  # the line that had no room in the last write
+        self._has_next = False  # whether there is one
+        self._done = 0  # lines: written or lost
+        self._done_bytes = 0
+        self._failed = 0  # lines
         self._is_torn = False  # the file ends inside a line, which a full disk has cut
-        self._thread: threading.Thread | None = None  # from the first line on
+        # Changed by the one side that tells of losses.
+        self._told = 0  # lines
+        self._reason = ""  # of the last loss; by either side
+        self._thread = threading.Thread(target=self._run, name="line writer", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            if closes:
+                file.close()
+            raise ConfigError(f"a log needs a thread: {error}") from None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no line waits for the file."""
+        return self._done == self._added
 
     def write(self, lines: list[bytes]) -> None:
         """Adds lines, each without its end. Those beyond MAX_WAITING_BYTES are lost."""
-        with self._changed:
-            for line in lines:
-                if self._waiting and self._waiting_bytes + len(line) >= MAX_WAITING_BYTES:
-                    self._lost += 1
-                    self._reason = NO_ROOM
-                else:
-                    self._waiting.append(line)
-                    self._waiting_bytes += len(line) + 1
-            self._changed.notify_all()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="line writer", daemon=True)
-            self._thread.start()
+        for line in lines:
+            if self._is_ended:
+                self._refuse(ENDED)
+            elif self._added_bytes - self._done_bytes >= MAX_WAITING_BYTES:
+                self._refuse(NO_ROOM)
+            else:
+                self._added += 1
+                self._added_bytes += len(line)
+                self._waiting.put(line)
+
+    def _refuse(self, reason: str) -> None:
+        self._reason = reason
+        self._refused += 1
 
     def take_loss(self) -> tuple[int, str]:
         """Returns how many lines are lost since the last call, and why."""
-        with self._changed:
-            lost = self._lost
-            self._lost = 0
-            return lost, self._reason
+        lost = self._lost
+        self._told += lost
+        return lost, self._reason
+
+    @property
+    def _lost(self) -> int:
+        return self._refused + self._failed - self._told
 
     def wait(self, seconds: float) -> bool:
-        """Waits until the file has all lines, or they are lost; returns whether it is so."""
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: not self._waiting and not self._is_writing, seconds
-            )
+        """Waits until each line is written or lost; returns whether it is so."""
+        until = time.monotonic() + seconds
+        while not self.is_idle and time.monotonic() < until:
+            time.sleep(LOOK_SECONDS)
+        return self.is_idle
 
-    def end(self, seconds: float = 0.0) -> None:
-        """Has the thread end after the last line. Without time for them, waiting lines are lost.
+    def end(self) -> None:
+        """Has the thread end after the last line. Later lines are lost."""
+        if not self._is_ended:
+            self._is_ended = True
+            self._waiting.put(None)
 
-        Nothing may be added later. 0: it takes its time, and no line is lost for want of it.
-        """
-        with self._changed:
-            self._is_ending = True
-            self._changed.notify_all()
-        if self._thread is None:
-            self._close()
-        elif seconds and not self.wait(seconds):
-            with self._changed:
-                self._lost += len(self._waiting)
-                self._reason = NO_ROOM
-                self._waiting.clear()
+    def join(self, seconds: float) -> None:
+        """Waits for the end of the thread, and counts the lines that need more time as lost."""
+        self._thread.join(max(0.0, seconds))
+        if waiting := self._added - self._done:
+            self._refused += waiting
+            self._reason = NO_ROOM
 
     def _run(self) -> None:
         while lines := self._next_lines():
-            self._write_at_once(lines)
-        self._close()
+            try:
+                self._write_at_once(lines)
+            finally:
+                self._done_bytes += sum(map(len, lines))
+                self._done += len(lines)
+        if self._line_of_loss and self._lost:
+            self._write_at_once([])
+        if self._closes:
+            with suppress(OSError):  # of a disk that reports at the end that it is full
+                self._file.close()
 
     def _next_lines(self) -> list[bytes]:
         """Waits for lines; returns those that a pipe takes at once, none after the last ones."""
-        with self._changed:
-            self._is_writing = False
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._waiting or self._is_ending)
-            lines: list[bytes] = []
-            size = int(self._is_torn)
-            while self._waiting and (not lines or size + len(self._waiting[0]) < select.PIPE_BUF):
-                line = self._waiting.popleft()
-                lines.append(line)
-                size += len(line) + 1
-                self._waiting_bytes -= len(line) + 1
-            self._is_writing = bool(lines)
-            return lines
+        lines: list[bytes] = []
+        size = 0
+        while True:
+            if not self._has_next:
+                try:
+                    self._next = self._waiting.get(block=not lines)
+                except queue.Empty:
+                    return lines
+                self._has_next = True
+            # The end stays the next one.
+            if self._next is None or (lines and size + len(self._next) >= select.PIPE_BUF):
+                return lines
+            lines.append(self._next)
+            size += len(self._next) + 1
+            self._has_next = False
 
     def _write_at_once(self, lines: list[bytes]) -> None:
         """Writes past the file's buffer, which keeps and repeats what a full disk refused."""
         # The rest of a file whose last line was cut must be lines again.
-        start = b"\n" if self._is_torn else b""
-        rest = memoryview(start + b"\n".join(lines) + b"\n")
+        text = b"\n" if self._is_torn else b""
+        lost = self._lost if self._line_of_loss else 0
+        if self._line_of_loss and lost:
+            text += self._line_of_loss(lost, self._reason) + b"\n"
+        rest = memoryview(text + b"".join(line + b"\n" for line in lines))
         try:
             while rest:
-                written = os.write(self._file.fileno(), rest)
-                self._is_torn = rest[written - 1] != NEWLINE
-                rest = rest[written:]
-        except OSError as error:
-            with self._changed:
-                self._lost += min(len(lines), bytes(rest).count(b"\n"))
-                self._reason = error.strerror or str(error)
+                rest = self._write_part(rest)
+        except Exception as error:  # whatever it is, the thread goes on
+            self._failed += min(len(lines), bytes(rest).count(b"\n"))
+            self._reason = getattr(error, "strerror", None) or str(error)
+        else:
+            self._told += lost
 
-    def _close(self) -> None:
-        if self._closes:
-            with suppress(OSError):  # of a disk that reports at the end that it is full
-                self._file.close()
+    def _write_part(self, rest: memoryview) -> memoryview:
+        """Returns the text without what the file has taken."""
+        try:
+            written = os.write(self._descriptor, rest)
+        except BlockingIOError:  # another process with this file wanted it so
+            select.select([], [self._descriptor], [])
+            return rest
+        self._is_torn = rest[written - 1] != NEWLINE
+        return rest[written:]

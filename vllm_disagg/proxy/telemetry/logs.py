@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 from datetime import UTC, datetime
 from typing import TextIO
@@ -55,37 +56,44 @@ class LineHandler(logging.Handler):
     """Writes each record to a stream, and how many are lost as soon as others are written again."""
 
     def __init__(self, stream: TextIO) -> None:
-        """`stream`: stays open."""
+        """`stream`: stays open. Raises ConfigError if there can be no more threads."""
         super().__init__()
-        self._writer = LineWriter(stream, closes=False)
+        self._stream = stream
+        self._writer = LineWriter(stream, closes=False, line_of_loss=self._line_of_loss)
+        self._is_closed = False
 
     @property
     def is_idle(self) -> bool:
-        """Returns whether no line waits for the stream."""
-        return self._writer.wait(0)
+        """Whether no line waits for the stream."""
+        return self._writer.is_idle
 
     def emit(self, record: logging.LogRecord) -> None:
         """Adds the line of a record; it is written soon, unless the stream is slow."""
         try:
-            if self.is_idle:
-                self._tell_loss()
-            self._add(record)
+            line = self._line(record)
+            if self._is_closed:  # at the very end of the process
+                os.write(self._stream.fileno(), line + b"\n")
+            else:
+                self._writer.write([line])
         except Exception:  # a wrong call of the log, as in logging's own handlers
             self.handleError(record)
 
     def close(self) -> None:
         """Writes the last lines, unless they take too long."""
-        self._writer.end(LAST_SECONDS)
+        if not self._is_closed:
+            self._is_closed = True
+            self._writer.end()
+            self._writer.join(LAST_SECONDS)
         super().close()
 
-    def _tell_loss(self) -> None:
-        lost, reason = self._writer.take_loss()
-        if lost:
-            words = "%d lines of this log are lost: %s"
-            self._add(log.makeRecord(log.name, logging.ERROR, "", 0, words, (lost, reason), None))
+    def _line(self, record: logging.LogRecord) -> bytes:
+        return self.format(record).encode(errors="backslashreplace")
 
-    def _add(self, record: logging.LogRecord) -> None:
-        self._writer.write([self.format(record).encode(errors="backslashreplace")])
+    def _line_of_loss(self, lost: int, reason: str) -> bytes:
+        words = "%d lines of this log are lost: %s"
+        return self._line(
+            log.makeRecord(log.name, logging.ERROR, "", 0, words, (lost, reason), None)
+        )
 
 
 def set_up(level: str, log_format: LogFormat, worker: int | None = None) -> None:

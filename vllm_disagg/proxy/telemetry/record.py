@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
 
@@ -129,11 +130,13 @@ class RequestRecorder:
                 }
             )
 
-    def shut(self) -> None:
-        """Writes buffered lines, and closes the access log and the tracer."""
+    async def shut(self) -> None:
+        """Writes the lines of the last requests, and closes the access log and the tracer."""
         self._failed.end_period()
-        self._log.close()
-        self._tracing.close()
+        self._log.flush()
+        # They may wait for a slow file, or for a collector of spans.
+        await asyncio.to_thread(self._log.close)
+        await asyncio.to_thread(self._tracing.close)
 
 
 def _recent(

@@ -59,11 +59,11 @@ def parsed(*flags: str) -> argparse.Namespace:
     ],
 )
 def test_bad_settings_are_one_line(
-    flags: list[str], word: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    flags: list[str], word: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm_disagg.proxy.main._until_signal", lambda _: pytest.fail("it starts"))
     assert run(parsed(*flags)) == 2
-    error = capsys.readouterr().err
+    error = capfd.readouterr().err
     assert error.startswith("vllm-disagg proxy: ") and error.count("\n") == 1 and word in error
 
 

@@ -304,6 +304,8 @@ def test_what_is_written_late_is_counted_as_lost_at_the_end(pipe: NarrowPipe) ->
     assert 1 <= lost <= 6 and reason == line_writer.NO_ROOM
     writer.write([b"later"])
     assert writer.take_loss() == (1, line_writer.ENDED)
+    found = pipe.lines(lambda: not writer.is_running)
+    assert len(found) - 1 <= 8 - lost + 2  # those of the batch that waited, too
 
 
 @pytest.mark.parametrize("error", [ValueError("closed"), MemoryError(), OSError(errno.EIO, "I/O")])

@@ -274,10 +274,38 @@ def test_a_log_that_nobody_reads_delays_nothing_and_tells_what_it_lost(
     loss = b"%d lines of this log are lost: it takes lines too slowly" % (101 - kept)
     assert found.count(loss) == 1
     assert set(found) == {loss, b"x" * 999, b""}
-    handler.emit(record)  # at the very end of the process
-    assert pipe.lines(lambda: True) == [b"x" * 999, b""]
+    for _ in range(10):  # at the very end of the process
+        handler.emit(record)
+    assert pipe.lines(lambda: True) == [b"x" * 999, b""], "it waits for nobody"
     assert not stream.closed
     stream.close()
+    pipe.close()
+
+
+def test_lines_about_losses_cut_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three handlers stand for the workers of a proxy, with one standard error."""
+    monkeypatch.setattr(line_writer, "MAX_WAITING_BYTES", 20_000)
+    pipe = NarrowPipe(tmp_path)
+    streams = [pipe.path.open("w") for _ in range(3)]
+    handlers = [LineHandler(stream) for stream in streams]
+    texts = [f"<{'x' * (n % 40)}>" for n in range(1500)]  # many fill a page nearly
+    found: list[bytes] = []
+    for _ in range(3):
+        for handler in handlers:
+            for text in texts:
+                handler.emit(logging.LogRecord("a", logging.INFO, "", 1, text, (), None))
+        found += pipe.lines(lambda: all(handler.is_idle for handler in handlers), 4096)
+    for handler in handlers:
+        handler.close()
+    found += pipe.lines(lambda: True)
+    told = [line for line in found if b" lines of this log are lost: " in line]
+    assert len(told) > 5
+    written = [line for line in found if line not in told and line]
+    assert {line.decode() for line in written} <= set(texts)
+    lost = sum(int(line.split(b" ")[0]) for line in told)
+    assert lost + len(written) == 9 * len(texts)
+    for stream in streams:
+        stream.close()
     pipe.close()
 
 

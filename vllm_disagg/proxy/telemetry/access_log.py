@@ -74,8 +74,9 @@ class AccessLog:
             self._log_loss()
 
     def _log_loss(self) -> None:
+        earlier = [writer for writer in self._writers[:-1] if not writer.is_idle]
         losses = [loss for writer in self._writers if (loss := writer.take_loss())[0]]
-        self._writers = [w for w in self._writers[:-1] if not w.is_idle] + self._writers[-1:]
+        self._writers = earlier + self._writers[-1:]
         if losses:
             total = sum(lost for lost, _ in losses)
             log.error("access log: %s: %s; %d lines are lost", self._path, losses[-1][1], total)
@@ -104,18 +105,28 @@ class AccessLog:
         self._file = renewed
         self.log_loss()
 
+    async def shut(self) -> None:
+        """Writes the last lines and closes the file, as `close`; the loop goes on meanwhile."""
+        self.flush()
+        self._file = None
+        await asyncio.to_thread(self._end)
+        self._log_loss()
+
     def close(self) -> None:
         """Writes the flushed lines and closes the file; standard output stays open.
 
         It takes up to LAST_SECONDS where the file is slow.
         """
+        self._file = None
+        self._end()
+        self._log_loss()
+
+    def _end(self) -> None:
         until = time.monotonic() + LAST_SECONDS
         for writer in self._writers:
             writer.end()
         for writer in self._writers:
             writer.join(until - time.monotonic())
-        self._log_loss()
-        self._file = None
 
     def _open(self) -> TextIO:
         try:

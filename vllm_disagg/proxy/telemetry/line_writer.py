@@ -52,6 +52,7 @@ class LineWriter:
         self._line_of_loss = line_of_loss
         self._waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # None: the end
         self._is_ended = False
+        self._is_cut = False  # whether the lines that wait are lost
         # Changed by those who add lines.
         self._added = 0  # lines
         self._added_bytes = 0
@@ -78,6 +79,11 @@ class LineWriter:
     def is_idle(self) -> bool:
         """Whether no line waits for the file."""
         return self._done == self._added
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread has not ended."""
+        return self._thread.is_alive()
 
     def write(self, lines: list[bytes]) -> None:
         """Adds lines, each without its end. Those beyond MAX_WAITING_BYTES are lost."""
@@ -119,21 +125,28 @@ class LineWriter:
             self._waiting.put(None)
 
     def join(self, seconds: float) -> None:
-        """Waits for the end of the thread, and counts the lines that need more time as lost."""
+        """Waits for the end of the thread. Lines that need more time are lost, and counted."""
         self._thread.join(max(0.0, seconds))
         if waiting := self._added - self._done:
+            self._is_cut = True
             self._refused += waiting
             self._reason = NO_ROOM
 
+    def write_last(self, line: bytes) -> None:
+        """Writes a line without the thread, which has ended; drops it if it would have to wait."""
+        if self.is_running or len(line) >= select.PIPE_BUF:
+            return
+        if select.select([], [self._descriptor], [], 0)[1]:
+            os.write(self._descriptor, line + b"\n")
+
     def _run(self) -> None:
-        while lines := self._next_lines():
-            try:
-                self._write_at_once(lines)
-            finally:
-                self._done_bytes += sum(map(len, lines))
-                self._done += len(lines)
-        if self._line_of_loss and self._lost:
-            self._write_at_once([])
+        while (lines := self._next_lines()) and not self._is_cut:
+            self._write_all(lines)
+            self._done_bytes += sum(map(len, lines))
+            self._done += len(lines)
+        if not self._is_cut:
+            with suppress(Exception):  # there is no other place to tell it
+                self._write_loss()
         if self._closes:
             with suppress(OSError):  # of a disk that reports at the end that it is full
                 self._file.close()
@@ -141,7 +154,7 @@ class LineWriter:
     def _next_lines(self) -> list[bytes]:
         """Waits for lines; returns those that a pipe takes at once, none after the last ones."""
         lines: list[bytes] = []
-        size = 0
+        size = int(self._is_torn)
         while True:
             if not self._has_next:
                 try:
@@ -156,25 +169,38 @@ class LineWriter:
             size += len(self._next) + 1
             self._has_next = False
 
-    def _write_at_once(self, lines: list[bytes]) -> None:
-        """Writes past the file's buffer, which keeps and repeats what a full disk refused."""
-        # The rest of a file whose last line was cut must be lines again.
-        text = b"\n" if self._is_torn else b""
-        lost = self._lost if self._line_of_loss else 0
-        if self._line_of_loss and lost:
-            text += self._line_of_loss(lost, self._reason) + b"\n"
-        rest = memoryview(text + b"".join(line + b"\n" for line in lines))
+    def _write_all(self, lines: list[bytes]) -> None:
+        """Writes lines, and before them how many are lost."""
+        rest = memoryview(b"\n" * len(lines))  # each is lost until it is written
         try:
+            self._write_loss()
+            rest = self._text(lines)
             while rest:
                 rest = self._write_part(rest)
         except Exception as error:  # whatever it is, the thread goes on
             self._failed += min(len(lines), bytes(rest).count(b"\n"))
             self._reason = getattr(error, "strerror", None) or str(error)
-        else:
-            self._told += lost
+
+    def _write_loss(self) -> None:
+        """Writes a line about lost lines, by itself: with others a pipe might cut it."""
+        lost = self._lost
+        if not (lost and self._line_of_loss):
+            return
+        rest = self._text([self._line_of_loss(lost, self._reason)])
+        while rest:
+            rest = self._write_part(rest)
+        self._told += lost
+
+    def _text(self, lines: list[bytes]) -> memoryview:
+        """Returns the text of lines. After a line that was cut it begins with the end of that."""
+        start = b"\n" if self._is_torn else b""
+        return memoryview(start + b"\n".join(lines) + b"\n")
 
     def _write_part(self, rest: memoryview) -> memoryview:
-        """Returns the text without what the file has taken."""
+        """Writes past the file's buffer, which keeps and repeats what a full disk refused.
+
+        Returns the text without what the file has taken.
+        """
         try:
             written = os.write(self._descriptor, rest)
         except BlockingIOError:  # another process with this file wanted it so

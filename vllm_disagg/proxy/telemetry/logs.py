@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import sys
 from datetime import UTC, datetime
 from typing import TextIO
@@ -58,7 +57,6 @@ class LineHandler(logging.Handler):
     def __init__(self, stream: TextIO) -> None:
         """`stream`: stays open. Raises ConfigError if there can be no more threads."""
         super().__init__()
-        self._stream = stream
         self._writer = LineWriter(stream, closes=False, line_of_loss=self._line_of_loss)
         self._is_closed = False
 
@@ -72,7 +70,7 @@ class LineHandler(logging.Handler):
         try:
             line = self._line(record)
             if self._is_closed:  # at the very end of the process
-                os.write(self._stream.fileno(), line + b"\n")
+                self._writer.write_last(line)
             else:
                 self._writer.write([line])
         except Exception:  # a wrong call of the log, as in logging's own handlers

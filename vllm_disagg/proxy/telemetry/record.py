@@ -133,10 +133,8 @@ class RequestRecorder:
     async def shut(self) -> None:
         """Writes the lines of the last requests, and closes the access log and the tracer."""
         self._failed.end_period()
-        self._log.flush()
-        # They may wait for a slow file, or for a collector of spans.
-        await asyncio.to_thread(self._log.close)
-        await asyncio.to_thread(self._tracing.close)
+        await self._log.shut()
+        await asyncio.to_thread(self._tracing.close)  # may wait for a collector of spans
 
 
 def _recent(

@@ -537,6 +537,7 @@ class Discovery:
 
     async def _request_one_token(self, instance: Instance) -> None:
         fields = {"model": instance.model, "prompt": "probe", "max_tokens": 1, "temperature": 0}
+        # A connector warns of requests without parameters.
         params = {"kv_transfer_params": {WHOLE_KEY: True}} if instance.engine else {}
         body = msgspec.json.encode({**fields, **params})
         # A failure shows nothing about the engine.

@@ -26,14 +26,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from ...fleet.grants import (
-    MARGIN_SECONDS,
-    REQUEST_KEY,
-    VERSION,
-    Grant,
-    mint,
-    new_transfer,
-)
+from ...fleet.grants import MARGIN_SECONDS, REQUEST_KEY, VERSION, Grant, mint, new_transfer
 from ...fleet.keys import FleetKey
 from ..http.cancel_scope import CancelScope, TimeLimit
 from ..http.connection_pool import ConnectionPool, pool_of

@@ -17,10 +17,9 @@ from typing import TextIO
 import msgspec
 
 from ...errors import ConfigError
-from .line_writer import LineWriter
+from .line_writer import LAST_SECONDS, LineWriter
 
 FLUSH_SECONDS = 0.5  # until a line is written
-LAST_SECONDS = 1.0  # for the last lines
 LOSS_PERIOD_SECONDS = 10.0  # between two log lines about lines that were lost
 
 log = logging.getLogger(__name__)
@@ -82,9 +81,10 @@ class AccessLog:
             log.error("access log: %s: %s; %d lines are lost", self._path, losses[-1][1], total)
             self._loss_logged_at = time.monotonic()
 
-    def wait(self, seconds: float) -> bool:
-        """Waits until no flushed line is left to write; returns whether it is so."""
-        return not self._writers or self._writers[-1].wait(seconds)
+    @property
+    def is_idle(self) -> bool:
+        """Returns whether each flushed line is written or lost."""
+        return all(writer.is_idle for writer in self._writers)
 
     def reopen(self) -> None:
         """Opens the file of this name anew, as after a rotation. Earlier lines go to the old one.

@@ -13,7 +13,6 @@ import os
 import queue
 import select
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TextIO
@@ -21,7 +20,7 @@ from typing import TextIO
 from ...errors import ConfigError
 
 MAX_WAITING_BYTES = 16 << 20  # of lines that the file has not taken yet
-LOOK_SECONDS = 0.005
+LAST_SECONDS = 1.0  # for the last lines
 NEWLINE = ord("\n")
 NO_ROOM = "it takes lines too slowly"
 ENDED = "it is closed"
@@ -111,13 +110,6 @@ class LineWriter:
     def _lost(self) -> int:
         return self._refused + self._failed - self._told
 
-    def wait(self, seconds: float) -> bool:
-        """Waits until each line is written or lost; returns whether it is so."""
-        until = time.monotonic() + seconds
-        while not self.is_idle and time.monotonic() < until:
-            time.sleep(LOOK_SECONDS)
-        return self.is_idle
-
     def end(self) -> None:
         """Has the thread end after the last line. Later lines are lost."""
         if not self._is_ended:
@@ -136,7 +128,7 @@ class LineWriter:
         """Writes a line without the thread, which has ended; drops it if it would have to wait."""
         if self.is_running or len(line) >= select.PIPE_BUF:
             return
-        if select.select([], [self._descriptor], [], 0)[1]:
+        if self._takes_text(0):
             os.write(self._descriptor, line + b"\n")
 
     def _run(self) -> None:
@@ -204,7 +196,13 @@ class LineWriter:
         try:
             written = os.write(self._descriptor, rest)
         except BlockingIOError:  # another process with this file wanted it so
-            select.select([], [self._descriptor], [])
+            self._takes_text(None)
             return rest
         self._is_torn = rest[written - 1] != NEWLINE
         return rest[written:]
+
+    def _takes_text(self, milliseconds: int | None) -> bool:
+        """Returns whether a write would not wait; waits for it, without end if None."""
+        poll = select.poll()  # `select.select` takes no descriptor above 1023
+        poll.register(self._descriptor, select.POLLOUT)
+        return bool(poll.poll(milliseconds))

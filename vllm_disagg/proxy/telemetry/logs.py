@@ -17,13 +17,12 @@ import msgspec
 
 from ..flags import LogFormat
 from ..http.request import HttpRequest
-from .line_writer import LineWriter
+from .line_writer import LAST_SECONDS, LineWriter
 
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 WORKER_FORMAT = "%%(asctime)s %%(levelname)s worker %d: %%(message)s"  # with --workers
 MAX_FAILURE_LINES = 5  # in each period
 FAILURE_PERIOD_SECONDS = 1.0
-LAST_SECONDS = 1.0  # for the last lines
 
 log = logging.getLogger(__name__)
 

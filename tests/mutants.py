@@ -287,9 +287,10 @@ class Verdict(NamedTuple):
 def outcome_from(status: int | None, output: str, command: Sequence[str]) -> Outcome:
     """Read what a run of pytest has ended with; exit if it could not run.
 
-    None: it was killed at its limit. Below 0: Python has died.
+    None: it was killed at its limit. Below 0: Python has died. A thread's exception behind the last
+    test gives another status after a failed one.
     """
-    if status is None or status == 1 or status < 0:
+    if status is None or status == 1 or status < 0 or FAILED.search(output):
         return Outcome.CAUGHT
     if PASSED.search(output) and status == 0:
         return Outcome.MISSED

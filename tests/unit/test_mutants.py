@@ -204,6 +204,7 @@ assert ended.status is None and ended.seconds < 30
         (0, "3 passed, 2 skipped in 0.10s\n", Outcome.MISSED),
         (0, "s\n1 skipped in 0.10s\n", Outcome.SKIPPED),
         (5, "1 skipped in 0.10s\n", Outcome.SKIPPED),  # a whole module
+        (3, "FAILED x.py::test_a - assert\n1 failed in 0.1s\nPytestUnhandled", Outcome.CAUGHT),
         (-11, "", Outcome.CAUGHT),  # Python has died
         (None, "", Outcome.CAUGHT),  # killed at its limit
     ],

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -217,14 +218,15 @@ def test_close_waits_for_writes_into_blocks(working: Working) -> None:
     working.scatter(0)
     wait(working.has_checked(0))
     link = working.worker._links[KEY].link
-    closing = threading.Thread(target=working.worker.close)
-    closing.start()
-    wait(lambda: link.is_gone)
-    is_checked = working.has_checked(0)
-    wait(lambda: is_checked() or not closing.is_alive())
-    assert closing.is_alive()
-    working.staging.ended[0] = True
-    closing.join(30)
+    # A pool keeps what `close` raises: a thread's exception may reach pytest behind its last test.
+    with ThreadPoolExecutor() as pool:
+        closing = pool.submit(working.worker.close)
+        wait(lambda: link.is_gone)
+        is_checked = working.has_checked(0)
+        wait(lambda: is_checked() or closing.done())
+        assert not closing.done()
+        working.staging.ended[0] = True
+        closing.result(30)
     assert working.written == [True]
 
 

@@ -39,9 +39,10 @@ from planting import ROOT
 from warm_pytest import Fault, Procedure, Trial, import_what_has_no_fault, run_procedures
 
 # After which tests with a fault are killed: those that hang notice it, too.
-LIMIT_SECONDS = 120.0  # for each 100 seeds
+LIMIT_SECONDS = 20.0  # for each 100 seeds
+COLD_SECONDS = 100.0  # more for a new Python, which imports vLLM
 LIMIT_FACTOR = 5  # of the time without a fault
-HEALTHY_FACTOR = 10  # tests without a fault have more time
+HEALTHY_SECONDS = 1200.0  # for each 100 seeds: the limit of tests without a fault
 SHARED_FAULTS = 4  # from so many on that a file's tests look for, the file runs whole without one
 SHARED_SECONDS = 15.0  # for that; slower files run test by test
 PASSED = re.compile(r"^\d+ passed", re.MULTILINE)
@@ -236,7 +237,7 @@ class Health:
     def limit(self, run: Run, *, is_cold: bool) -> float:
         """Returns after how many seconds tests with a fault are killed."""
         known = [self.seconds.get((test, run.seeds, is_cold), 0.0) for test in run.tests]
-        unknown = LIMIT_SECONDS * max(1, run.seeds // FEW)
+        unknown = LIMIT_SECONDS * max(1, run.seeds // FEW) + COLD_SECONDS * is_cold
         return max(unknown, LIMIT_FACTOR * sum(known))
 
     def passes(self, test: str, seeds: int, *, is_cold: bool) -> Procedure[bool]:
@@ -248,8 +249,12 @@ class Health:
             # The file is slow, or another of its tests fails.
             self.failing.pop((file, seeds, False), None)
             self.shared -= {file}
-        limit = HEALTHY_FACTOR * LIMIT_SECONDS * max(1, seeds // FEW)
-        return (yield from self._run(test, seeds, limit, is_cold=is_cold))
+        return (yield from self._run(test, seeds, _healthy_limit(seeds), is_cold=is_cold))
+
+    def passes_now(self, test: str, seeds: int, *, is_cold: bool) -> Procedure[bool]:
+        """Returns whether a test passes without a fault; times it at the present load."""
+        self.seconds.pop((test, seeds, is_cold), None)
+        return (yield from self._run(test, seeds, _healthy_limit(seeds), is_cold=is_cold))
 
     def _run(self, test: str, seeds: int, limit: float, *, is_cold: bool) -> Procedure[bool]:
         """Runs a test without a fault, once; returns whether it passes."""
@@ -262,6 +267,10 @@ class Health:
             else:
                 self.failing[key] = ended.output
         return key in self.seconds
+
+
+def _healthy_limit(seeds: int) -> float:
+    return HEALTHY_SECONDS * max(1, seeds // FEW)
 
 
 def shared_files(mutants: Sequence[Mutant]) -> frozenset[str]:
@@ -316,11 +325,12 @@ def try_mutant(mutant: Mutant, health: Health) -> Procedure[Verdict]:
 
 
 def plant_once(
-    mutant: Mutant, run: Run, health: Health, *, is_cold: bool
+    mutant: Mutant, run: Run, health: Health, *, is_cold: bool, is_timed: bool = False
 ) -> Procedure[tuple[Outcome, str]]:
     """Run tests with a fault; return the outcome and the test that failed.
 
     Caught: this test passes without the fault. In a fork it may fail for the fork's sake.
+    `is_timed`: the tests have just run without the fault.
     """
     fault = Fault(source(ROOT, mutant.file), mutant.old, mutant.new)
     limit = health.limit(run, is_cold=is_cold)
@@ -331,13 +341,16 @@ def plant_once(
         return found, ""
     failed = FAILED.search(ended.output)
     tests = [failed[1]] if failed and "::" in failed[1] else run.tests
+    is_killed = ended.status is None
+    # What is killed may be slow for the load: it is timed without the fault at the same load.
+    passes = health.passes_now if is_killed and not is_timed else health.passes
     for test in tests:
-        if not (yield from health.passes(test, run.seeds, is_cold=is_cold)):
+        if not (yield from passes(test, run.seeds, is_cold=is_cold)):
             return Outcome.MISSED, ""
-    if ended.status is None and health.limit(run, is_cold=is_cold) > limit:
+    if is_killed and health.limit(run, is_cold=is_cold) > limit:
         # These tests are slow, with the fault or without.
-        return (yield from plant_once(mutant, run, health, is_cold=is_cold))
-    killed = "killed at its limit" if ended.status is None else f"exit status {ended.status}"
+        return (yield from plant_once(mutant, run, health, is_cold=is_cold, is_timed=True))
+    killed = "killed at its limit" if is_killed else f"exit status {ended.status}"
     return found, failed[1] if failed else killed
 
 

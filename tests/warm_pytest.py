@@ -29,6 +29,8 @@ IMPORTED_BEFORE = "ignore:Module already imported:pytest.PytestAssertRewriteWarn
 # What tests import of others. Nothing here may start a thread: a fork would not have it.
 WARM_MODULES = (
     "pytest",
+    "pytest_cov.plugin",
+    "anyio.pytest_plugin",
     "hypothesis",
     "numpy",
     "msgspec",
@@ -38,6 +40,7 @@ WARM_MODULES = (
     "yaml",
     "trustme",
     "websockets",
+    "httptools",
     "uvloop",
     "torch",
     "vllm.engine.arg_utils",
@@ -107,6 +110,9 @@ class Child:
 def import_what_has_no_fault() -> None:
     """Imports once what all forks need."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Or each fork compiles the project's modules and the tests anew.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     for name in WARM_MODULES:
         try:
             importlib.import_module(name)

@@ -166,6 +166,23 @@ def test_slow_tests_do_not_hang() -> None:
     assert ended.value.value.outcome is Outcome.CAUGHT
 
 
+def test_tests_that_were_killed_are_timed_at_the_load_of_that_time() -> None:
+    """Not by an earlier run of them or of their file, when the machine may have been idle."""
+    health = mutants.Health(shared=frozenset({"tests/x.py"}))
+    health.seconds = {("tests/x.py", mutants.FEW, False): 0.1}
+    trying = mutants.try_mutant(Mutant("x", *VERSION, "tests/x.py"), health)
+    limit = next(trying).limit_seconds
+    assert trying.send(Ended(None, "", limit, 1.0)).fault is None
+    again = trying.send(Ended(0, "1 passed\n", limit, 1.0))
+    assert again.fault is not None and again.limit_seconds == mutants.LIMIT_FACTOR * limit
+
+
+def test_a_new_python_has_time_to_import() -> None:
+    run, health = mutants.Run(["tests/x.py"]), mutants.Health()
+    more = health.limit(run, is_cold=True) - health.limit(run, is_cold=False)
+    assert more == mutants.COLD_SECONDS
+
+
 def test_parts_have_each_fault_once(capsys: pytest.CaptureFixture[str]) -> None:
     faults = [Mutant(str(number), "a", "b", "c") for number in range(20)]
     parts = [mutants.part_of(faults, 6, part) for part in range(6)]
@@ -194,6 +211,23 @@ assert ended.status is None and ended.seconds < 30
         env={"PATH": "", "PYTHONPATH": f"{ROOT}/tests"},
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_forks_share_their_bytecode() -> None:
+    """Whatever the environment says: without it each of them compiles all that it imports."""
+    script = """
+import subprocess, sys, warm_pytest
+warm_pytest.WARM_MODULES = ()
+warm_pytest.import_what_has_no_fault()
+asking = "import sys; sys.exit(sys.dont_write_bytecode)"
+subprocess.run([sys.executable, "-c", asking], check=True)
+sys.exit(sys.dont_write_bytecode)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={"PATH": "", "PYTHONPATH": f"{ROOT}/tests", "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    assert done.returncode == 0
 
 
 @pytest.mark.parametrize(

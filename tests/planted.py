@@ -1485,4 +1485,10 @@ MUTANTS: list[tuple[str, ...]] = [
     ("an instance of both roles is taken where roles are fixed", "proxy/requests/admin.py", "            if not self._roles_follow_load:\n", "            if False:\n", "tests/proxy/membership/test_members.py"),
     ("an instance of both roles changes the role of one that is named", "proxy/requests/admin.py", "role: Role = named or \"decode\"", "role: Role = \"decode\"", "tests/proxy/membership/test_members.py"),
     ("a server with ranks is added as one instance", "proxy/requests/admin.py", "if any(other != url for other in", "if any(False for other in", "tests/proxy/membership/test_members.py"),
+    ("profile: loads before the window count", "bench/handoff.py", "    before = [_metrics(url) for url in decodes]\n", "    before = [{} for _ in decodes]\n", "tests/bench/test_bench_profile.py::test_a_handoff_is_measured_through_a_proxy"),
+    ("profile: few hand-offs are enough", "bench/handoff.py", "or count < MIN_HANDOFFS", "or count < 1", "tests/bench/test_bench_profile.py::test_a_handoff_is_measured_through_a_proxy"),
+    ("profile: a slow fleet hands few prompts over", "bench/handoff.py", "sent < LEAST_PROMPTS or ", "", "tests/bench/test_bench_profile.py::test_few_prompts_take_longer_than_their_time"),
+    ("plan: a measured hand-off is not used", "planner/commands/flags.py", "    if prefill.link:\n", "    if False:\n", "tests/planner/commands/test_plan_commands.py::test_a_measured_handoff_is_the_link"),
+    ("plan: ranks read one after the other", "planner/cost/hardware.py", "float(\"inf\"), self.mean)\n        return NetworkLink(\"as measured\", ranks /", "float(\"inf\"), self.mean)\n        return NetworkLink(\"as measured\", 1 /", "tests/planner/commands/test_plan_commands.py::test_a_measured_handoff_is_the_link"),
+    ("plan: bytes that are not known have a rate", "planner/cost/hardware.py", "if not has_bytes or not", "if not", "tests/planner/commands/test_plan_commands.py::test_a_measured_handoff_is_the_link"),
 ]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import queue
+import re
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +19,10 @@ from pathlib import Path
 import pytest
 
 from vllm_disagg import cli
-from vllm_disagg.bench import instance, neighbours, profile, steps
+from vllm_disagg.bench import handoff, instance, neighbours, profile, steps
 from vllm_disagg.bench.steps import DecodeProbe, MixedProbe, PrefillProbe, Probe, StepSample
 from vllm_disagg.errors import ConfigError
+from vllm_disagg.product_sums import HANDOFF_QUANTITIES, ProductSums
 
 INFO = 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="20"} 1.0\n'
 STEP = 0.003  # seconds of any step
@@ -41,6 +44,7 @@ class Scripted(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         page = self.pages.get(self.path)
+        page = page() if callable(page) else page
         self._answer(
             404 if page is None else 200, page if isinstance(page, str) else json.dumps(page)
         )
@@ -324,6 +328,92 @@ def test_a_path_grows_with_the_prompt() -> None:
     assert steps.path_line([(32, 0.004), (512, 0.002)]) == pytest.approx((0.003, 0.0))
     assert steps.path_line([(32, -0.001)]) == (0.0, 0.0) == steps.path_line([])
     assert steps.path_line([(100, 0.0), (200, 0.002)]) == (0.001, 0.0), "neither is negative"
+
+
+class Fleet:
+    """A proxy with a prefill and a decode instance, all at one address."""
+
+    def __init__(self, url: str, engine: type[Scripted]) -> None:
+        self.rows = [{"url": url, "role": role, "usable": True} for role in ("prefill", "decode")]
+        self._asked = engine.asked
+        self.counted = 1 << 20  # of the prompts: how many the decode instance loads
+        engine.pages["/disagg/instances"] = lambda: self.rows
+        engine.pages["/metrics"] = self.metrics
+
+    def metrics(self) -> str:
+        """Returns the sums over loads of 1 ms, and of 1 us for each of 100 bytes a token."""
+        sums = ProductSums(HANDOFF_QUANTITIES)
+        for tokens in list(self._asked)[: self.counted]:
+            sums.add((1, 100 * tokens, 0.001 + 1e-6 * 100 * tokens))
+        name = "vllm:disagg_handoff_sums_total"
+        lines = [f'{name}{{product="{key}"}} {value!r}\n' for key, value in sums.take().items()]
+        return "".join([INFO, *lines])
+
+
+def test_a_handoff_is_measured_through_a_proxy(
+    engine: tuple[str, type[Scripted]],
+    neighbour: tuple[str, type[Scripted]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = Fleet(*neighbour)
+    measure_until(monkeypatch, lambda: True)
+    monkeypatch.setattr(profile, "HANDOFF_SHARE", 1 / 60)  # of 120 s
+    path = tmp_path / "points.json"
+    words = ["--output", str(path), "--handoff", neighbour[0]]
+    assert cli.main(["profile", engine[0], *words]) == 0
+    found = json.loads(path.read_text())["handoff"]
+    assert (found["seconds"], found["seconds_per_byte"]) == pytest.approx((0.001, 1e-6), rel=1e-3)
+    assert found["mean"] == pytest.approx(
+        0.001 + 1e-4 * statistics.mean(neighbour[1].asked), rel=0.1
+    )
+    assert set(neighbour[1].asked) == {94, 47, 24}, "prompts of several lengths, and 2 tokens more"
+    assert "hand-off after the prefill: " in capsys.readouterr().out
+    fleet.counted = handoff.MIN_HANDOFFS + len(neighbour[1].asked) - 1
+    assert cli.main(["profile", engine[0], *words]) == 2
+    told = capsys.readouterr().err
+    assert re.search(r"loaded the KV of 9 of \d+ prompts, and 10 are needed", told)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"role": "decode"}, "can use no prefill instance now"),
+        ({"usable": False}, "can use no prefill instance now"),
+        ({"url": "http://127.0.0.1:1@3"}, "is a data parallel rank"),
+        ({"url": 3}, "is not the answer of a vllm-disagg proxy"),
+    ],
+)
+def test_proxies_that_hand_nothing_over_are_refused_before_the_measurement(
+    engine: tuple[str, type[Scripted]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: dict[str, object],
+    expected: str,
+) -> None:
+    fleet = Fleet(*engine)
+    fleet.rows = [row | change for row in fleet.rows]
+    words = ["--output", str(tmp_path / "x"), "--handoff", engine[0]]
+    assert cli.main(["profile", engine[0], *words]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("vllm-disagg profile: --handoff: ") and err.count("\n") == 1
+    assert expected in err and not engine[1].asked
+
+
+def test_few_prompts_take_longer_than_their_time(neighbour: tuple[str, type[Scripted]]) -> None:
+    Fleet(*neighbour)
+    found = handoff.measure(neighbour[0], [neighbour[0]], instance.model(neighbour[0]), 90, 0.0)
+    assert found.mean > 0 and len(neighbour[1].asked) == handoff.LEAST_PROMPTS
+
+
+def test_a_failed_request_of_a_handoff_is_told(
+    neighbour: tuple[str, type[Scripted]],
+) -> None:
+    neighbour[1].refuse = "no"
+    Fleet(*neighbour)
+    with pytest.raises(ConfigError, match="refused a request: 400: no"):
+        handoff.measure(neighbour[0], [neighbour[0]], instance.model(neighbour[0]), 90, 0.1)
 
 
 class SteppingEngine:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from conftest import Main
-from engines import CHUNK
+from engines import ADMIN, CHUNK
 
 from vllm_disagg import cli
+from vllm_disagg.fleet.keys import ADMIN_KEY
 
 SENT = 10
 
@@ -77,6 +78,23 @@ def test_profile_measures_a_plain_engine_and_one_of_ours(main: Main, tmp_path: P
             "no prompts were computed together"
         )
         assert {len(point["contexts"]) for point in points["decode"]} >= {1, 2, 4}
+
+
+def test_profile_measures_the_handoff_of_a_fleet(
+    main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the hand-off `plan` needs no assumed link."""
+    monkeypatch.setenv(ADMIN_KEY, ADMIN)
+    path = str(tmp_path / "points.json")
+    words = ["--output", path, "--seconds", "15", "--max-num-batched-tokens", str(CHUNK)]
+    assert cli.main(["profile", main.prefill.url, *words, "--handoff", main.proxy.url]) == 0
+    handoff = json.loads(Path(path).read_text())["handoff"]
+    assert 0 < handoff["mean"] < 5
+    capsys.readouterr()
+    words = ["--profile", path, "--workload", "500:20", "--rate", "1", "--json"]
+    assert cli.main(["simulate", *words, "--prefill", "1x1", "--decode", "1x1"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["setting"]["link"] == "as measured" and found["transfer_mean"] > 0
 
 
 def test_profile_refuses_a_proxy(

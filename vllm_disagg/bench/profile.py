@@ -23,15 +23,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
+
 from .. import http_client
 from ..errors import ConfigError, DisaggError
-from . import instance, neighbours, steps
+from . import handoff, instance, neighbours, steps
 from .steps import PROBE_TOKEN_IDS, DecodeProbe, MixedProbe, Probe, StepSample
 from .stream import complete
 
 # Of a point, for a useful median; also the least number of points of each kind, for a useful fit.
 MIN_MEASUREMENTS = 3
 PROGRESS_INTERVAL_SECONDS = 5.0  # between two progress lines
+HANDOFF_SHARE = 0.25  # of --seconds, behind them
 
 
 class ProfileSamples:
@@ -210,6 +213,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " repeatable",
     )
     add(
+        "--handoff",
+        metavar="URL",
+        help="a proxy in front of prefill and decode instances: measures too how long KV takes from"
+        " one to the other",
+    )
+    add(
         "--machine",
         metavar="WORDS",
         default="",
@@ -230,11 +239,19 @@ def run(args: argparse.Namespace) -> int:
     if url in neighbour_urls:
         raise ConfigError(f"--beside: {url} is the measured instance")
     beside = [(other, instance.model(other)) for other in neighbour_urls]
+    proxy = http_client.address("--handoff", args.handoff) if args.handoff else ""
+    decodes = handoff.decode_instances(proxy) if proxy else []
     plan = steps.plan(model.max_model_len, kv_tokens, args.max_num_batched_tokens)
     profile = InstanceProfiler(url, model.id)
     with neighbours.busy(beside):
         profile.warm_up()
         samples = _rounds(plan, profile.measure, args.seconds, time.monotonic)
+    handed_over = None
+    if proxy:
+        _say(f"measuring hand-offs for {args.seconds * HANDOFF_SHARE:.0f} s")
+        longest = min(model.max_model_len - handoff.ANSWER_TOKENS, steps.MAX_PROMPT_TOKENS)
+        seconds = args.seconds * HANDOFF_SHARE
+        handed_over = handoff.measure(proxy, decodes, instance.model(proxy), longest, seconds)
     gpu = _gpu(url)
     points: dict[str, Any] = {
         "version": 2,
@@ -251,6 +268,8 @@ def run(args: argparse.Namespace) -> int:
         "decode": samples.decode(),
         "mixed": samples.mixed(),
     }
+    if handed_over:
+        points["handoff"] = msgspec.to_builtins(handed_over)
     for kind in ("prefill", "decode"):
         if len(points[kind]) < MIN_MEASUREMENTS:
             found = f"only {len(points[kind])} points of {kind} in {args.seconds:g} s"
@@ -321,6 +340,13 @@ def _report(points: dict[str, Any], fewest: int, path: str) -> None:
     fixed = 1e3 * points["path"]["seconds"]
     per_token = 1e6 * points["path"]["seconds_per_token"]
     print(f"path of a request: {fixed:.2f} ms + {per_token:.2f} us/token")
+    if found := points.get("handoff"):
+        per_byte = found["seconds_per_byte"]
+        rate = f" + the missing bytes at {1e-9 / per_byte:.2f} GB/s" if per_byte else ""
+        print(
+            f"hand-off after the prefill: {1e3 * found['mean']:.2f} ms in the mean;"
+            f" {1e3 * found['seconds']:.2f} ms{rate}"
+        )
     size = points["tensor_parallel_size"] or "not known, counted as 1"
     print(f"tensor parallel size, by the engine's answers: {size}")
     counts = ", ".join(

@@ -296,6 +296,26 @@ def test_a_profile_is_planned_with(capsys: pytest.CaptureFixture[str], tmp_path:
     assert together["transfer_mean"] == 0 and together["path_mean"] == pytest.approx(0.005)
 
 
+def test_a_measured_handoff_is_the_link(tmp_path: Path) -> None:
+    """With the model each rank reads its bytes at a rate; without one all of it is a delay."""
+    handoff = {"mean": 0.004, "seconds": 0.001, "seconds_per_byte": 2.0**-30}
+    facts = {"model": "meta-llama/Llama-3.1-8B", "handoff": handoff}
+    path = _points_file(tmp_path / "points.json", **facts, tensor_parallel_size=2)
+    link = _planned("--profile", path, "--model", "llama-3.1-8b").scenario.link
+    assert (link.name, link.bandwidth, link.latency) == ("as measured", 2.0**31, 0.001)
+    link = _planned("--profile", path).scenario.link
+    assert (link.bandwidth, link.latency) == (float("inf"), 0.004)
+    words = ("--model", "llama-3.1-8b", "--link", "eth-10")
+    assert _planned("--profile", path, *words).scenario.link.name == "eth-10"
+    handoff["seconds_per_byte"] = 0.0
+    path = _points_file(tmp_path / "flat.json", **facts)
+    link = _planned("--profile", path, "--model", "llama-3.1-8b").scenario.link
+    assert (link.bandwidth, link.latency) == (float("inf"), 0.004)
+    path = _points_file(tmp_path / "wrong.json", handoff=handoff | {"mean": -1.0})
+    with pytest.raises(ConfigError, match=r"handoff\.mean"):
+        _planned("--profile", path)
+
+
 def test_a_profile_without_a_model_names_the_one_it_measured(tmp_path: Path) -> None:
     path = _points_file(tmp_path / "points.json", vllm="0.33.0", machine="a script")
     planned = _planned("--profile", path, "--link", "none")
@@ -324,11 +344,11 @@ def test_no_default_is_a_free_handoff() -> None:
     measured = {"live"}  # by the engines themselves
     assert {kind for kind, link in flags.DEFAULT_LINKS.items() if link == "none"} == measured
     alone = PerformanceSource("profile", "points.json")
-    assert flags._default_link("profile", alone, alone) == "eth-25"
+    assert flags._default_link("profile", alone, alone).name == "eth-25"
     beside = msgspec.structs.replace(alone, beside=1)
-    assert flags._default_link("profile", beside, beside) == "loopback"
+    assert flags._default_link("profile", beside, beside).name == "loopback"
     elsewhere = msgspec.structs.replace(beside, machine="another")
-    assert flags._default_link("profile", beside, elsewhere) == "eth-25"
+    assert flags._default_link("profile", beside, elsewhere).name == "eth-25"
 
 
 def test_a_profile_of_another_model_or_version_is_refused(tmp_path: Path) -> None:

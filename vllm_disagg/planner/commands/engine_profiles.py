@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from ...errors import ConfigError
-from ..cost.hardware import NetworkLink
+from ..cost.hardware import MeasuredHandoff
 from ..cost.latency import LinearLatency, PathDelay
-from ..cost.step_fit import MIN_STEPS, HandoffFit, StepFit, added, fit_handoffs, fit_steps
+from ..cost.step_fit import MIN_STEPS, StepFit, added, fit_handoffs, fit_steps
 from ..search.scenario import Scenario
 from .metric_page import MetricWindow
 
@@ -100,7 +100,7 @@ class FleetProfile(msgspec.Struct, frozen=True):
 
     prefill: RoleProfile
     decode: RoleProfile
-    handoff: HandoffFit | None
+    handoff: MeasuredHandoff | None
     path: float  # seconds
     proxy_queue: float  # mean seconds of a request in the proxy
 
@@ -218,9 +218,12 @@ def scenario_of(scenario: Scenario, profile: FleetProfile, ranks: int) -> Scenar
     `ranks` read a prompt's KV at once; 0 keeps the scenario's link.
     """
     path = PathDelay(profile.path)
+    link = scenario.link
+    if ranks and profile.handoff:
+        link = profile.handoff.link(ranks, has_bytes=bool(scenario.prefill.model))
     measured = msgspec.structs.replace(
         with_latencies(scenario, profile.prefill.steps.latency(), profile.decode.steps.latency()),
-        link=_link(profile, scenario, ranks) if ranks else scenario.link,
+        link=link,
         notice=0.0,  # a part of the measured path
     )
     return msgspec.structs.replace(
@@ -232,16 +235,6 @@ def scenario_of(scenario: Scenario, profile: FleetProfile, ranks: int) -> Scenar
             measured.decode, kv_tokens=profile.decode.kv_tokens, path=path
         ),
     )
-
-
-def _link(profile: FleetProfile, scenario: Scenario, ranks: int) -> NetworkLink:
-    """Returns the hand-off as a link; without the model's bytes all of it is a delay."""
-    handoff = profile.handoff
-    if handoff is None:
-        return scenario.link
-    if not scenario.prefill.model or not handoff.seconds_per_byte:
-        return NetworkLink("as measured", float("inf"), handoff.mean)
-    return NetworkLink("as measured", ranks / handoff.seconds_per_byte, handoff.seconds)
 
 
 def uncertain(profile: FleetProfile) -> str:

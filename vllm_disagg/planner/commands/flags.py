@@ -164,8 +164,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LINK",
         default="",
         help=f"network between prefill and decode: {', '.join(hardware.LINKS)}, or GB/s"
-        " (default: ib-400 with --gpu, nvlink with --coefficients, else loopback for a profile"
-        " beside others, eth-25 without)",
+        " (default: ib-400 with --gpu, nvlink with --coefficients, else as the profile measured its"
+        " hand-off, loopback if it did not and was beside others, eth-25 without)",
     )
     add(
         "--node-gpus",
@@ -275,7 +275,7 @@ def read(
     kind, prefill, decode, fits = _live_source(args, live) if live else _sources(args)
     rules = args.rules or ("distserve" if kind == "coefficients" else "vllm")
     like_distserve = rules == "distserve"
-    link = args.link or _default_link(kind, prefill, decode)
+    link = hardware.link(args.link) if args.link else _default_link(kind, prefill, decode)
     _check_handoff(args, prefill, link)
     work = workload.load(args.workload)
     if args.max_model_len:
@@ -312,7 +312,7 @@ def read(
         requests=requests,
         seeds=seeds,
         gpus=gpus,
-        link=hardware.link(link),
+        link=link,
         overlap=overlap,
         policy=args.policy,
         concurrency=args.prefill_concurrency,
@@ -338,15 +338,24 @@ def check_rate(rate: float) -> None:
         )
 
 
-def _default_link(kind: str, prefill: PerformanceSource, decode: PerformanceSource) -> str:
-    """Returns the link of sources of step times: of one machine if they had neighbours there."""
+def _default_link(
+    kind: str, prefill: PerformanceSource, decode: PerformanceSource
+) -> hardware.NetworkLink:
+    """Returns the link of sources of step times: as measured with them.
+
+    Else it is the loopback if they had neighbours on one machine.
+    """
+    if prefill.link:
+        return prefill.link
     is_one_machine = prefill.beside and prefill.machine == decode.machine
-    return "loopback" if is_one_machine else DEFAULT_LINKS[kind]
+    return hardware.link("loopback" if is_one_machine else DEFAULT_LINKS[kind])
 
 
-def _check_handoff(args: argparse.Namespace, prefill: PerformanceSource, link: str) -> None:
+def _check_handoff(
+    args: argparse.Namespace, prefill: PerformanceSource, link: hardware.NetworkLink
+) -> None:
     """Raises ConfigError if a hand-off is simulated whose bytes are not known."""
-    if prefill.model or link == "none" or getattr(args, "colocated", None):
+    if prefill.model or math.isinf(link.bandwidth) or getattr(args, "colocated", None):
         return
     raise ConfigError(
         f"give --model: the bytes of a hand-off depend on it, and {prefill.name} measured"
@@ -499,6 +508,7 @@ def _profiled(
 ) -> tuple[PerformanceSource, list[tuple[str, profile.LatencyFit]]]:
     """Returns the source fitted to a file's points, and the fit with the file's path."""
     fit = profile.fit(points)
+    ranks = points.tensor_parallel_size or 1
     source = PerformanceSource(
         kind="profile",
         name=path,
@@ -510,7 +520,8 @@ def _profiled(
         served=points.model,
         machine=points.machine,
         vllm=points.vllm,
-        measured_tp=points.tensor_parallel_size or 1,
+        measured_tp=ranks,
         path=PathDelay(points.path.seconds, points.path.seconds_per_token),
+        link=points.handoff.link(ranks, has_bytes=bool(loaded)) if points.handoff else None,
     )
     return source, [(path, fit)]

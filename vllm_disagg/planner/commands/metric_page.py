@@ -18,7 +18,7 @@ def parse(body: bytes, server: str = "") -> MetricSamples:
     try:
         families = list(text_string_to_metric_families(body.decode()))
     except (ValueError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--live: {server}/metrics is not Prometheus' text: {error}") from None
+        raise ConfigError(f"{server}/metrics is not Prometheus' text: {error}") from None
     samples: MetricSamples = {}
     for family in families:
         for sample in family.samples:

@@ -8,6 +8,8 @@ total, up to 6 % from the data sheet's figure.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from ...errors import ConfigError
@@ -122,6 +124,26 @@ class NetworkLink(msgspec.Struct, frozen=True):
     name: str
     bandwidth: float
     latency: float
+
+
+class MeasuredHandoff(msgspec.Struct, frozen=True):
+    """Seconds of a hand-off after the prefill: fixed, and for each byte that is missing then.
+
+    `mean` is that of all measured ones. Each rank reads bytes of its own at once with the others.
+    """
+
+    mean: Annotated[float, msgspec.Meta(ge=0)]
+    seconds: Annotated[float, msgspec.Meta(ge=0)]
+    seconds_per_byte: Annotated[float, msgspec.Meta(ge=0)]
+
+    def link(self, ranks: int, *, has_bytes: bool) -> NetworkLink:
+        """Returns the link of an instance of so many ranks.
+
+        Without the model's bytes, or a time for each, all of a hand-off is a delay.
+        """
+        if not has_bytes or not self.seconds_per_byte:
+            return NetworkLink("as measured", float("inf"), self.mean)
+        return NetworkLink("as measured", ranks / self.seconds_per_byte, self.seconds)
 
 
 LINKS = {

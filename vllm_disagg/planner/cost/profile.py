@@ -17,6 +17,7 @@ from packaging.version import InvalidVersion, Version
 
 from ...errors import ConfigError
 from ...fleet.conventions import OLDEST_VLLM
+from .hardware import MeasuredHandoff
 from .known_models import key_within
 from .latency import LinearLatency
 
@@ -83,6 +84,7 @@ class ProfilePoints(msgspec.Struct, frozen=True, kw_only=True):
     prefill: list[PrefillPoint]
     decode: list[DecodePoint]
     mixed: list[MixedPoint] = []
+    handoff: MeasuredHandoff | None = None  # to decode instances, through a proxy
 
 
 class FitResidual(msgspec.Struct, frozen=True):

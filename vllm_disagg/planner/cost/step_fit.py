@@ -13,6 +13,7 @@ import msgspec
 
 from ...product_sums import HANDOFF_QUANTITIES, STEP_QUANTITIES
 from ...sums_fit import Sums, SumsFit, fit, half_interval_elsewhere
+from .hardware import MeasuredHandoff
 from .latency import LinearLatency
 
 MIN_STEPS = 30  # of a kind, for a fit of its time
@@ -83,14 +84,6 @@ class StepFit(msgspec.Struct, frozen=True):
         return [self.latency(row) for row in np.maximum(drawn, floor).tolist()]
 
 
-class HandoffFit(msgspec.Struct, frozen=True):
-    """Seconds of a hand-off after the prefill: fixed, and for each byte that is missing then."""
-
-    mean: float
-    seconds: float
-    seconds_per_byte: float
-
-
 def added(sums: Iterable[Sums]) -> dict[str, float]:
     """Returns the sums over the samples of several engines."""
     total: dict[str, float] = {}
@@ -105,10 +98,10 @@ def fit_steps(sums: Sums) -> StepFit:
     return StepFit(dict(sums), fit(sums, STEP_QUANTITIES))
 
 
-def fit_handoffs(sums: Sums) -> HandoffFit | None:
+def fit_handoffs(sums: Sums) -> MeasuredHandoff | None:
     """Fits the times of hand-offs; None without any."""
     count = sums.get("handoffs*handoffs", 0.0)
     if not count:
         return None
     fixed, per_byte = fit(sums, HANDOFF_QUANTITIES).coefficients
-    return HandoffFit(sums.get("handoffs*seconds", 0.0) / count, fixed, per_byte)
+    return MeasuredHandoff(sums.get("handoffs*seconds", 0.0) / count, fixed, per_byte)

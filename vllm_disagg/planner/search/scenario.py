@@ -71,6 +71,7 @@ class PerformanceSource(msgspec.Struct, frozen=True):
     vllm: str = ""  # its version
     measured_tp: int = 1  # of the profiled instance, which counts as one GPU
     path: PathDelay = PathDelay()  # of a request, outside the engine
+    link: NetworkLink | None = None  # to decode instances, if the file measured a hand-off
     context: int = 4096  # tokens of a request, in the mean: for windows and states
     beside: int = 0  # other instances of its machine that were under load
     scale: float = 1.0  # on all times, from a refit

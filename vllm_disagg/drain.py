@@ -8,6 +8,11 @@ state their running and waiting requests on /metrics.
       -> nothing listens at its address any more: exit status 0
       -> --timeout: exit status 1, also if the server was silent all the time
 
+Stopping the server is what follows, so failures do not cut the wait short. A server that is too
+busy to answer has an unknown number of requests. A proxy that cannot be asked is a line of standard
+error, and the exit status is 2 in the end. Only a first look at a wrong URL, or with a wrong key,
+ends it at once.
+
 A drain outlives its engine's process. With --end the next start of the engine ends it at the
 proxies, which send requests once the engine answers their probes.
 """
@@ -15,13 +20,13 @@ proxies, which send requests once the engine answers their probes.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 import sys
 import time
+from typing import NamedTuple
 
-from . import bearer_keys, http_client
+from . import bearer_keys, http_client, standard_streams
 from .errors import ConfigError
 from .fleet.keys import ADMIN_KEY
 
@@ -92,51 +97,63 @@ def run(args: argparse.Namespace) -> int:
     if args.end:
         return end_drain(proxies, url)
     began = time.monotonic()
+    # A wrong URL is reported before anything is drained.
+    found = look(url, args.timeout)
+    drained_at = _ask_proxies(proxies, {"url": url}, f"the drain of {url}")
+    status = wait_until_idle(url, found, args.notice, args.timeout, began)
+    return status if drained_at == proxies else status or 2
+
+
+class Look(NamedTuple):
+    """The requests that a server had."""
+
+    requests: float
+    state: str  # for people
+
+
+def look(url: str, seconds_left: float) -> Look:
+    """Looks at a server. Raises ConfigError if it is no vLLM and no proxy, or does not listen."""
+    limit = max(MIN_ANSWER_SECONDS, min(seconds_left, http_client.PAGE_TIMEOUT_SECONDS))
     try:
-        # A wrong URL is reported before anything is drained.
-        requests = count_requests(url, _look_limit(args.timeout))
-    except http_client.Silent:
-        requests = UNKNOWN  # frozen, or with too much to do: new requests should go elsewhere
-    for proxy in proxies:
-        request_drain(proxy, url)
-    return wait_until_idle(url, requests, args.notice, args.timeout, began)
+        requests = count_requests(url, limit)
+    except http_client.Unavailable as error:
+        # Frozen, or with too much to do: new requests should go elsewhere.
+        return _unknown(error)
+    return Look(requests, f"{requests:g} requests")
+
+
+def _unknown(error: ConfigError) -> Look:
+    return Look(UNKNOWN, f"an unknown number of requests ({error})")
 
 
 def wait_until_idle(
-    url: str, requests: float, notice: float, timeout: float, began: float | None = None
+    url: str, found: Look, notice: float, timeout: float, began: float | None = None
 ) -> int:
     """Waits until the server is idle or the time is over; returns the exit status.
 
-    `began`: when the time began, by the monotonic clock; now by default.
+    `found`: the first look. `began`: when the time began, by the monotonic clock; now by default.
     """
     began = time.monotonic() if began is None else began
     idle_looks = 0
-    state = "given no answer" if math.isnan(requests) else f"{requests:g} requests"
     while True:
         waited = time.monotonic() - began
-        idle_looks = idle_looks + 1 if waited >= notice and requests == 0 else 0
+        idle_looks = idle_looks + 1 if waited >= notice and found.requests == 0 else 0
         if idle_looks >= IDLE_LOOKS:
             print(f"{url} has no requests, after {waited:.1f} s")
             return 0
         if waited >= timeout:
-            print(f"vllm-disagg drain: {url} has {state} after {timeout:g} s", file=sys.stderr)
+            print(
+                f"vllm-disagg drain: {url} has {found.state} after {timeout:g} s", file=sys.stderr
+            )
             return 1
         time.sleep(LOOK_SECONDS)
         try:
-            requests = count_requests(url, _look_limit(timeout - waited))
-            state = f"{requests:g} requests"
+            found = look(url, timeout - waited)
         except http_client.NoListener:
             print(f"{url} has ended: no process listens there any more")
             return 0
         except ConfigError as error:
-            # A server with too much to do answers late, or with 503.
-            requests = UNKNOWN
-            state = f"an unknown number of requests ({error})"
-
-
-def _look_limit(seconds_left: float) -> float:
-    """Returns the longest wait for an answer, in seconds."""
-    return max(MIN_ANSWER_SECONDS, min(seconds_left, http_client.PAGE_TIMEOUT_SECONDS))
+            found = _unknown(error)
 
 
 def count_requests(url: str, timeout: float = http_client.PAGE_TIMEOUT_SECONDS) -> float:
@@ -154,18 +171,28 @@ def count_requests(url: str, timeout: float = http_client.PAGE_TIMEOUT_SECONDS) 
 
 
 def end_drain(proxies: list[str], url: str) -> int:
-    """Has the proxies send an instance requests again. Raises ConfigError with an answer."""
+    """Has the proxies send an instance requests again; returns the exit status."""
     if not proxies:
         raise ConfigError("--end needs --proxy: a drain is a proxy's")
-    for proxy in proxies:
-        _change(proxy, {"url": url, "end": True}, f"the end of the drain of {url}")
+    ended_at = _ask_proxies(proxies, {"url": url, "end": True}, f"the end of the drain of {url}")
+    for proxy in ended_at:
         print(f"{proxy} sends {url} new requests again")
-    return 0
+    return 0 if ended_at == proxies else 2
 
 
-def request_drain(proxy: str, url: str) -> None:
-    """Has a proxy send an instance no new requests. Raises ConfigError with its answer."""
-    _change(proxy, {"url": url}, f"the drain of {url}")
+def _ask_proxies(proxies: list[str], body: object, name: str) -> list[str]:
+    """Sends each proxy a change of its drains; returns those that made it.
+
+    Each other one is a line of standard error. `name`: of the change, in that line.
+    """
+    changed = []
+    for proxy in proxies:
+        try:
+            _change(proxy, body, name)
+            changed.append(proxy)
+        except ConfigError as error:
+            standard_streams.write_error(f"vllm-disagg drain: {error}")
+    return changed
 
 
 def _change(proxy: str, body: object, name: str) -> None:

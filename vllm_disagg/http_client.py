@@ -18,8 +18,8 @@ class NoListener(ConfigError):
     """No process listens at the address."""
 
 
-class Silent(ConfigError):
-    """The server accepts connections, and gave no answer in time."""
+class Unavailable(ConfigError):
+    """A process listens at the address, and gave no answer: late, cut, or a status from 500 on."""
 
 
 class NotFound(ConfigError):
@@ -73,7 +73,7 @@ def get(
     key_name: str = "",
     timeout: float = PAGE_TIMEOUT_SECONDS,
 ) -> bytes:
-    """Requests a page of a `server`. Raises ConfigError on any failure: NoListener, Silent.
+    """Requests a page of a `server`. Raises ConfigError on any failure: NoListener, Unavailable.
 
     `key_name` names an environment variable with a key that takes precedence over OPENAI_API_KEY.
     """
@@ -86,7 +86,9 @@ def get(
     except ConnectionRefusedError as error:
         raise NoListener(f"cannot reach {url}: {reason(error)}: is it running?") from None
     except TimeoutError:
-        raise Silent(f"cannot reach {url}: no answer within {timeout:g} s") from None
+        raise Unavailable(f"cannot reach {url}: no answer within {timeout:g} s") from None
+    except (ConnectionError, http.client.IncompleteRead) as error:
+        raise Unavailable(f"cannot reach {url}: {reason(error)}") from None
     except (OSError, http.client.HTTPException, UnicodeError) as error:
         # UnicodeError: the name of the host is invalid.
         raise ConfigError(f"cannot reach {url}: {reason(error)}: is it running?") from None
@@ -95,6 +97,8 @@ def get(
     if answer.status in (401, 403):
         names = " or ".join(filter(None, ["OPENAI_API_KEY", key_name]))
         raise ConfigError(f"{url}{path} needs a key: put it into the environment as {names}")
+    if answer.status >= 500:
+        raise Unavailable(f"{url}{path} answered {answer.status}")
     if answer.status != 200:
         raise ConfigError(f"{url}{path} answered {answer.status}: it is not {server}")
     return content

@@ -83,7 +83,7 @@ class ReplicaProcess:
         """Waits until the process has no requests, for a limited time."""
         url = self.command.url
         try:
-            drain.wait_until_idle(url, drain.count_requests(url), 0.0, limit_seconds)
+            drain.wait_until_idle(url, drain.look(url, limit_seconds), 0.0, limit_seconds)
         except ConfigError as error:
             log.warning("%s is ended without a drain: %s", url, error)
 

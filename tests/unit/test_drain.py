@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 from vllm_disagg import cli, drain
 from vllm_disagg.fleet.keys import ADMIN_KEY
 
+RESET = "reset"  # a page: the connection ends without an answer
 ENGINE = "# TYPE vllm:num_requests_running gauge\n"
 
 
@@ -27,7 +29,10 @@ def engine_page(running: float, waiting: float = 0) -> str:
 
 
 class Server(ThreadingHTTPServer):
-    """Answers /metrics with its pages in turn, the last one for ever; notes drains."""
+    """Answers /metrics with its pages in turn, the last one for ever; notes drains.
+
+    A page that is a number is an answer with that status.
+    """
 
     def __init__(self, *pages: str, status: int = 200) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -52,7 +57,12 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         page = self.server.pages[min(self.server.reads, len(self.server.pages) - 1)]
         self.server.reads += 1
-        self._answer(200, page.encode())
+        if page == RESET:
+            # With a time of 0 to linger the connection is closed by a reset.
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
+            return
+        self._answer(int(page) if page.isdecimal() else 200, page.encode())
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -150,7 +160,61 @@ def test_a_silent_server_is_drained_and_waited_for(
         assert cli.main(["drain", url, "--proxy", proxy.url, "--timeout", "0.2"]) == 1
         assert time.monotonic() - began < 5
     assert proxy.drains == [("Bearer secret", {"url": url})]
-    assert capsys.readouterr().err == f"vllm-disagg drain: {url} has given no answer after 0.2 s\n"
+    assert capsys.readouterr().err == (
+        f"vllm-disagg drain: {url} has an unknown number of requests"
+        f" (cannot reach {url}: no answer within 0.5 s) after 0.2 s\n"
+    )
+
+
+@pytest.mark.parametrize("page", ["503", "500", RESET])
+def test_a_first_look_that_fails_is_no_end(page: str, servers: Any) -> None:
+    """A proxy at --max-connections answers 503, and has requests."""
+    server = servers(page, page, engine_page(2), engine_page(0))
+    assert cli.main(["drain", server.url]) == 0
+    assert server.reads == 5
+
+
+def test_a_server_that_never_answers_well(servers: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    server = servers("503")
+    assert cli.main(["drain", server.url, "--timeout", "0.01"]) == 1
+    assert capsys.readouterr().err == (
+        f"vllm-disagg drain: {server.url} has an unknown number of requests"
+        f" ({server.url}/metrics answered 503) after 0.01 s\n"
+    )
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_proxy_that_cannot_be_asked_does_not_end_the_wait(
+    is_first: bool,
+    servers: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What follows is the stop of the engine: its requests would be cut."""
+    monkeypatch.setenv(ADMIN_KEY, "secret")
+    engine = servers(engine_page(3), engine_page(3), engine_page(0))
+    up, down = servers(""), "http://127.0.0.1:1"
+    order = [down, up.url] if is_first else [up.url, down]
+    flags = [word for proxy in order for word in ("--proxy", proxy)]
+    assert cli.main(["drain", engine.url, *flags]) == 2
+    assert engine.reads == 4 and up.drains == [("Bearer secret", {"url": engine.url})]
+    error = capsys.readouterr().err
+    assert error == f"vllm-disagg drain: cannot reach {down}: Connection refused\n"
+    engine.pages = [engine_page(1)]
+    assert cli.main(["drain", engine.url, *flags, "--timeout", "0.01"]) == 1
+
+
+def test_each_proxy_ends_the_drain_beside_one_that_cannot_be_asked(
+    servers: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(ADMIN_KEY, "secret")
+    proxy = servers("")
+    flags = ["--end", "--proxy", "http://127.0.0.1:1", "--proxy", proxy.url]
+    assert cli.main(["drain", "http://127.0.0.1:9", *flags]) == 2
+    assert proxy.drains == [("Bearer secret", {"url": "http://127.0.0.1:9", "end": True})]
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1
+    assert said.out == f"{proxy.url} sends http://127.0.0.1:9 new requests again\n"
 
 
 def test_the_proxies_are_asked_first(servers: Any, monkeypatch: pytest.MonkeyPatch) -> None:

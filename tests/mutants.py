@@ -40,14 +40,16 @@ from warm_pytest import Fault, Procedure, Trial, import_what_has_no_fault, run_p
 
 # After which tests with a fault are killed: those that hang notice it, too.
 LIMIT_SECONDS = 20.0  # for each 100 seeds
+TIMED_LIMIT_SECONDS = 10.0  # the same for tests that have run without a fault
 COLD_SECONDS = 100.0  # more for a new Python, which imports vLLM
 LIMIT_FACTOR = 5  # of the time without a fault
 HEALTHY_SECONDS = 1200.0  # for each 100 seeds: the limit of tests without a fault
-SHARED_FAULTS = 4  # from so many on that a file's tests look for, the file runs whole without one
+SHARED_FAULTS = 4  # from so many on that a file looks for, it runs whole without one
 SHARED_SECONDS = 15.0  # for that; slower files run test by test
 PASSED = re.compile(r"^\d+ passed", re.MULTILINE)
 SKIPPED = re.compile(r"^\d+ skipped", re.MULTILINE)
-FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
+# Behind one space: lines of logs have more.
+FAILED = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
 FEW, MORE, MANY = 100, 1000, int(os.environ.get("SEEDS", "10000"))  # worlds
 
 
@@ -236,12 +238,22 @@ class Health:
 
     def limit(self, run: Run, *, is_cold: bool) -> float:
         """Returns after how many seconds tests with a fault are killed."""
-        known = [self.seconds.get((test, run.seeds, is_cold), 0.0) for test in run.tests]
-        unknown = LIMIT_SECONDS * max(1, run.seeds // FEW) + COLD_SECONDS * is_cold
-        return max(unknown, LIMIT_FACTOR * sum(known))
+        known = [self._time(test, run.seeds, is_cold=is_cold) for test in run.tests]
+        least = LIMIT_SECONDS if None in known else TIMED_LIMIT_SECONDS
+        least = (least + COLD_SECONDS * is_cold) * max(1, run.seeds // FEW)
+        return max(least, LIMIT_FACTOR * sum(seconds or 0.0 for seconds in known))
+
+    def _time(self, test: str, seeds: int, *, is_cold: bool) -> float | None:
+        """Returns the seconds of a test, or of its file if only that has run."""
+        for whole in (test, test.partition("[")[0], test.partition("::")[0]):
+            if (whole, seeds, is_cold) in self.seconds:
+                return self.seconds[whole, seeds, is_cold]
+        return None
 
     def passes(self, test: str, seeds: int, *, is_cold: bool) -> Procedure[bool]:
         """Returns whether a test passes without a fault; runs it, or its whole file, once."""
+        if self._time(test, seeds, is_cold=is_cold) is not None:
+            return True
         file = test.partition("::")[0]
         if file in self.shared and seeds == FEW and not is_cold:
             if (yield from self._run(file, seeds, SHARED_SECONDS, is_cold=False)):
@@ -274,11 +286,11 @@ def _healthy_limit(seeds: int) -> float:
 
 
 def shared_files(mutants: Sequence[Mutant]) -> frozenset[str]:
-    """Returns the files whose tests are the first to look for many of these faults."""
+    """Returns the files that are the first to look, as a whole, for many of these faults."""
     counts = Counter(
         test
         for mutant in mutants
-        for test in {named.partition("::")[0] for named in runs(mutant)[0].tests}
+        for test in runs(mutant)[0].tests
         if test.endswith(".py") and not test.startswith(LUCK)
     )
     return frozenset(file for file, count in counts.items() if count >= SHARED_FAULTS)
@@ -332,6 +344,11 @@ def plant_once(
     Caught: this test passes without the fault. In a fork it may fail for the fork's sake.
     `is_timed`: the tests have just run without the fault.
     """
+    if all("::" in test for test in run.tests):
+        # Few and short: first without the fault, so they are soon known to hang with it.
+        for test in run.tests:
+            if not (yield from health.passes(test, run.seeds, is_cold=is_cold)):
+                return Outcome.MISSED, ""
     fault = Fault(source(ROOT, mutant.file), mutant.old, mutant.new)
     limit = health.limit(run, is_cold=is_cold)
     ended = yield Trial(tuple(run.tests), run.seeds, limit, fault, is_cold)

@@ -129,6 +129,12 @@ def test_a_file_that_looks_for_many_faults_runs_whole_without_one() -> None:
     assert ended.value.value.outcome is Outcome.CAUGHT, "without another control"
 
 
+def test_a_file_of_which_single_tests_look_for_faults_does_not_run_whole() -> None:
+    """These were named because the file is slow."""
+    faults = [Mutant(str(number), *VERSION, f"tests/x.py::test_{number}") for number in range(9)]
+    assert not mutants.shared_files(faults)
+
+
 def test_a_file_that_fails_or_is_slow_runs_test_by_test() -> None:
     health = mutants.Health(shared=frozenset({"tests/x.py"}))
     trying = mutants.try_mutant(Mutant("x", *VERSION, "tests/x.py"), health)
@@ -175,6 +181,29 @@ def test_tests_that_were_killed_are_timed_at_the_load_of_that_time() -> None:
     assert trying.send(Ended(None, "", limit, 1.0)).fault is None
     again = trying.send(Ended(0, "1 passed\n", limit, 1.0))
     assert again.fault is not None and again.limit_seconds == mutants.LIMIT_FACTOR * limit
+
+
+def test_a_single_test_runs_first_without_the_fault() -> None:
+    """So it is killed sooner when it hangs; what has passed whole has passed with a parameter."""
+    trying = mutants.try_mutant(Mutant("x", *VERSION, "tests/x.py::test_it"), mutants.Health())
+    control = next(trying)
+    assert control.fault is None and control.tests == ("tests/x.py::test_it",)
+    planted = trying.send(PASSED)
+    assert planted.fault is not None
+    assert planted.limit_seconds == mutants.TIMED_LIMIT_SECONDS < mutants.LIMIT_SECONDS
+    with pytest.raises(StopIteration) as ended:
+        trying.send(FAILED)
+    assert ended.value.value.outcome is Outcome.CAUGHT
+
+
+def test_a_single_test_that_fails_without_the_fault_notices_none() -> None:
+    trying = mutants.try_mutant(Mutant("x", *VERSION, "tests/x.py::test_it"), mutants.Health())
+    assert next(trying).fault is None
+    control = trying.send(FAILED)
+    assert control.fault is None and control.is_cold
+    with pytest.raises(StopIteration) as ended:
+        trying.send(FAILED)
+    assert ended.value.value.outcome is Outcome.MISSED
 
 
 def test_a_new_python_has_time_to_import() -> None:
@@ -250,6 +279,7 @@ def test_skipped_tests_neither_catch_nor_miss(
 
 
 def test_a_run_that_cannot_be_read_ends_all() -> None:
-    for status, output in ((2, "error\n"), (4, "no tests\n"), (0, "")):
+    logged = "ERROR    asyncio:streams.py:251 x\n"
+    for status, output in ((2, "error\n"), (4, "no tests\n"), (0, ""), (3, logged)):
         with pytest.raises(SystemExit):
             mutants.outcome_from(status, output, ["pytest"])

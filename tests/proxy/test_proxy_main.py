@@ -15,10 +15,12 @@ import pytest
 from proxy_world import Call, ScriptedEngine, World, answer, until
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet import keys
-from vllm_disagg.proxy import flags
+from vllm_disagg.proxy import flags, main
 from vllm_disagg.proxy.http.server import Limits
 from vllm_disagg.proxy.main import add_arguments, run
+from vllm_disagg.proxy.routing.fleet import TRANSFERS_OFF, Fleet, Instance
 from vllm_disagg.proxy.settings import ProxySettings, from_arguments
+from vllm_disagg.proxy.workers.bus import WorkerPlace
 
 D = ["--decode", "http://127.0.0.1:1"]
 
@@ -355,3 +357,74 @@ async def test_a_fleet_that_cannot_work_together_is_refused_at_start(
             process.kill()
         await p.stop()
         await d.stop()
+
+
+def misfits() -> Fleet:
+    """Returns a fleet whose only P has no connector."""
+    fleet = Fleet([Instance("http://p", "prefill"), Instance("http://d", "decode")])
+    for instance in fleet.instances:
+        instance.on_probe_answered("m", None)
+    return fleet
+
+
+async def test_a_misfit_that_comes_late_is_a_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ended a proxy that had served for hours, with all its streams."""
+    fleet = misfits()
+    with pytest.raises(ConfigError, match="http://p serves no KV transfers"):
+        await main._refuse_misfit(fleet, 0.001)
+    monkeypatch.setattr(main, "_MISFIT_SECONDS", 0.01)
+    fleet.instances[0].mark_down("refuses connections")
+    task = asyncio.create_task(main._refuse_misfit(fleet, 0.001))
+    await asyncio.sleep(0.02)
+    assert not task.done()
+    fleet.instances[0].on_probe_answered("m", None)
+    await asyncio.wait_for(task, 10)
+    (record,) = caplog.records
+    assert "no prefill and decode instance can be paired" in record.getMessage()
+
+
+@pytest.mark.parametrize("where", ["here", "at another worker"])
+async def test_a_misfit_ends_no_proxy_that_has_served(
+    where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet = misfits()
+    if where == "here":
+        fleet.choices = 1
+    else:
+        fleet.instances[1].in_flight = 1  # by the shared table of loads
+    await main._refuse_misfit(fleet, 0.001)
+    assert "no prefill and decode instance can be paired" in caplog.text
+
+
+async def test_transfers_that_an_engine_has_turned_off_end_no_proxy() -> None:
+    """They are no mistake of the operator, and D serves all requests."""
+    fleet = misfits()
+    fleet.instances[0].on_probe_answered("m", None, refusal=TRANSFERS_OFF)
+    await main._refuse_misfit(fleet, 0.001)
+
+
+@pytest.mark.parametrize(
+    ("index", "restarted", "refuses"), [(0, False, True), (0, True, False), (1, False, False)]
+)
+async def test_the_first_process_of_the_first_worker_refuses_misfits(
+    index: int, restarted: bool, refuses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+
+    async def serve(*_: object, must_fit: bool, **__: object) -> None:
+        seen.append(must_fit)
+
+    monkeypatch.setattr(main, "serve", serve)
+    settings = from_arguments(parsed(*D))
+    place = WorkerPlace(index, 2, 0, 0, 0, "c", restarted)
+    await main._until_signal(msgspec.structs.replace(settings, place=place))
+    assert seen == [refuses]
+
+
+def test_a_fleet_without_a_decode_instance_has_no_misfit() -> None:
+    fleet = misfits()
+    del fleet.instances[1]
+    fleet.instances[0].can_transfer = True
+    assert not fleet.permanent_mismatch()

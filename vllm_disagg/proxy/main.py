@@ -59,6 +59,7 @@ __all__ = ["add_arguments", "run", "serve"]
 
 _FILE_CHECK_SECONDS = 1.0  # between two looks at the fleet file
 _EXPIRY_CHECK_SECONDS = 1.0  # between two looks for expired registrations
+_MISFIT_SECONDS = 10.0  # after the start, in which instances that do not fit end the proxy
 
 # Python's default looks for cycles very often, and a request makes few.
 _GC_THRESHOLDS = (50_000, 20, 100)
@@ -74,8 +75,7 @@ async def serve(
     """Runs a proxy until `stop` is set; calls `ready` with the port when it listens.
 
     `on_renewal` gets the function that opens access log and certificates anew.
-    `must_fit`: raises ConfigError if no two instances can be paired, the first time that all of
-    them answer.
+    `must_fit`: raises ConfigError if all instances answer soon and no two of them can be paired.
     """
     fleet = Fleet()
     files = _ServedFiles(settings)
@@ -350,15 +350,22 @@ async def _expire(registry: Registry, members: Members) -> None:
 
 
 async def _refuse_misfit(fleet: Fleet, interval: float) -> None:
-    """Raises ConfigError when all instances answer and none can be paired.
+    """Raises ConfigError if all instances answer soon after the start and none can be paired.
 
     A wrong key or model is the operator's mistake. It is reported at start, instead of serving
-    without transfers.
+    without transfers. Later, or once requests are served, it is one line of the log: an instance
+    that comes must not end those that serve.
     """
+    loop = asyncio.get_running_loop()
+    refused_until = loop.time() + _MISFIT_SECONDS
     while not all(instance.up for instance in fleet.instances):
         await asyncio.sleep(interval)
-    if reason := fleet.permanent_mismatch():
+    reason = fleet.permanent_mismatch()
+    if not reason:
+        return
+    if loop.time() <= refused_until and not fleet.has_served:
         raise ConfigError(reason)
+    log.error("proxy: no prefill and decode instance can be paired, KV is not moved: %s", reason)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -418,9 +425,10 @@ async def _until_signal(settings: ProxySettings) -> None:
         loop.add_signal_handler(number, stop.set)
     ready = None if settings.place else partial(_print_address, settings)
     on_renewal = partial(loop.add_signal_handler, signal.SIGHUP)
-    # All workers see the same fleet: one of them reports the mistake.
-    is_first = settings.place is None or settings.place.index == 0
-    await serve(settings, ready, stop, must_fit=is_first, on_renewal=on_renewal)
+    # All workers see the same fleet: one of them reports the mistake, in its first process.
+    place = settings.place
+    must_fit = place is None or (place.index == 0 and not place.restarted)
+    await serve(settings, ready, stop, must_fit=must_fit, on_renewal=on_renewal)
 
 
 def _print_address(settings: ProxySettings, port: int) -> None:

@@ -54,6 +54,7 @@ from ..routing.fleet import (
     MAX_SILENCE_SECONDS,
     NOT_PROBED,
     SILENT,
+    TRANSFERS_OFF,
     Fleet,
     Instance,
     mismatch,
@@ -69,7 +70,6 @@ BUSY_HEALTH_SECONDS = 30.0  # for /health while streams show that the instance l
 STEP_CHECK_RATIO = 4  # an engine has prefill_timeout / this for a step while it owes an answer
 NO_NAME = "DNS does not know its name"
 STALLED = "its engine makes no steps"
-TRANSFERS_OFF = 'its log has a line "KV transfers are off", with the reason'
 MAX_REASON_CHARACTERS = 200  # of an instance's own words
 WATCH_RETRY_SECONDS = 5.0  # until a watch that failed begins anew
 

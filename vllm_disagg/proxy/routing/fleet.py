@@ -36,6 +36,7 @@ MAX_FAILED_PROBES = 2  # consecutive failed health checks until an instance coun
 NOT_PROBED = "not probed yet"
 SILENT = "is silent"
 MAX_SILENCE_SECONDS = 30.0  # of an instance without alternative, until its requests fail
+TRANSFERS_OFF = 'its log has a line "KV transfers are off", with the reason'
 NO_CONNECTOR = "it runs without this project's connector, or with another version of it"
 MAX_DOUBLINGS = 16  # of the backoff
 MAX_BACKOFF_SECONDS = 30.0
@@ -310,6 +311,11 @@ class Fleet:
     # Instances that a source names and the admin API has drained, by URL with their named role.
     drained: dict[str, Role] = field(default_factory=dict)
 
+    @property
+    def has_served(self) -> bool:
+        """Whether an instance was chosen here, or has requests of any proxy worker."""
+        return self.choices > 0 or any(i.active_requests for i in self.instances)
+
     def with_role(self, role: Role) -> list[Instance]:
         """Returns the instances of one role, in the order of their addition."""
         return [instance for instance in self.instances if instance.role == role]
@@ -362,11 +368,14 @@ class Fleet:
     def permanent_mismatch(self) -> str:
         """Returns why no two instances can ever be paired, once all of them answer.
 
-        "" while that may still change.
+        "" while that may still change. An engine that has turned its transfers off is no mistake of
+        the operator: a restart of it may help.
         """
         prefills = self.with_role("prefill")
         decodes = self.with_role("decode")
-        if not prefills or not all(i.up for i in self.instances):
+        if not (prefills and decodes) or not all(i.up for i in self.instances):
+            return ""
+        if any(TRANSFERS_OFF in i.unavailable_reason for i in self.instances):
             return ""
         if any(_can_pair(p, d) for p in prefills for d in decodes):
             return ""

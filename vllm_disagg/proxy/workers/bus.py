@@ -68,6 +68,7 @@ class WorkerPlace(msgspec.Struct, frozen=True):
     table: int  # file descriptor of the table of loads
     port: int
     challenge: str  # for registrations, the same for all workers
+    restarted: bool = False  # an earlier process of this worker has served
 
 
 encode = msgspec.json.Encoder().encode

@@ -303,6 +303,7 @@ async def _keep_running(
             stop.set()
             return 1
         worker.ready.clear()
+        place = msgspec.structs.replace(place, restarted=True)
         hub.on_death(worker)
         log.error(
             "supervisor: worker %d ended with status %d and is started again; its requests failed",

@@ -189,6 +189,39 @@ async def test_the_end_of_a_worker_that_was_never_ready_is_a_line(
     os.close(table)
 
 
+async def test_a_worker_that_cannot_start_again_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A mistake in the fleet file, which the others ignored, ended them when one worker died."""
+    monkeypatch.setattr(supervisor, "RESTART_SECONDS", 0.001)
+    monkeypatch.setattr(supervisor, "MAX_RESTART_SECONDS", 0.003)
+    # Whether a process is ready, and its exit status: 2 is a file with a mistake.
+    lives = [(True, -9), (False, 2), (False, supervisor.REFUSED_EXIT_STATUS), (True, -9), (True, 0)]
+    restarted: list[bool] = []
+    stop = asyncio.Event()
+
+    async def run_process(worker: Any, _: Any, __: Any, place: WorkerPlace) -> int:
+        restarted.append(place.restarted)
+        is_ready, status = lives[len(restarted) - 1]
+        if is_ready:
+            worker.ready.set()
+        if len(restarted) == len(lives):
+            stop.set()
+        return status
+
+    monkeypatch.setattr(supervisor, "_run_process", run_process)
+    hub = BusHub(2)
+    assert await _keep_running(hub.workers[0], hub, [], WorkerPlace(0, 2, 0, 0, 0, "c"), stop) == 0
+    assert restarted == [False, True, True, True, True]
+    lines = [record.getMessage().partition("ended with ")[2] for record in caplog.records]
+    assert lines == [
+        "status -9 and is started again in 0.001 s; its requests failed",
+        "status 2 before it was ready and is started again in 0.002 s; the other workers serve",
+        "status 3 before it was ready and is started again in 0.003 s; the other workers serve",
+        "status -9 and is started again in 0.001 s; its requests failed",
+    ]
+
+
 IMPORTING = """
 import os, signal, sys, time
 print("importing", flush=True)

@@ -4,10 +4,12 @@ Life of a proxy worker:
 
     started -> ready (it sends `ready`) -> died -> started again after RESTART_SECONDS
        '-> died before it was ready, or with REFUSED_EXIT_STATUS: the whole proxy ends
+    started again -> died before it was ready -> started again, later each time
 
 A new process gets the changes that the admin API has made so far, and the roles that follow the
-load. Its death ends the requests of its own clients only. A worker that cannot serve (a bad
-setting, a fleet without a matching pair) ends the proxy.
+load. Its death ends the requests of its own clients only. A worker whose first process cannot serve
+(a bad setting, a fleet without a matching pair) ends the proxy. A later process may find a file
+with a mistake that the other workers have ignored: they serve on.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ log = logging.getLogger(__name__)
 
 REFUSED_EXIT_STATUS = 3  # of a worker that has printed why it cannot serve; it is not restarted
 RESTART_SECONDS = 0.5  # until a dead worker is started again
+MAX_RESTART_SECONDS = 30.0  # the same after several processes that were never ready
 MAX_NUMBERS = 65536  # incarnations that are remembered
 NOTE_LIFE_SECONDS = 10.0  # age up to which a registration is repeated to a new worker
 
@@ -288,11 +291,13 @@ async def _keep_running(
     worker: WorkerProcess, hub: BusHub, command: list[str], place: WorkerPlace, stop: asyncio.Event
 ) -> int:
     """Runs one worker and restarts it; returns the exit status with which it ended for good."""
+    pause = RESTART_SECONDS
     while True:
         status = await _run_process(worker, hub, command, place)
         if stop.is_set():
             return 0 if status in (0, -signal.SIGTERM) else status
-        if status == REFUSED_EXIT_STATUS or not worker.ready.is_set():
+        was_ready = worker.ready.is_set()
+        if not place.restarted and (status == REFUSED_EXIT_STATUS or not was_ready):
             if status != REFUSED_EXIT_STATUS:  # such a worker has printed why
                 log.error(
                     "supervisor: worker %d ended with status %d before it was ready;"
@@ -305,13 +310,17 @@ async def _keep_running(
         worker.ready.clear()
         place = msgspec.structs.replace(place, restarted=True)
         hub.on_death(worker)
+        pause = RESTART_SECONDS if was_ready else min(2 * pause, MAX_RESTART_SECONDS)
         log.error(
-            "supervisor: worker %d ended with status %d and is started again; its requests failed",
+            "supervisor: worker %d ended with status %d%s and is started again in %g s%s",
             worker.index,
             status,
+            "" if was_ready else " before it was ready",
+            pause,
+            "; its requests failed" if was_ready else "; the other workers serve",
         )
         with suppress(TimeoutError):
-            async with asyncio.timeout(RESTART_SECONDS):
+            async with asyncio.timeout(pause):
                 await stop.wait()
         if stop.is_set():
             return 0

@@ -39,7 +39,8 @@ from planting import ROOT
 from warm_pytest import Fault, Procedure, Trial, import_what_has_no_fault, run_procedures
 
 # After which tests with a fault are killed: those that hang notice it, too.
-LIMIT_SECONDS = 20.0  # for each 100 seeds
+LIMIT_SECONDS = 20.0
+WORLDS_LIMIT_SECONDS = 120.0  # for each 100 seeds; worlds bound what they do themselves
 TIMED_LIMIT_SECONDS = 10.0  # the same for tests that have run without a fault
 COLD_SECONDS = 100.0  # more for a new Python, which imports vLLM
 LIMIT_FACTOR = 5  # of the time without a fault
@@ -83,6 +84,12 @@ class Run(NamedTuple):
 
     tests: Sequence[str]
     seeds: int = FEW
+    limit_seconds: float = LIMIT_SECONDS  # for each 100 seeds
+
+
+def worlds(tests: Sequence[str], *seeds: int) -> list[Run]:
+    """Returns a run of seeded tests with so many seeds, and the next."""
+    return [Run(tests, number, WORLDS_LIMIT_SECONDS) for number in seeds]
 
 
 MACHINES = (
@@ -106,14 +113,11 @@ OF_MACHINES = [
 ]
 WORLD = ["tests/simulation/test_world.py"]
 TESTS = {
-    **{
-        file: [Run(OF_MACHINES), *(Run(WORLD, seeds) for seeds in (FEW, MORE, MANY))]
-        for file in MACHINES
-    },
+    **{file: [Run(OF_MACHINES), *worlds(WORLD, FEW, MORE, MANY)] for file in MACHINES},
     "driver.py": [Run(["tests/unit/test_driver.py"])],
     "protocol/fact_queue.py": [
         Run(["tests/protocol/test_fact_queue.py"]),
-        *(Run(WORLD, seeds) for seeds in (FEW, MORE)),
+        *worlds(WORLD, FEW, MORE),
     ],
     "outcomes.py": [Run(["tests/unit/test_outcomes.py", "tests/unit/test_driver.py"])],
     "trace.py": [Run(["tests/unit/test_trace.py"])],
@@ -121,7 +125,7 @@ TESTS = {
     "transports/set.py": [Run(["tests/transports/test_transport_set.py"])],
     "transports/posted_reads.py": [
         Run(["tests/transports/test_posted_reads.py"]),
-        *(Run(WORLD, seeds) for seeds in (FEW, MORE, MANY)),
+        *worlds(WORLD, FEW, MORE, MANY),
     ],
     "kv/block_sums.py": [Run(["tests/kv/test_block_sums.py"])],
     "kv/relayout.py": [
@@ -129,9 +133,9 @@ TESTS = {
         Run(["tests/kv/test_reshard.py"]),
     ],
     **{
-        f"transports/collective/{end}.py": [
-            Run(["tests/transports/collective/test_channel.py"], 160)
-        ]
+        f"transports/collective/{end}.py": worlds(
+            ["tests/transports/collective/test_channel.py"], 160
+        )
         for end in ("sender_end", "receiver_end")
     },
     "transports/nixl/path.py": [Run(["tests/transports/nixl/test_nixl_path.py"])],
@@ -163,10 +167,7 @@ TESTS = {
             ]
         )
     ],
-    **{
-        file: [Run(["tests/protocol/test_legs.py"]), *(Run(WORLD, seeds) for seeds in (FEW, MORE))]
-        for file in LEGS
-    },
+    **{file: [Run(["tests/protocol/test_legs.py"]), *worlds(WORLD, FEW, MORE)] for file in LEGS},
     "kv_connectors/admission.py": [Run(["tests/connector/test_scheduler_side.py"])],
     "kv_connectors/scheduler.py": [Run(["tests/connector/test_scheduler_side.py"])],
     "kv_connectors/worker.py": [
@@ -177,11 +178,13 @@ TESTS = {
 
 def runs(mutant: Mutant) -> list[Run]:
     """Of pytest, until one fails."""
-    if (named := mutant.tests.split()) == [SCHEDULER_WORLDS]:
-        return [Run(named, seeds) for seeds in (FEW, MORE)]
+    named = mutant.tests.split()
+    if any(test.startswith(SCHEDULER_WORLDS) for test in named):
+        return worlds(named, FEW, MORE)
+    if any(test.startswith(LUCK) for test in named):
+        return worlds(named, FEW, MANY)
     if named:
-        by_luck = any(test.startswith(LUCK) for test in named)
-        return [Run(named), *([Run(named, MANY)] if by_luck else [])]
+        return [Run(named)]
     if mutant.file in TESTS:
         return TESTS[mutant.file]
     path = Path(mutant.file)
@@ -239,7 +242,7 @@ class Health:
     def limit(self, run: Run, *, is_cold: bool) -> float:
         """Returns after how many seconds tests with a fault are killed."""
         known = [self._time(test, run.seeds, is_cold=is_cold) for test in run.tests]
-        least = LIMIT_SECONDS if None in known else TIMED_LIMIT_SECONDS
+        least = run.limit_seconds if None in known else TIMED_LIMIT_SECONDS
         least = (least + COLD_SECONDS * is_cold) * max(1, run.seeds // FEW)
         return max(least, LIMIT_FACTOR * sum(seconds or 0.0 for seconds in known))
 

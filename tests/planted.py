@@ -542,7 +542,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("up prints commands that ask an HTTP proxy", "launcher/plan.py", "    if options.has_http_proxy:\n", "    if False:\n", "tests/launcher/test_launcher_processes.py::test_what_is_printed_once_all_are_ready_can_be_typed"),
     ("two deployments share a log folder", "launcher/processes.py", "            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)\n", "            pass\n", "tests/launcher/test_launcher_processes.py::test_one_log_folder_serves_one_deployment"),
     ("a closed stream hides an error", "cli.py", "    standard_streams.open_closed()\n", "", "tests/launcher/test_launcher_processes.py::test_closed_streams_hide_no_end"),
-    ("a closed stream's number is not inherited", "standard_streams.py", "            os.set_inheritable(number, True)\n", "", "tests/unit/test_cli.py"),
+    ("a closed stream's number is not inherited", "standard_streams.py", "            os.set_inheritable(number, True)\n", "", "tests/unit/test_cli.py::test_no_file_takes_the_number_of_a_closed_stream"),
     ("an error goes to a full stream alone", "standard_streams.py", "    for stream in (sys.stderr, sys.stdout):\n", "    for stream in (sys.stderr,):\n", "tests/unit/test_cli.py"),
     ("lines of a worker do not name it", "proxy/main.py", "logs.set_up(args.log_level, args.log_format, worker)", "logs.set_up(args.log_level, args.log_format)", "tests/proxy/workers/test_supervisor.py::test_a_key_file_for_all_is_one_warning_of_all_workers"),
     ("engines on Kubernetes do not read the clients' keys", "deploy/kubernetes/base/decode.yaml", "            - --config # the keys of clients\n            - /etc/vllm-disagg/engine-keys.yaml\n", "", "tests/deploy/test_manifests.py::test_every_engine_reads_the_clients_keys"),

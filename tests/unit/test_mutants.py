@@ -206,6 +206,16 @@ def test_a_single_test_that_fails_without_the_fault_notices_none() -> None:
     assert ended.value.value.outcome is Outcome.MISSED
 
 
+@pytest.mark.parametrize("tests", ["tests/scheduler_worlds", "tests/simulation/test_world.py::x"])
+def test_worlds_have_more_time(tests: str) -> None:
+    """Some run for longer without a fault than others may with one, and none hangs."""
+    limits = [
+        mutants.Health().limit(run, is_cold=False)
+        for run in mutants.runs(Mutant("x", *VERSION, tests))
+    ]
+    assert limits[0] == mutants.WORLDS_LIMIT_SECONDS and limits[1] >= 10 * limits[0]
+
+
 def test_a_new_python_has_time_to_import() -> None:
     run, health = mutants.Run(["tests/x.py"]), mutants.Health()
     more = health.limit(run, is_cold=True) - health.limit(run, is_cold=False)

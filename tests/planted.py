@@ -1501,4 +1501,8 @@ MUTANTS: list[tuple[str, ...]] = [
     ("plan: a measured hand-off is not used", "planner/commands/flags.py", "    if prefill.link:\n", "    if False:\n", "tests/planner/commands/test_plan_commands.py::test_a_measured_handoff_is_the_link"),
     ("plan: ranks read one after the other", "planner/cost/hardware.py", "float(\"inf\"), self.mean)\n        return NetworkLink(\"as measured\", ranks /", "float(\"inf\"), self.mean)\n        return NetworkLink(\"as measured\", 1 /", "tests/planner/commands/test_plan_commands.py::test_a_measured_handoff_is_the_link"),
     ("plan: bytes that are not known have a rate", "planner/cost/hardware.py", "if not has_bytes or not", "if not", "tests/planner/commands/test_plan_commands.py::test_a_measured_handoff_is_the_link"),
+    ("the rows of a foreign layout may have gaps", "kv/layout.py", "            if described != row_bytes:\n", "            if described > row_bytes:\n", "tests/kv/test_reshard.py"),
+    ("the axes of a foreign layout may overlap", "kv/layout.py", "            if described != row_bytes:\n", "            if described < row_bytes:\n", "tests/kv/test_reshard.py"),
+    ("a layout is not looked at when its heads are cut", "kv/reshard.py", "    if problem := there.problem():\n", "    if problem := \"\":\n", "tests/kv/test_reshard.py"),
+    ("a foreign layout that numpy refuses ends the transfers", "kv/memory.py", "            except Exception as error:\n", "            except MemoryError as error:\n", "tests/kv/test_relayout.py"),
 ]

@@ -136,6 +136,17 @@ def test_a_landing_writes_its_own_tokens_and_leaves_what_others_write_meanwhile(
         assert (get(ours, here, at) == truth[at]).all(), at
 
 
+def test_a_layout_that_numpy_refuses_is_a_piece_that_was_not_written(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    here = plain(8)
+    outside = kind(16, [StridedRegion(2**20, region.axes) for region in plain(16).regions[0]])
+    memory = HostMemory([[np.zeros((3, here.block_bytes[0]), np.uint8)]], RankLayout([here], [0]))
+    frame = memoryview(np.ones(outside.block_bytes[0], np.uint8))  # type: ignore[arg-type]
+    assert not memory.write(Extent(0, 1, 0, 16), [0, 1], [frame], RemoteLayout(outside, 0))
+    assert "a piece in another layout was not written: ValueError" in caplog.text
+
+
 def test_other_sizes_than_the_extents_write_nothing() -> None:
     there, here = plain(16), plain(8)
     ours = np.zeros((3, here.block_bytes[0]), np.uint8)

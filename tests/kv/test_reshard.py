@@ -293,6 +293,16 @@ GOOD = kind("heads first", 4, 2, 0, 2)
         ),
         ({"regions": []}, "its planes are not all described"),
         ({"block_size": 3}, "a region does not hold 3 tokens"),
+        ({"block_bytes": [2**20]}, "rows of 1048576 bytes have axes of 128"),
+        (
+            {
+                "block_size": 16**2,
+                "regions": [
+                    [StridedRegion(0, [("h", 2, 64), ("t", 16, 1), ("t", 16, 1), ("c", 8, 1)])]
+                ],
+            },
+            "rows of 128 bytes have axes of 4096",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_in_words(change: dict[str, object], words: str) -> None:
@@ -300,6 +310,14 @@ def test_what_does_not_fit_is_refused_in_words(change: dict[str, object], words:
         plan(
             [RankLayout([msgspec.structs.replace(GOOD, **change)], [0])], [RankLayout([GOOD], [0])]
         )
+
+
+def test_a_layout_whose_heads_leave_their_row_when_they_are_cut_is_refused() -> None:
+    axes: list[Axis] = [("t", 2, 24), ("h", 2, 16), ("t", 2, 16), ("c", 8, 1)]
+    theirs = LayerLayout("kv", 4, [64], [[StridedRegion(0, axes)]], 2, 0, 2)
+    assert theirs.problem() == ""
+    with pytest.raises(Unmappable, match="a region leaves its row for 1 of its heads"):
+        plan([RankLayout([theirs], [0])], [RankLayout([kind("heads first", 4, 1, 0, 2)], [0])])
 
 
 def test_a_missing_layer_is_refused() -> None:

@@ -106,6 +106,11 @@ class LayerLayout(msgspec.Struct, frozen=True, array_like=True):
             for region in plane:
                 if problem := self._region_problem(region, row_bytes, stride):
                     return problem
+            # Axes may overlap, and rows have gaps. Then a small piece could have more tokens than
+            # memory, or a large one hardly any.
+            described = sum(math.prod(size for _, size, _ in region.axes) for region in plane)
+            if described != row_bytes:
+                return f"rows of {row_bytes} bytes have axes of {described}"
         return ""
 
     def _region_problem(self, region: StridedRegion, row_bytes: int, stride: int) -> str:

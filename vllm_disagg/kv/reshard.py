@@ -134,6 +134,9 @@ def _check(theirs: LayerLayout, ours: LayerLayout, heads: int) -> None:
     here = ours.cut(heads)
     if there.has_equal_blocks(here):
         return
+    # `problem` has seen the whole blocks.
+    if problem := there.problem():
+        raise Unmappable(f"P's KV cache contradicts itself: {problem} for {heads} of its heads")
     is_known = there.is_known() and here.is_known()
     if not is_known or _channels(there) != _channels(here):
         raise Unmappable(

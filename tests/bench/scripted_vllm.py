@@ -6,7 +6,9 @@ are for the target SCRIPTED_FIRST, and for any other.
 
 import json
 import os
+import signal
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,6 +28,12 @@ if how == "crash":
         "Traceback (most recent call last):\n  File x\n"
         "OSError: tiny is not a valid model identifier"
     )
+if how in ("SIGHUP", "SIGTERM"):
+    Path(os.environ["SCRIPTED_LOG"]).write_text(str(os.getpid()))
+    # The terminal's end comes twice: from the shell and from the kernel.
+    for _ in range(2):
+        os.kill(os.getppid(), getattr(signal, how))
+    time.sleep(60)
 if how == "garbage":
     Path(option["--result-filename"]).write_text("{}")
     sys.exit()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -82,6 +84,43 @@ def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, servers: list[str]
 
 def bench(*words: str, target: str) -> int:
     return cli.main(["bench", "--target", f"a={target}", "--vllm", "vllm", *words])
+
+
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGTERM"])
+def test_a_signal_ends_the_load_too(
+    name: str, servers: list[str], scripted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load generator has a process group of its own: a closed terminal does not reach it."""
+    monkeypatch.setenv("SCRIPTED_HOW", name)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    words = ["bench", "--target", f"a={servers[0]}", "--vllm", "vllm", *LENGTHS, *OBJECTIVES]
+    ended = subprocess.run(
+        [sys.executable, "-m", "vllm_disagg", *words], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 128 + getattr(signal, name), ended.stderr
+    assert not list((tmp_path / "temporary").iterdir())
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(scripted.read_text()), 0)
+
+
+def test_a_bench_that_ignores_hangups_goes_on(
+    servers: list[str], scripted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under nohup."""
+
+    def hang_up(_: list[str], __: dict[str, str], log: Path, ___: float) -> int:
+        os.kill(os.getpid(), signal.SIGHUP)
+        log.write_text("Error: it went on")
+        return 1
+
+    monkeypatch.setattr(load, "_wait", hang_up)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert bench(*LENGTHS, *OBJECTIVES, target=servers[0]) == 2  # no result was written
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_two_deployments_side_by_side(

@@ -13,7 +13,8 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -141,23 +142,41 @@ def run(args: argparse.Namespace) -> int:
             f"--arrivals trace: the first {len(requests)} requests of the trace arrive at once"
         )
     measured = [TargetRuns(target) for target in targets]
-    # SIGTERM raises SystemExit, so that the load generator is ended too.
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        with tempfile.TemporaryDirectory(prefix="vllm-disagg-bench-") as folder:
-            generator = LoadGenerator(vllm, args.tokenizer, Path(folder))
-            bench = GoodputBench(generator, schedule, objectives, args, measured)
-            bench.alone()
-            while bench.round():
-                pass
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    temporary = tempfile.TemporaryDirectory(prefix="vllm-disagg-bench-")
+    with _ends_by_signals(), temporary as folder:
+        generator = LoadGenerator(vllm, args.tokenizer, Path(folder))
+        bench = GoodputBench(generator, schedule, objectives, args, measured)
+        bench.alone()
+        while bench.round():
+            pass
     result = report.result(measured, objectives, done=True)
     if args.save:
         report.save(args.save, result)
         report.plot(args.save + ".png", measured, objectives)
     print(json.dumps(result) if args.json else report.table(measured, objectives))
     return 0
+
+
+@contextmanager
+def _ends_by_signals() -> Iterator[None]:
+    """Has SIGTERM and SIGHUP raise SystemExit, so that the load generator is ended too."""
+
+    def end(number: int, _: object) -> None:
+        # A closed terminal may send two: a second one would cut the cleaning up short.
+        for handled in before:
+            signal.signal(handled, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    # One that is ignored, as SIGHUP by nohup, stays ignored.
+    before = {n: h for n in numbers if (h := signal.getsignal(n)) != signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class GoodputBench:

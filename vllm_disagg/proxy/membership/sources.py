@@ -55,13 +55,18 @@ def parse_fleet(text: str, where: str) -> frozenset[Member]:
     return frozenset(members.values())
 
 
+class UnreadableFile(ConfigError):
+    """The system did not let a file be read; the same file may be readable later."""
+
+
 def read_fleet(path: str) -> frozenset[Member]:
     """Returns the members in a fleet file; raises ConfigError."""
     try:
         return parse_fleet(Path(path).read_text(), path)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not text"
-        raise ConfigError(f"{path}: cannot be read: {reason}") from None
+    except OSError as error:
+        raise UnreadableFile(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: cannot be read: not text") from None
 
 
 async def follow_file(path: str, interval: float, on_members: OnMembers) -> None:
@@ -70,18 +75,23 @@ async def follow_file(path: str, interval: float, on_members: OnMembers) -> None
     `interval`: seconds between two looks at the file. An invalid file is ignored.
     """
     seen: object = None
+    is_read = False
     while True:
         try:
             stat = os.stat(path)
             now: object = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
         except OSError as error:
             now = error.errno
-        if now != seen:
-            seen = now
+        if now != seen or not is_read:
+            is_read = True
             try:
                 on_members(read_fleet(path))
             except ConfigError as error:
-                log.warning("fleet file: ignored, the fleet stays as it is: %s", error)
+                # A change of permissions leaves the file as it was seen.
+                is_read = not isinstance(error, UnreadableFile)
+                if now != seen:
+                    log.warning("fleet file: ignored, the fleet stays as it is: %s", error)
+            seen = now
         await asyncio.sleep(interval)
 
 
@@ -127,7 +137,11 @@ async def follow_names(
     """Calls `on_members` with all addresses of all names, every `interval` seconds.
 
     `names`: role, host and port of each. A name that does not resolve keeps its last addresses.
+
+    The first answer decides the address family of a name: IPv4, or IPv6 if it has no IPv4 address.
+    With both families each instance of a dual-stack name would be two.
     """
+    families: dict[tuple[Role, str, int], socket.AddressFamily] = {}
     last: dict[tuple[Role, str, int], set[Member]] = {name: set() for name in names}
     failing: set[tuple[Role, str, int]] = set()
     loop = asyncio.get_running_loop()
@@ -135,7 +149,9 @@ async def follow_names(
         for name in names:
             role, host, port = name
             try:
-                found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                found = await loop.getaddrinfo(
+                    host, port, family=families.get(name, 0), type=socket.SOCK_STREAM
+                )
             except (OSError, UnicodeError) as error:  # UnicodeError: no name that DNS can have
                 if name not in failing:
                     log.warning(
@@ -144,7 +160,9 @@ async def follow_names(
                 failing.add(name)
                 continue
             failing.discard(name)
-            addresses = {cast(str, address[0]) for *_, address in found}
+            has_ipv4 = any(of == socket.AF_INET for of, *_ in found)
+            family = families.setdefault(name, socket.AF_INET if has_ipv4 else socket.AF_INET6)
+            addresses = {cast(str, address[0]) for of, *_, address in found if of == family}
             last[name] = {_member(address, port, role) for address in addresses}
         on_members(set().union(*last.values()))
         await asyncio.sleep(interval)

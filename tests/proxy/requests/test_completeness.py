@@ -10,6 +10,7 @@ import pytest
 from proxy_world import LAST_EVENTS, Call, ScriptedEngine, World, answer, world
 from vllm_disagg.proxy.requests import completeness
 from vllm_disagg.proxy.requests.completeness import doubtful
+from vllm_disagg.proxy.requests.streams import StreamRecorder
 from vllm_disagg.proxy.routing.fleet import Instance
 
 PARTS = {  # of a stream: its middle, its end
@@ -284,6 +285,96 @@ async def test_a_text_about_the_end_is_no_end(cut: int) -> None:
         assert engines.asked
 
 
+TOOL_ENDS: dict[str, dict[str, object]] = {  # as vLLM writes them over "abort"
+    "/v1/chat/completions": {"choices": [{"index": 0, "finish_reason": "tool_calls"}]},
+    "/v1/messages": {"type": "message", "stop_reason": "tool_use"},
+}
+# By path: of a stream, a tool's call, its end (of vLLM before 0.31) and the stream's last event.
+TOOL_STREAMS = {
+    "/v1/chat/completions": (
+        b'data: {"choices":[{"index":0,"delta":{"tool_calls":[{"index":0}]}}]}\n\n',
+        b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"tool_calls"}]}\n\n',
+        LAST_EVENTS["/v1/chat/completions"],
+    ),
+    "/v1/messages": (
+        b'event: content_block_start\ndata: {"type":"content_block_start","index":0,'
+        b'"content_block":{"type":"tool_use","id":"t","name":"f","input":{}}}\n\n',
+        b'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":"tool_use"}}\n\n',
+        LAST_EVENTS["/v1/messages"],
+    ),
+}
+
+
+@pytest.mark.parametrize("one_token", [False, True])
+@pytest.mark.parametrize("path", TOOL_ENDS)
+async def test_a_tools_call_may_hide_an_abort(path: str, one_token: bool) -> None:
+    """The engine stops after the first of two calls."""
+    async with world(prefill=2 * one_token, decode=2) as w:
+        engines = Stopping(w)
+
+        async def serve(call: Call) -> None:
+            engines.victim = engines.victim or call.engine
+            params = {"disagg_engine": call.engine.facts(call.rank)}
+            told = {"who": call.engine.name, "kv_transfer_params": params}
+            await as_vllm(call, {**TOOL_ENDS[path], **told})
+
+        for engine in w.prefills + w.decodes:
+            engine.script = serve
+        reply = await w.ask("POST", path, body(max_tokens=1 if one_token else 9))
+        assert engines.victim and reply.status == 200
+        assert reply.json()["who"] != engines.victim.name
+        assert [call.engine is engines.victim for call in engines.asked] == [True, False]
+
+
+@pytest.mark.parametrize("path", TOOL_STREAMS)
+async def test_the_end_of_a_streamed_tools_call_waits_for_one_more_token(path: str) -> None:
+    call_of_tool, end, last = TOOL_STREAMS[path]
+    async with world(prefill=0) as w:
+        engines = Stopping(w, living=1)
+
+        async def tell(call: Call) -> None:
+            await call.stream()
+            await call.chunk(call_of_tool + end[:40])
+            await call.chunk(end[40:])
+            if call.body.get("is_whole"):
+                await call.chunk(last)
+            await call.end()
+
+        engines.tell = tell  # type: ignore[method-assign]
+        reply = await w.ask("POST", path, body(stream=True, is_whole=True))
+        assert reply.body == call_of_tool + end + last and len(engines.asked) == 1
+        reply = await w.ask("POST", path, body(stream=True))
+        assert reply.status == 200 and call_of_tool in reply.body
+        assert end not in reply.body and b'"error"' in reply.body, "it was cut behind the call"
+        assert len(engines.asked) == 1
+        reply = await w.ask("POST", path, body(stream=True, is_whole=True))
+        assert end not in reply.body and b'"error"' in reply.body and reply.complete
+        assert len(engines.asked) == 2
+
+
+def test_nothing_overtakes_a_held_event() -> None:
+    """Events of one form go a shorter way; in one chunk, and in chunks of their own."""
+
+    def event(**choice: object) -> bytes:
+        chunk = {"id": "c", "choices": [{"index": 0, "delta": {}, **choice}]}
+        return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
+
+    path = "/v1/chat/completions"
+    text = event(delta={"content": "a"})
+    end = event(finish_reason="tool_calls")
+    for chunks in (
+        [text, text, text + end, text, text, LAST_EVENTS[path]],
+        [text, text, end, text, text, LAST_EVENTS[path]],
+    ):
+        sent: list[bytes] = []
+        recorder = StreamRecorder(sent.append, False, completeness.TOOL_MARKS[path], path)
+        feed = recorder.start_answer(lambda *_: pytest.fail("it was stopped"))
+        for chunk in chunks:
+            feed(chunk)
+        assert b"".join(sent) == b"".join(chunks).partition(end)[0]
+        assert recorder.finish() and b"".join(sent) == b"".join(chunks)
+
+
 async def test_one_question_serves_all_answers_before_it() -> None:
     async with world(prefill=0) as w:
         engines = Stopping(w, living=99)
@@ -370,3 +461,6 @@ def test_doubtful() -> None:
     )
     assert doubtful("/v1/audio/transcriptions", b"just a text")
     assert not doubtful("/v1/completions", b'{"status":"completed"}')
+    assert not doubtful("/v1/chat/completions", b'{"choices":[{"finish_reason":"stop"}]}')
+    escaped = json.dumps({"text": '"finish_reason":"tool_calls"'}, separators=(",", ":")).encode()
+    assert not doubtful("/v1/chat/completions", escaped)

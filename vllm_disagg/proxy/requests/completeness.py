@@ -1,10 +1,11 @@
 """Verifies that answers which their engine calls complete were not cut off.
 
 An engine that gets SIGTERM aborts its requests at once. Most endpoints report that; those in
-`END_MARKS` do not, and a cut answer looks complete there. Nor do streams of several choices report
-it of one that has no token yet. But a stopping engine takes no new request. So one more token from
-it, requested *after* an answer, proves that the answer was whole. Such answers are held until then:
-for about one step of the engine. One such request serves all answers that were there before it.
+`END_MARKS` do not, and a cut answer looks complete there. Nor is it reported of an answer with a
+tool's call, nor of a choice without a token in a stream of several. But a stopping engine takes no
+new request. So one more token from it, requested *after* an answer, proves that the answer was
+whole. Such answers are held until then: for about one step of the engine. One such request serves
+all answers that were there before it.
 """
 
 from __future__ import annotations
@@ -39,6 +40,13 @@ END_MARKS = {
     "/v1/audio/translations": _DONE,
 }
 
+# By path: what vLLM writes over an abort, once an answer has a tool's call. It does so in whole
+# answers, before 0.31 in streams too. An engine may stop after the first of several calls.
+TOOL_MARKS = {
+    "/v1/chat/completions": re.compile(rb'"finish_reason":"tool_calls"'),
+    "/v1/messages": re.compile(rb'"stop_reason":"tool_use"'),
+}
+
 # By path: matches the event that ends a stream of several choices.
 CHOICES_END_MARKS = dict.fromkeys(("/v1/completions", "/v1/chat/completions"), _DONE)
 
@@ -56,6 +64,8 @@ _decode_answer = msgspec.json.Decoder(_CompleteAnswer).decode
 
 def doubtful(path: str, answer: bytes) -> bool:
     """Whether a complete-looking answer with status 200 may have been cut off."""
+    if path in TOOL_MARKS:
+        return bool(TOOL_MARKS[path].search(answer))
     if path not in END_MARKS:
         return False
     try:

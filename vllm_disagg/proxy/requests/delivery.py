@@ -19,6 +19,7 @@ from .completeness import (
     CHOICES_END_MARKS,
     END_MARKS,
     PATHS_WITH_LAST_EVENT,
+    TOOL_MARKS,
     CompletenessCheck,
 )
 from .streams import StreamRecorder
@@ -117,7 +118,7 @@ class Delivery:
             and not compressed
             and any(decode is not attempt.server for decode in decodes)
         )
-        end_mark = END_MARKS.get(path)
+        end_mark = END_MARKS.get(path) or TOOL_MARKS.get(path)
         if context.body.has_several_choices:
             end_mark = CHOICES_END_MARKS.get(path, end_mark)
         return StreamRecorder(context.client.write, record, end_mark, path)

@@ -34,6 +34,7 @@ from .continuation import (
 )
 
 LAST_EVENTS = (DONE, b'data: {"type":"message_stop"}\n\n')
+LAST_EVENT_LINES = (b"\nevent: response.completed\n", b"\nevent: response.incomplete\n")
 # In the last events of a stopping engine; for messages it gives no reason at all. The same bytes
 # may stand in text of a client that an answer repeats: `aborted` parses the events that have them.
 ABORTS = (
@@ -172,7 +173,7 @@ class StreamRecorder:
     `stop` is called from within `feed`, with a reason, when the instance's answer is of no use.
 
     `record`: record the content for another instance, if the events of `path` are understood.
-    `end_mark`: matches the last event, which is held back with all that follows.
+    `end_mark`: matches the event that is held back with all that follows.
     """
 
     def __init__(
@@ -238,7 +239,8 @@ class StreamRecorder:
         # The end of the body ends its last event.
         events = (self._last_events + self._splitter.rest()).rstrip(b"\n").split(b"\n\n")
         last = next((event for event in reversed(events) if not is_blank_or_comment(event)), b"")
-        return bool(self.held) or (last + b"\n\n").endswith(LAST_EVENTS) or is_error(last)
+        is_named_end = any(line in b"\n" + last for line in LAST_EVENT_LINES)
+        return is_named_end or (last + b"\n\n").endswith(LAST_EVENTS) or is_error(last)
 
     @property
     def resumable(self) -> bool:
@@ -308,7 +310,7 @@ class StreamRecorder:
         self._chunks_without_form += 1
         count = self._chunks_without_form
         is_power_of_two = count & (count - 1) == 0
-        needs_long_path = self._identity_rename or self._replay or self._end_mark
+        needs_long_path = self._identity_rename or self._replay or self.held
         if is_power_of_two and not needs_long_path:
             self._form = form_of(data) or self._form
 
@@ -333,6 +335,7 @@ class StreamRecorder:
             blank_line = data.rfind(b"\n\n", 0, found.start())
             if blank_line >= 0:
                 position = blank_line + 2
+            self._form = NO_FORM  # all later events are held, too
         self.held += data[position:]
         if len(self.held) > sse.EVENT_LIMIT_BYTES:
             self._stop("garbled", "it goes on after its end")

@@ -16,7 +16,7 @@ import pytest
 from proxy_world import Call, Client, answer, until, world
 from vllm_disagg.proxy.http import connection_state
 from vllm_disagg.proxy.http import server as server_module
-from vllm_disagg.proxy.http.limits import Limits
+from vllm_disagg.proxy.http.limits import SLICE_BYTES, Limits
 from vllm_disagg.proxy.http.request import HttpRequest
 from vllm_disagg.proxy.http.server import Connection, Server
 from vllm_disagg.proxy.http.tcp_progress import has_unread_bytes
@@ -320,6 +320,21 @@ async def test_more_than_one_body_of_early_bytes_is_not_kept() -> None:
         reply = await client.receive()
         assert (reply.status, reply.headers["connection"]) == (200, "close")
         assert await client.reader.read() == b"" and len(hand.bodies) == 1
+
+
+async def test_many_requests_in_one_read_are_answered_and_few_of_them_are_parsed() -> None:
+    """A parsed request takes many times its bytes, and no budget counts it."""
+    async with serving(Limits()) as (server, hand, port):
+        client = await connect(port)
+        client.writer.write(request() * 2000)
+        await until(lambda: hand.bodies)
+        (connection,) = server.connections
+        assert len(connection._reader.ready) < SLICE_BYTES // len(request()) + 1
+        hand.go.set()
+        for _ in range(2000):
+            assert (await client.receive()).status == 200
+        await until(lambda: server.budget.held_bytes == 0)
+        client.close()
 
 
 async def test_pipelined_bytes_are_counted_once() -> None:

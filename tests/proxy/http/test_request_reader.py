@@ -16,6 +16,7 @@ from vllm_disagg.proxy.http.connection_state import (
 from vllm_disagg.proxy.http.limits import (
     MAX_EARLY_BYTES,
     MAX_HEADERS,
+    SLICE_BYTES,
     BudgetShare,
     ByteBudget,
     Limits,
@@ -103,23 +104,24 @@ def test_bytes_behind_a_handshake_are_early_bytes() -> None:
     reader.feed(WEBSOCKET + b"frames")
     request = reader.ready[0]
     assert (request.upgrade, request.keep_alive) == (b"websocket", False)
-    assert reader.take_early() == b"frames"
+    assert reader.take_early(100) == b"frames"
 
 
 def test_bytes_behind_a_pipelined_handshake_keep_their_place_and_are_counted() -> None:
     budget = ByteBudget(1 << 20)
     reader = RequestReader(Limits(), budget, lambda _: 1 << 20)
-    reader.keep_early(WEBSOCKET + b"first, second", HttpRequest())
-    reader.feed(reader.take_early(len(WEBSOCKET + b"first, ")))
-    assert budget.held_bytes == len(b"first, second")
-    assert reader.take_early() == b"first, second"
+    frames = b"first, " * SLICE_BYTES + b"second"
+    reader.keep_early(WEBSOCKET + frames, HttpRequest())
+    reader.feed(b"")
+    assert budget.held_bytes == len(frames)
+    assert reader.take_early(len(frames)) == frames
     assert budget.held_bytes == 0
 
 
 def test_bytes_behind_a_connect_are_dropped() -> None:
     reader = make_reader()
     reader.feed(b"CONNECT h:1 HTTP/1.1\r\nhost: x\r\n\r\nabc")
-    assert reader.take_early() == b""
+    assert reader.take_early(100) == b""
 
 
 @pytest.mark.parametrize("data", [b"", b"\r\n", b"G", b"POST /next HTTP/1.1\r\n", b"\0"])
@@ -156,6 +158,13 @@ def test_number_of_headers(count: int, expected: list[int]) -> None:
     reader = make_reader()
     reader.feed(b"GET / HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * (count - 1) + b"\r\n")
     assert statuses(reader) == expected
+
+
+def test_number_of_headers_without_an_end() -> None:
+    """Headers as objects take many times their bytes."""
+    reader = make_reader()
+    reader.feed(b"GET / HTTP/1.1\r\nhost: x\r\n" + b"a:\r\n" * (MAX_HEADERS + 1))
+    assert statuses(reader) == [431]
 
 
 @pytest.mark.parametrize(("size", "expected"), [(100, [0]), (101, [413])])
@@ -255,6 +264,71 @@ def test_early_bytes_are_taken_in_order() -> None:
         b"ef",
         b"",
     ]
+
+
+def test_one_read_of_many_requests_is_parsed_in_slices() -> None:
+    """A parsed request takes many times its bytes, and no budget counts it."""
+    budget = ByteBudget(1 << 30)
+    reader = RequestReader(Limits(), budget, lambda _: 1 << 20)
+    count = 10_000
+    reader.feed(GET * count)
+    parsed = len(reader.ready)
+    while reader.early_bytes:
+        assert len(reader.ready) <= SLICE_BYTES // len(GET) + 1
+        assert budget.held_bytes == len(reader.early_bytes)
+        reader.ready.clear()
+        reader.feed(b"")
+        parsed += len(reader.ready)
+    assert (parsed, budget.held_bytes, reader.state) == (count, 0, IDLE)
+
+
+@pytest.mark.parametrize(("beside", "expected"), [(0, IDLE), (1, REFUSED)])
+def test_one_read_leaves_no_more_early_bytes_than_many(
+    beside: int, expected: ConnectionState
+) -> None:
+    budget = ByteBudget(1 << 30)
+    reader = RequestReader(Limits(), budget, lambda _: 100)
+    first = b"GET / HTTP/1.1\r\nhost: x\r\na: ".ljust(SLICE_BYTES - 4, b"a") + b"\r\n\r\n"
+    reader.feed(first + b"x" * (MAX_EARLY_BYTES + 100 + beside))
+    (request,) = reader.ready
+    assert reader.state is expected
+    assert request.keep_alive == (expected is IDLE)
+    assert budget.held_bytes == len(reader.early_bytes) == (1 - beside) * (MAX_EARLY_BYTES + 100)
+
+
+def test_bytes_that_have_waited_keep_their_place_behind_a_smaller_request() -> None:
+    """Their limit was that of the request behind which they came."""
+    reader = RequestReader(
+        Limits(), ByteBudget(1 << 30), lambda request: 1 << 20 if request.path == "/" else 0
+    )
+    second = b"GET /small HTTP/1.1\r\nhost: x\r\na: ".ljust(SLICE_BYTES - 4, b"a") + b"\r\n\r\n"
+    reader.keep_early(second + post(b"x" * 200_000), HttpRequest(path="/"))
+    reader.feed(b"")
+    assert (reader.state, len(reader.ready)) == (IDLE, 1)
+    reader.ready.clear()
+    reader.feed(b"")
+    assert [len(request.body) for request in reader.ready] == [200_000]
+
+
+@pytest.mark.parametrize("data", [b"NONSENSE\r\n", CHUNKED + b"x\r\n"])
+def test_nothing_behind_an_error_is_kept(data: bytes) -> None:
+    budget = ByteBudget(1 << 30)
+    reader = RequestReader(Limits(), budget, lambda _: 1 << 20)
+    reader.feed(data + b"x" * 100_000)
+    assert statuses(reader) == [400]
+    assert (budget.held_bytes, len(reader.early_bytes)) == (0, 0)
+
+
+@pytest.mark.parametrize("length_known", [True, False])
+def test_a_long_body_in_one_read(length_known: bool) -> None:
+    """It fits just into the budget, as early bytes and as a body."""
+    body = b"x" * 200_000
+    reader = make_reader(Limits(all_bodies_bytes=len(body) + len(GET)))
+    chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    reader.feed(post(body) + GET if length_known else CHUNKED + chunks)
+    assert statuses(reader) == [0]
+    assert reader.ready[0].body == body
+    assert bytes(reader.early_bytes) == (GET if length_known else b"")
 
 
 # -- 100 Continue ----------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ import msgspec
 from .headers import Headers
 
 MAX_EARLY_BYTES = 64 * 1024  # of later requests, beside one body
+# Parsed at once where requests may end. A parsed request takes up to forty times its bytes.
+SLICE_BYTES = 4 * 1024
 MAX_HEADERS = 240  # of a request; vLLM takes 256, and the proxy adds a few
 LINGER_SECONDS = 2.0  # time for a refused client to read its last answer; extended in such steps
 MAX_LINGER_SECONDS = 60.0  # of a client that has not read all of it

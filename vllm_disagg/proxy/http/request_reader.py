@@ -1,7 +1,8 @@
 """Reads the requests of one connection, without I/O: bytes go in, complete requests come out.
 
 Pipelining: a connection is read while its handler runs. So a client that leaves is noticed at
-once, which cancels the handler. Bytes of later requests wait unparsed ("early" bytes).
+once, which cancels the handler. Bytes of later requests wait unparsed ("early" bytes). So do those
+of one long read: it is parsed in slices, up to the slice in which a request ends.
 
 Limits: `Limits` bounds each part of a request. `BodyLimit` decides at the end of the head how large
 the body may be. A limit of 0 refuses the body: the handler answers at once, and no byte of the body
@@ -36,6 +37,7 @@ from .headers import (
 from .limits import (
     MAX_EARLY_BYTES,
     MAX_HEADERS,
+    SLICE_BYTES,
     BudgetShare,
     ByteBudget,
     Limits,
@@ -44,6 +46,7 @@ from .limits import (
 from .request import BodyLimit, HttpRequest, Refusal
 
 TOO_LONG = "the request's head is too large"
+TOO_MANY_HEADERS = f"the request has more than {MAX_HEADERS} headers"
 ALL_BODIES = "the bodies of all requests are too large together"
 
 
@@ -80,7 +83,34 @@ class RequestReader:
         self._framing_bytes = 0  # since the body's last bytes: chunk framing, or trailers
 
     def feed(self, data: bytes) -> None:
-        """Parses bytes and checks the limits; complete requests and refusals go to `ready`."""
+        """Parses early bytes and `data` until a request ends; the rest are early bytes.
+
+        Complete requests and refusals go to `ready`.
+        """
+        if len(data) <= SLICE_BYTES and not self.early_bytes:
+            self._feed_slice(data)
+            return
+        self.early_bytes += data
+        self._share.hold(len(data))
+        while self.early_bytes and not self.ready:
+            self._feed_slice(self.take_early(max(SLICE_BYTES, self._body_bytes_due())))
+        # Bytes that waited already keep their place.
+        may_exceed = data and self.early_bytes and self.state is not SWITCHING
+        if may_exceed and not self._early_fits(self.ready[0]):
+            self.refuse_more()
+            self.ready[-1].keep_alive = False
+        if self.state.drops_bytes:
+            self._drop_early()
+
+    def _body_bytes_due(self) -> int:
+        """Returns how many bytes of a body with a known length are to come: none is a request."""
+        if self.state is not READING_BODY:
+            return 0
+        length = int(self._incoming.request.header(b"content-length") or 0)
+        return length - self._part_bytes
+
+    def _feed_slice(self, data: bytes) -> None:
+        """Parses bytes and checks the limits."""
         self._line_bytes = self._line_bytes + data if self._line_bytes else data
         if self.state is IDLE:
             self._begin_request()
@@ -94,8 +124,11 @@ class RequestReader:
         if self.state is not READING_HEAD or self._incoming.request.headers:
             self._line_bytes = b""
         max_bytes = self._limits.header_bytes
-        if self.state is READING_HEAD and self._part_bytes > max_bytes:
-            self.refuse(431, TOO_LONG)
+        if self.state is READING_HEAD:
+            if self._part_bytes > max_bytes:
+                self.refuse(431, TOO_LONG)
+            elif len(self._incoming.request.headers) > MAX_HEADERS:
+                self.refuse(431, TOO_MANY_HEADERS)
         # The parser keeps a trailer until the trailer ends, so its size needs a limit here.
         if self.state is READING_BODY and self._framing_bytes > max_bytes:
             self.refuse(431, "what stands between the parts of the request's body is too large")
@@ -156,17 +189,24 @@ class RequestReader:
         Then all of them are dropped.
         """
         self.early_bytes += data
-        fits_server = self._share.hold(len(data))
-        early = len(self.early_bytes)
-        if fits_server and (
-            early <= MAX_EARLY_BYTES or early <= MAX_EARLY_BYTES + self._body_limit(running)
-        ):
+        self._share.hold(len(data))
+        if self._early_fits(running):
             return True
-        self._share.release(early)
-        self.early_bytes.clear()
+        self._drop_early()
         return False
 
-    def take_early(self, max_bytes: int = MAX_EARLY_BYTES) -> bytes:
+    def _early_fits(self, running: HttpRequest) -> bool:
+        """Returns whether all early bytes may stay while a request runs."""
+        early = len(self.early_bytes)
+        return self._share.has_room(0) and (
+            early <= MAX_EARLY_BYTES or early <= MAX_EARLY_BYTES + self._body_limit(running)
+        )
+
+    def _drop_early(self) -> None:
+        self._share.release(len(self.early_bytes))
+        self.early_bytes.clear()
+
+    def take_early(self, max_bytes: int) -> bytes:
         """Returns the first early bytes, and keeps the rest."""
         portion = bytes(self.early_bytes[:max_bytes])
         del self.early_bytes[:max_bytes]
@@ -268,7 +308,7 @@ class RequestReader:
         if (version := self._parser.get_http_version()) not in ("1.1", "1.0"):
             return 505, f"HTTP/{version} is not spoken here"
         if len(headers) > MAX_HEADERS:
-            return 431, f"the request has more than {MAX_HEADERS} headers"
+            return 431, TOO_MANY_HEADERS
         # These counts include bytes around the head. Only a head that may be too large is measured.
         seen_bytes = max(self._part_bytes, len(self._line_bytes))
         max_bytes = self._limits.header_bytes
@@ -297,7 +337,8 @@ class RequestReader:
             self.ready.append(request)
         elif length > max_bytes:
             self.refuse(413, self._too_large())
-        elif not self._share.has_room(length):
+        # A part of the body may be counted already, as early bytes.
+        elif not self._share.has_room(length - len(self.early_bytes)):
             self.refuse(503, ALL_BODIES)
         elif self._needs_continue(request):
             self.continue_due = True

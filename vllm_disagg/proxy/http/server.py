@@ -210,7 +210,7 @@ class Connection(asyncio.Protocol):
     # -- reading requests --------------------------------------------------------------------------
 
     def _read_bytes(self, data: bytes) -> None:
-        """Parses bytes, and starts a request that became complete."""
+        """Parses early bytes and `data`, and starts a request that became complete."""
         reader = self._reader
         state_before = reader.state
         reader.feed(data)
@@ -370,11 +370,8 @@ class Connection(asyncio.Protocol):
             self._start_next_request()
             return
         self._await_bytes()
-        # In portions: a request within them may start a handler, and the rest waits again.
-        while self._reader.early_bytes and not self._handler_task:
-            if self._reader.state.drops_bytes:
-                break
-            self._read_bytes(self._reader.take_early())
+        if self._reader.early_bytes:
+            self._read_bytes(b"")
 
     def _keeps_alive(self) -> bool:
         return self.response.request.keep_alive and not self._server.stopping

@@ -271,6 +271,7 @@ class _Owner:
     def __init__(self) -> None:
         self.connections: set[UpstreamConnection] = set()
         self.chunks_received = 0
+        self.unused_ends = 0
 
     def release(self, connection: UpstreamConnection) -> None:
         """Closes a connection that could be used again."""

@@ -269,9 +269,13 @@ class ScriptedEngine:
         """Dies like a killed process."""
         if self._server:
             self._server.close()
+        self.drop_connections()
+        await asyncio.sleep(0)
+
+    def drop_connections(self) -> None:
+        """Ends all connections, and accepts new ones."""
         for writer in list(self._writers):
             writer.transport.abort()
-        await asyncio.sleep(0)
 
     def legs(self, leg: str) -> list[Call]:
         return [call for call in self.calls if call.leg == leg]

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from proxy_world import Call, ScriptedEngine, answer
+from proxy_world import Call, ScriptedEngine, answer, until
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.proxy.http import connection_pool, upstream
 from vllm_disagg.proxy.http.addresses import AllowedNetworks
@@ -74,6 +74,29 @@ async def test_a_reused_connection_that_is_reset_is_tried_once_more() -> None:
     await ask(pool)
     assert b"whole" in await ask(pool)
     assert (e.connections, len(e.calls)) == (2, 3)
+    await e.stop()
+
+
+async def test_ends_of_kept_connections_are_counted() -> None:
+    """Those that this side has closed are none of them, nor a connection with half an answer."""
+
+    async def close_second(call: Call) -> None:
+        if len(call.engine.calls) == 2:
+            call.reset()
+        else:
+            await answer(call)
+
+    e, pool = await engine(close_second)
+    await ask(pool)
+    await ask(pool)
+    assert pool.unused_ends == 1, "its second request has met the end"
+    e.drop_connections()
+    await until(lambda: not pool.connections, 5)
+    assert pool.unused_ends == 2, "it was idle"
+    await ask(pool)
+    pool.abort()
+    await until(lambda: not pool.connections, 5)
+    assert pool.unused_ends == 2
     await e.stop()
 
 

@@ -71,6 +71,32 @@ async def test_restart_is_noticed() -> None:
         assert grant and grant.engine == "d0-2"
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_another_process_in_an_instances_place_is_noticed(role: str) -> None:
+    """No connection was refused: D had grants for its last process for up to an hour."""
+    async with world() as w:
+        engine = w.p if role == "prefill" else w.d
+        engine.incarnation = "another"
+        engine.drop_connections()
+
+        async def is_known() -> bool:
+            return (await instance(w, engine.url))["incarnation"] == "another"
+
+        await until(is_known, 5)
+        assert (await w.post()).json()["leg"] == "decode"
+        grant = engine.calls[-1].grant
+        assert grant and grant.engine == "another"
+
+
+async def test_a_server_that_keeps_no_connection_is_not_probed_all_the_time() -> None:
+    async with world() as w:
+        w.d.close_after = True
+        await until(lambda: w.d.probes > 1)
+        connections = w.d.connections
+        await until(lambda: w.d.connections > connections + 5)
+        assert w.d.probes == 2
+
+
 async def test_an_engine_that_drains_after_sigterm_gets_no_request_until_it_is_another() -> None:
     """It answers /health and all requests, but aborts those that it would have to begin."""
     async with world(prefill=2, decode=2) as w:

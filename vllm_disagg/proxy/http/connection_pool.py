@@ -61,6 +61,8 @@ class ConnectionPool:
         self._networks = networks
         self.connections: set[UpstreamConnection] = set()
         self.chunks_received = 0  # any of them shows that the instance lives
+        # Kept connections that the instance's side has ended, as the end of its process does.
+        self.unused_ends = 0
         self._idle: deque[UpstreamConnection] = deque()
         self.closed = False  # no new connections
 

@@ -60,6 +60,7 @@ class ConnectionOwner(Protocol):
 
     connections: set[UpstreamConnection]
     chunks_received: int
+    unused_ends: int
 
     def release(self, connection: UpstreamConnection) -> None:
         """Takes back a connection whose exchange has ended."""
@@ -171,6 +172,7 @@ class UpstreamConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Completes an answer that ends with the connection; any other answer fails."""
         self._owner.connections.discard(self)
+        self._owner.unused_ends += self._is_unused()
         answer = self._exchange.answer
         if answer and not exc and self._ends_with_close():
             # The connection of a killed process ends like this too.
@@ -179,6 +181,12 @@ class UpstreamConnection(asyncio.Protocol):
             else:
                 self.on_message_complete()
         self._fail("reset", str(exc or CLOSED_DETAIL))
+
+    def _is_unused(self) -> bool:
+        """Returns whether this is a kept connection, without a byte since its last answer."""
+        if self._state is UpstreamState.AWAITING_HEAD:
+            return self.died_unused
+        return self._state is UpstreamState.IDLE and self._exchanges > 0
 
     def _ends_with_close(self) -> bool:
         """Returns whether the end of the connection is the end of the present answer."""

@@ -17,7 +17,10 @@ over at once if another decode instance is up. Else they wait, for MAX_SILENCE_S
 new ones with them (`decode_wait.py`).
 
 An instance that is down gets no request until a probe succeeds, since another process may answer at
-its URL. If DNS has lost its name, open connections go on while they bring bytes: Kubernetes takes
+its URL. The end of a kept connection is followed by a probe for the same reason: a process may take
+another's place without a refused connection between them.
+
+If DNS has lost its name, open connections go on while they bring bytes: Kubernetes takes
 away the name of a pod that still ends its requests. Time in which this process itself did not run
 counts against no instance.
 """
@@ -66,6 +69,8 @@ PROBE_TIMEOUT_SECONDS = 30.0  # a probe waits behind the engine's other work
 CACHE_POLL_SECONDS = 2.0  # between two polls of a decode instance's metrics
 REPORT_POLL_SECONDS = 10.0  # of one that can only prefill, whose figures only operators read
 CLOCK_REFRESH_SECONDS = 3600.0  # age at which the reading of an engine's clock is renewed
+# Between two probes after ends of kept connections: a server's patience with them may be short.
+RESTART_PROBE_SECONDS = 10.0
 BUSY_HEALTH_SECONDS = 30.0  # for /health while streams show that the instance lives
 STEP_CHECK_RATIO = 4  # an engine has prefill_timeout / this for a step while it owes an answer
 NO_NAME = "DNS does not know its name"
@@ -195,6 +200,24 @@ class _UnexpectedAnswer(Exception):
         self.status = status
 
 
+class _RestartSigns:
+    """Tells when ends of kept connections ask for a probe, since another process may answer."""
+
+    def __init__(self, pool: ConnectionPool) -> None:
+        self._pool = pool
+        self._ends_seen = 0
+        self._asked_at = float("-inf")
+
+    def ask_for_probe(self, now: float) -> bool:
+        """Returns whether a connection has ended, at most once in RESTART_PROBE_SECONDS."""
+        is_early = now - self._asked_at < RESTART_PROBE_SECONDS
+        if is_early or self._pool.unused_ends == self._ends_seen:
+            return False
+        self._ends_seen = self._pool.unused_ends
+        self._asked_at = now
+        return True
+
+
 class Discovery:
     """Keeps the state of the fleet's instances current."""
 
@@ -256,13 +279,17 @@ class Discovery:
         poll: asyncio.Task[None] | None = None
         last_well = loop.time()
         last_poll = loop.time()
+        pool = self._pools[instance.url]
+        restart_signs = _RestartSigns(pool)
         chunks_seen = 0
         try:
             while True:
                 trouble = await self._check_health(instance, interval)
                 _raise_failures(probe, poll)
                 chunks_before = chunks_seen
-                chunks_seen = self._pools[instance.url].chunks_received
+                chunks_seen = pool.chunks_received
+                if restart_signs.ask_for_probe(loop.time()):
+                    instance.needs_probe = True
                 shows_life = trouble == NO_NAME and chunks_seen != chunks_before
                 if self._judge(instance, trouble) or shows_life:
                     last_well = loop.time()

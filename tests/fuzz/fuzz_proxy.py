@@ -394,7 +394,7 @@ class RegistrationTarget:
     batch = 2000
 
     def __init__(self, random: Random) -> None:
-        self._registry = Registry(KEY, challenge="c")
+        self._registry = Registry(KEY)
         self._note = values_of(RegistrationNote, wrong=0.05)
         self._texts = corpus("files")
         self._parts = corpus("file_parts")

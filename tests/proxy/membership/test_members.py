@@ -579,6 +579,23 @@ def test_registrations_cannot_be_forged_or_repeated() -> None:
     assert Registry(KEY).register(first, 0.0) == "again", "a proxy's restart"
 
 
+def test_numbers_that_are_forgotten_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_disagg.proxy.membership.registry.MAX_INCARNATIONS", 2)
+    alone = Registry(KEY)
+    challenge = alone.challenge
+
+    def announce(known: Registry, incarnation: str) -> str:
+        note = RegistrationNote(challenge, incarnation, 1, "decode", f"http://{incarnation}")
+        return known.register(sign(KEY, note), 0.0)
+
+    for incarnation in "abc":
+        assert announce(alone, incarnation) == "ok"
+    assert announce(alone, "a") == "again" and len(alone.members(0.0)) == 3
+    of_several = Registry(KEY, challenge)
+    for incarnation in "abcd":
+        assert announce(of_several, incarnation) == "ok", "the others have this challenge, too"
+
+
 async def test_an_engine_registers_itself_and_says_goodbye() -> None:
     async with (
         engines("decode") as (d,),

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -456,13 +457,79 @@ def test_a_new_worker_refuses_registrations_that_the_others_have_heard() -> None
     hub.on_message(hub.workers[1], BusMessage("ready"), 3600.0)
     new = Registry(key, "c")
     for message in said:
-        assert not message.text
+        assert message.kind == "challenge" or not message.text
         new.mark_used(message.numbers)
     with pytest.raises(BadGrant, match="heard before"):
         new.register(old, 3600.0)
     assert (
         new.register(sign(key, RegistrationNote("c", "i", 3, "decode", "http://d")), 3600.0) == "ok"
     )
+
+
+def test_a_challenge_is_one_of_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each worker drew its own once it had heard of too many incarnations.
+
+    The others refused a note with it, so healthy engines were unlisted half of the time.
+    """
+    monkeypatch.setattr(supervisor, "MAX_INCARNATIONS", 3)
+    monkeypatch.setattr("vllm_disagg.proxy.membership.registry.MAX_INCARNATIONS", 3)
+    key, hub = FleetKey(b"k" * 32), BusHub(2)
+    first = hub.challenge
+    registries = [Registry(key, first) for _ in hub.workers]
+
+    def apply(receiver: Registry, message: BusMessage) -> None:
+        if message.kind == "challenge":
+            receiver.renew(message.text)
+        elif message.text:
+            receiver.register(message.text.encode(), 0.0)
+            receiver.mark_used(message.numbers)
+
+    for worker, receiver in zip(hub.workers, registries, strict=True):
+        worker.send = partial(apply, receiver)  # type: ignore[method-assign]
+
+    def announce(index: int, incarnation: str, challenge: str) -> str:
+        note = RegistrationNote(challenge, incarnation, 1, "decode", f"http://{incarnation}")
+        data = sign(key, note)
+        verdict = registries[index].register(data, 0.0)
+        if verdict == "ok":
+            numbers = registries[index].last_numbers
+            message = BusMessage("note", text=data.decode(), numbers=numbers)
+            hub.on_message(hub.workers[index], message, 0.0)
+        return verdict
+
+    for n in range(4):
+        assert announce(n % 2, f"i{n}", first) == "ok"
+    assert hub.challenge != first
+    assert [known.challenge for known in registries] == [hub.challenge] * 2
+    assert all(len(known.members(0.0)) == 4 for known in registries), "none is unlisted"
+    assert announce(0, "i0", first) == "again", "a replay"
+    assert announce(1, "new", hub.challenge) == "ok"
+    registries[0] = Registry(key, first)  # of a worker that was started before the change
+    hub.workers[0].send = partial(apply, registries[0])  # type: ignore[method-assign]
+    hub.on_message(hub.workers[0], BusMessage("ready"), 0.0)
+    assert announce(0, "i3", first) == "again"
+
+
+async def test_a_worker_takes_the_challenge_of_all() -> None:
+    hub_end, worker_end = socket.socketpair()
+    table = os.memfd_create("load")
+    os.truncate(table, size(1))
+    bus = WorkerBus(
+        WorkerPlace(0, 1, worker_end.detach(), table, 0, "c"), Fleet(), {}, lambda: None
+    )
+    known = Registry(FleetKey(b"k" * 32), "c")
+    reader, writer = await asyncio.open_unix_connection(sock=hub_end)
+    listening = asyncio.create_task(bus.listen(None, known, lambda: None))  # type: ignore[arg-type]
+    assert await receive(reader) == BusMessage("ready")
+    writer.write(frame(BusMessage("challenge", text="new")))
+    writer.close()
+    await listening
+    for end in (writer, bus._writer):
+        assert end
+        end.close()
+        await end.wait_closed()
+    assert known.challenge == "new"
+    os.close(table)
 
 
 LARGE_SCRAPE = """

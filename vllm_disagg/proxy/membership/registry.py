@@ -8,8 +8,10 @@ A registration is accepted if it
 
 An engine that does not repeat its registration for EXPIRY_SECONDS is no longer listed.
 
-No clock, no sockets: bytes and time are parameters. Without a given challenge one is drawn at
-random.
+A challenge that is given is the one of several proxy workers, and only `renew` replaces it. Without
+one the registry draws its own at random.
+
+No clock, no sockets: bytes and time are parameters.
 """
 
 from __future__ import annotations
@@ -25,6 +27,11 @@ from .reconcile import Member
 
 EXPIRY_SECONDS = 5 * REGISTER_SECONDS  # without a registration
 MAX_INCARNATIONS = 4096  # whose numbers are remembered
+
+
+def new_challenge() -> str:
+    """Returns a challenge, drawn at random."""
+    return secrets.token_hex(16)
 
 
 class Registered(NamedTuple):
@@ -47,7 +54,8 @@ class Registry:
     ) -> None:
         self._key = key
         self._networks = networks or AllowedNetworks()
-        self.challenge = challenge or secrets.token_hex(16)
+        self._draws_challenges = not challenge
+        self.challenge = challenge or new_challenge()
         self._numbers: dict[str, int] = {}  # the last one of each incarnation
         self.last_numbers: dict[str, int] = {}  # of the registration accepted last
         self._listed: dict[Member, _Listed] = {}
@@ -83,6 +91,14 @@ class Registry:
         for incarnation, number in numbers.items():
             self._numbers[incarnation] = max(number, self._numbers.get(incarnation, -1))
 
+    def renew(self, challenge: str) -> None:
+        """Takes a new challenge, and forgets all numbers.
+
+        A number that is forgotten alone could be replayed. The challenge makes old ones invalid.
+        """
+        self._numbers.clear()
+        self.challenge = challenge
+
     def members(self, now: float) -> frozenset[Member]:
         """Returns the engines whose registrations have not expired."""
         self._listed = {
@@ -95,7 +111,5 @@ class Registry:
     def _remember_number(self, note: RegistrationNote) -> None:
         self._numbers[note.incarnation] = note.number
         self.last_numbers = {note.incarnation: note.number}
-        if len(self._numbers) > MAX_INCARNATIONS:
-            # A forgotten number could be replayed; a new challenge makes old ones invalid.
-            self._numbers.clear()
-            self.challenge = secrets.token_hex(16)
+        if self._draws_challenges and len(self._numbers) > MAX_INCARNATIONS:
+            self.renew(new_challenge())

@@ -10,6 +10,7 @@ Messages between a worker and the hub:
     ready             worker -> hub           the worker serves; the hub sends what it missed
     change, note      worker -> hub -> others a change of the fleet; a registration
     roles             worker -> hub -> others all roles that differ from the named ones
+    challenge         hub -> workers          the challenge for registrations, of all workers
     ask               worker -> hub           the worker needs the texts of all on a topic
     render            hub -> workers          send your text
     rendered          worker -> hub           this worker's text
@@ -50,11 +51,13 @@ TOPICS: tuple[Topic, ...] = get_args(Topic)
 class BusMessage(msgspec.Struct, omit_defaults=True):
     """Carries one message between a worker and the hub; `kind` decides which fields are set."""
 
-    kind: Literal["ready", "change", "note", "roles", "ask", "render", "rendered", "texts"]
+    kind: Literal[
+        "ready", "change", "note", "roles", "challenge", "ask", "render", "rendered", "texts"
+    ]
     change: MembershipChange | None = None
     roles: dict[str, Role] = {}  # by URL
     topic: Topic = "metrics"  # of texts
-    text: str = ""  # a registration's, or one of a topic
+    text: str = ""  # a registration's, a challenge, or one of a topic
     numbers: dict[str, int] = {}  # of registrations, by incarnation
     texts: list[str] = []
 
@@ -148,6 +151,8 @@ class WorkerBus:
             if message.text:
                 self._apply_registration(message.text, members, registry)
             registry.mark_used(message.numbers)
+        elif message.kind == "challenge" and registry:
+            registry.renew(message.text)
         elif message.kind == "roles":
             members.set_roles(message.roles)
         elif message.kind == "render":

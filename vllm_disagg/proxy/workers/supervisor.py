@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -28,6 +27,7 @@ from functools import partial
 import msgspec
 
 from ..membership.members import MembershipChange
+from ..membership.registry import MAX_INCARNATIONS, new_challenge
 from ..telemetry.metrics import merge
 from . import shared_load
 from .bus import (
@@ -46,7 +46,6 @@ log = logging.getLogger(__name__)
 REFUSED_EXIT_STATUS = 3  # of a worker that has printed why it cannot serve; it is not restarted
 RESTART_SECONDS = 0.5  # until a dead worker is started again
 MAX_RESTART_SECONDS = 30.0  # the same after several processes that were never ready
-MAX_NUMBERS = 65536  # incarnations that are remembered
 NOTE_LIFE_SECONDS = 10.0  # age up to which a registration is repeated to a new worker
 
 
@@ -160,6 +159,7 @@ class BusHub:
         self._notes: dict[str, float] = {}  # time of arrival, by a registration's text
         # Highest number of a registration by incarnation: protects new workers from replays.
         self._numbers: dict[str, int] = {}
+        self.challenge = new_challenge()  # for registrations at any worker
         self.collections = {topic: self._collection(topic) for topic in TOPICS}
 
     def _collection(self, topic: Topic) -> TextCollection:
@@ -169,6 +169,7 @@ class BusHub:
 
     def on_ready(self, worker: WorkerProcess, now: float) -> None:
         """Sends a new process the changes and registrations so far, and the roles."""
+        worker.send(BusMessage("challenge", text=self.challenge))
         for change in self._changes.values():
             worker.send(BusMessage("change", change=change))
         if self._roles:
@@ -191,8 +192,8 @@ class BusHub:
             self._roles = message
             self._pass_on(worker, message)
         elif message.kind == "note":
-            self._remember_note(message, now)
             self._pass_on(worker, message)
+            self._remember_note(message, now)
         elif message.kind == "ask":
             self.collections[message.topic].ask(worker)
         elif message.kind == "rendered":
@@ -218,12 +219,13 @@ class BusHub:
     def _remember_note(self, message: BusMessage, now: float) -> None:
         self._forget_old_notes(now)
         self._notes[message.text] = now
-        for incarnation, number in message.numbers.items():
-            self._numbers.pop(incarnation, None)
-            self._numbers[incarnation] = number
-        while len(self._numbers) > MAX_NUMBERS:
-            oldest = next(iter(self._numbers))
-            self._numbers.pop(oldest)
+        self._numbers.update(message.numbers)
+        if len(self._numbers) > MAX_INCARNATIONS:
+            # One for all: an engine's notes reach any worker.
+            self._numbers.clear()
+            self.challenge = new_challenge()
+            for worker in self.workers:
+                worker.send(BusMessage("challenge", text=self.challenge))
 
     def _forget_old_notes(self, now: float) -> None:
         self._notes = {text: at for text, at in self._notes.items() if now - at < NOTE_LIFE_SECONDS}
@@ -249,12 +251,11 @@ async def supervise(
     os.truncate(table, shared_load.size(count))
     hub = BusHub(count)
     loop.add_signal_handler(signal.SIGHUP, hub.renew_files)
-    challenge = secrets.token_hex(16)
     with _reserve(host, port) as reserved:
         port = reserved.getsockname()[1]
         keepers = []
         for worker in hub.workers:
-            place = WorkerPlace(worker.index, count, 0, table, port, challenge)
+            place = WorkerPlace(worker.index, count, 0, table, port, hub.challenge)
             keepers.append(loop.create_task(_keep_running(worker, hub, command, place, stop)))
         started = loop.create_task(_when_ready(hub.workers, partial(ready, port)))
         await stop.wait()
@@ -347,7 +348,7 @@ async def _run_process(
     """Runs one process of a worker to its end; returns its exit status."""
     ours, theirs = socket.socketpair()
     with theirs:
-        place = msgspec.structs.replace(place, hub=theirs.fileno())
+        place = msgspec.structs.replace(place, hub=theirs.fileno(), challenge=hub.challenge)
         worker.process = await start_worker(command, place)
     reader, worker.writer = await asyncio.open_unix_connection(sock=ours)
     loop = asyncio.get_running_loop()

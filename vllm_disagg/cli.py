@@ -72,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(command, words, extra)
     except ModuleNotFoundError as error:
         return _end_without_package(command, error)
+    except KeyboardInterrupt:  # also while the command's modules are imported
+        return 130
 
 
 def _run(command: str, words: list[str], extra: list[str]) -> int:
@@ -96,8 +98,6 @@ def _run(command: str, words: list[str], extra: list[str]) -> int:
     except DisaggError as error:
         standard_streams.write_error(f"vllm-disagg {command}: {error}")
         return 2
-    except KeyboardInterrupt:
-        return 130
     except OSError as error:
         if error.errno not in FULL and error.errno != errno.EPIPE:
             raise

@@ -128,6 +128,19 @@ def test_ctrl_c_is_not_an_error(
     assert capsys.readouterr().err == ""
 
 
+def test_ctrl_c_is_no_error_while_modules_are_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are imported in the first second of a command."""
+
+    def interrupted(_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "import_module", interrupted)
+    assert cli.main(["proxy", "--decode", "http://127.0.0.1:1"]) == 130
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_each_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

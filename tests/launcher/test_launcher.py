@@ -210,12 +210,22 @@ def test_the_fleet_commands_hold_the_admin_key(key_file: str, key: str, tmp_path
         "--kv-transfer-config.kv_role",
         "--port=1",
         "-tp",
+        "-tp2",
+        "-t",
+        "--tensor-parallel",
+        "--tensor_par=2",
+        "--kv-transfer.kv_role",
         "--host",
     ],
 )
 def test_what_is_ours_cannot_be_given_twice(word: str) -> None:
     with pytest.raises(ConfigError, match="after --"):
         planned(cpus(2), extra=["--dtype", "auto", word])
+
+
+def test_other_flags_of_vllm_are_passed_on() -> None:
+    words = ["--model-impl=vllm", "--tokenizer", "t", "--data-parallel-size", "1", "-O3", "-", "--"]
+    assert plan.own_flags([*words, "--hf-overrides", "{}", "--port-range", "--", ""]) == []
 
 
 # What it refuses ----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import resource
 import signal
@@ -24,6 +25,7 @@ from vllm_disagg.launcher import (
     model_check,
     plan,
     processes,
+    scrape_targets,
 )
 from vllm_disagg.launcher.phases import StartProgress
 from vllm_disagg.proxy import settings
@@ -35,6 +37,19 @@ def parsed(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     flags.add_arguments(parser)
     return parser.parse_args(main.expand(list(words)), argparse.Namespace(extra=[]))
+
+
+@pytest.mark.parametrize("is_https", [False, True])
+def test_scrape_targets_have_their_scheme(tmp_path: Path, is_https: bool) -> None:
+    engine = plan.ChildCommand("decode-0", [], {}, "127.0.0.1", 8200, "/health")
+    proxy = plan.ChildCommand("proxy", [], {}, "::1", 8000, "/readiness", is_https)
+    scrape_targets.write(str(tmp_path), plan.LaunchPlan([engine], proxy, [], [], []))
+    labels = {"labels": {"__scheme__": "https"}} if is_https else {}
+    for name, group in (
+        ("engines", {"targets": ["127.0.0.1:8200"]}),
+        ("proxies", {"targets": ["[::1]:8000"], **labels}),
+    ):
+        assert json.loads((tmp_path / "targets" / f"{name}.yml").read_text()) == [group]
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:

@@ -208,8 +208,18 @@ def _proxy(
 
 def own_flags(extra: list[str]) -> list[str]:
     """Returns those flags among arguments of `vllm serve` that the launcher sets itself."""
-    flags = [word.partition("=")[0].partition(".")[0].replace("_", "-") for word in extra]
-    return [flag for flag in flags if flag in REFUSED_FLAGS]
+    words = [word.partition("=")[0].partition(".")[0].replace("_", "-") for word in extra]
+    return [flag for word in words for flag in REFUSED_FLAGS if _means(word, flag)]
+
+
+def _means(word: str, flag: str) -> bool:
+    """Returns whether vLLM reads a word as a flag: it takes a beginning of the flag's name.
+
+    The value of a short flag may follow at once.
+    """
+    is_short = not flag.startswith("--")
+    is_beginning = flag.startswith(word) and bool(word.strip("-"))
+    return is_beginning or (is_short and word.startswith(flag))
 
 
 def _refuse_own_flags(extra: list[str], where: str) -> None:

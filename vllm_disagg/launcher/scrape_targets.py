@@ -27,6 +27,8 @@ def write(folder: str, launch: LaunchPlan) -> None:
 
 
 def _format(children: Sequence[ChildCommand]) -> str:
-    """Formats addresses as a file of targets; JSON is YAML."""
-    addresses = [child.url.partition("://")[2] for child in children]
-    return json.dumps([{"targets": addresses}]) + "\n"
+    """Formats addresses of one scheme as a file of targets; JSON is YAML."""
+    group: dict[str, object] = {"targets": [child.url.partition("://")[2] for child in children]}
+    if children[0].is_https:
+        group["labels"] = {"__scheme__": "https"}  # else Prometheus asks by http
+    return json.dumps([group]) + "\n"

@@ -4,8 +4,9 @@
 set -euo pipefail
 model=${1:?MODEL}
 export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} # GiB of each engine; vLLM would take nearly all memory for one
-trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT
-key=$(mktemp -d)/fleet.key
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"; kill $(jobs -p) 2>/dev/null; wait' EXIT
+key=$folder/fleet.key
 vllm-disagg key "$key"
 engine() { # port role core
   VLLM_CPU_OMP_THREADS_BIND=$3 vllm serve "$model" --host 127.0.0.1 --port "$1" --kv-transfer-config "{

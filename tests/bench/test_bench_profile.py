@@ -6,6 +6,7 @@ tests/engine profiles a real engine.
 from __future__ import annotations
 
 import json
+import os
 import queue
 import re
 import statistics
@@ -283,6 +284,21 @@ def test_an_instance_that_refuses_a_prompt(
 def test_bad_words(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["profile", *words]) == 2
     assert expected in capsys.readouterr().err
+
+
+def test_an_old_file_that_cannot_be_written_is_found_before_the_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text("old")
+    access = os.access
+
+    def denied(name: Path, mode: int) -> bool:  # root may write anything
+        return name != path and access(name, mode)
+
+    monkeypatch.setattr(os, "access", denied)
+    assert cli.main(["profile", "http://127.0.0.1:9", "--output", str(path)]) == 2
+    assert f"--output {path}: cannot write such a file" in capsys.readouterr().err
 
 
 def test_rounds_end_in_time_and_say_what_they_had_no_time_for(

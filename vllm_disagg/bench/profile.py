@@ -274,14 +274,19 @@ def run(args: argparse.Namespace) -> int:
         if len(points[kind]) < MIN_MEASUREMENTS:
             found = f"only {len(points[kind])} points of {kind} in {args.seconds:g} s"
             raise DisaggError(f"{found}: give more --seconds, and stop other traffic")
-    Path(args.output).write_text(json.dumps(points, indent=1) + "\n")
+    try:
+        Path(args.output).write_text(json.dumps(points, indent=1) + "\n")
+    except OSError as error:
+        raise DisaggError(f"--output {args.output}: {error.strerror}") from None
     _report(points, samples.fewest(), args.output)
     return 0
 
 
 def _check(args: argparse.Namespace) -> None:
-    folder = Path(args.output).parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(args.output).is_dir():
+    output = Path(args.output)
+    # A new file needs a folder that can be written, an old one only itself.
+    written = output if output.exists() else output.parent
+    if output.is_dir() or not written.exists() or not os.access(written, os.W_OK):
         raise ConfigError(f"--output {args.output}: cannot write such a file")
     if not 0 < args.seconds < float("inf"):
         raise ConfigError("--seconds must be more than 0")

@@ -80,7 +80,11 @@ def _add_instances(parser: argparse.ArgumentParser) -> None:
 
 def _add_service(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("the service").add_argument
-    add("--host", default="127.0.0.1", help="address of the proxy (default: %(default)s)")
+    add(
+        "--host",
+        default="127.0.0.1",
+        help="address of the proxy; :: is all of IPv6, without IPv4 (default: %(default)s)",
+    )
     add(
         "--port",
         type=int,

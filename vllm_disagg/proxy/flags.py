@@ -239,7 +239,12 @@ _FLEET = (
 )
 
 _SERVICE = (
-    _text("--host", None, "address to listen on (default: %(default)s)", default="127.0.0.1"),
+    _text(
+        "--host",
+        None,
+        "address to listen on; :: is all of IPv6, without IPv4 (default: %(default)s)",
+        default="127.0.0.1",
+    ),
     _port("--port", None, "port to listen on (default: %(default)s)"),
     _file("--key-file", "file with the fleet key, the same as at the instances"),
     _repeatable(

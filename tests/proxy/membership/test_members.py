@@ -647,9 +647,12 @@ async def test_a_registration_that_nobody_can_reach_changes_nothing() -> None:
         assert len(await rows(w)) == 1 and (await w.post()).status == 200
 
 
-async def test_registration_is_off_by_default() -> None:
-    async with world(prefill=0) as w:
-        assert (await w.ask("POST", "/disagg/register", b"{}")).status == 404
+@pytest.mark.parametrize("api_keys", [[], ["user"]])
+async def test_registration_is_off_by_default(api_keys: list[str]) -> None:
+    async with world(prefill=0, ready=False, api_keys=api_keys) as w:
+        answer = await w.ask("POST", "/disagg/register", b"{}")
+        assert answer.status == 404
+        assert "--allow-registration" in answer.json()["error"]["message"]
 
 
 class ScriptedCluster:

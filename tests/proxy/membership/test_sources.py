@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from proxy_world import until
 from vllm_disagg.proxy.membership import sources
 from vllm_disagg.proxy.membership.reconcile import Member
 from vllm_disagg.proxy.routing.fleet import Role
@@ -17,10 +16,9 @@ ON_1, ON_2 = "decode: [http://d1]", "decode: [http://d1, http://d2]"
 
 
 async def is_true(condition: Callable[[], object]) -> None:
-    async def holds() -> bool:
-        return bool(condition())
-
-    await until(holds)
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 async def test_a_file_that_could_not_be_read_is_read_once_it_can_be(

@@ -54,6 +54,9 @@ CHANGES_ARE_OFF = (
     "changes over HTTP are off: start the proxy with --admin-key,"
     f" or with {ADMIN_KEY} in its environment"
 )
+REGISTRATION_IS_OFF = (
+    "engines cannot register themselves here: start the proxy with --allow-registration"
+)
 BOTH_NEEDS_AUTO = (
     'role "both" needs a proxy with --roles auto: name the role in which the instance is to serve,'
     " prefill or decode"
@@ -106,8 +109,11 @@ class Admin:
         endpoint = (request.method, request.path)
         if refused := self.refusal(request, client):
             client.answer(*refused)
-        elif endpoint == ("POST", REGISTER) and self._registry:
-            self._register(self._registry, request, client)
+        elif endpoint == ("POST", REGISTER):
+            if self._registry:
+                self._register(self._registry, request, client)
+            else:
+                _refuse(client, 404, REGISTRATION_IS_OFF)
         elif endpoint in CHANGES:
             self._change(request, client)
         else:

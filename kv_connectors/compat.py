@@ -261,6 +261,17 @@ def ends_in_image(request: Any) -> bool:
     return any(place.offset + place.length >= request.num_prompt_tokens for place in places)
 
 
+def clear_with_step(kv_cache_manager: Any, blocks: Sequence[Sequence[int]]) -> None:
+    """Has vLLM clear blocks with this step, in caches whose new blocks it clears.
+
+    It clears no block of a load, as the load is to write it. `blocks`: ids by KV-cache group.
+    """
+    managers = kv_cache_manager.coordinator.single_type_managers
+    for manager, ids in zip(managers, blocks, strict=True):
+        if manager.records_new_block_ids:
+            manager.new_block_ids.extend(ids)
+
+
 def leave_out_last(request: Any) -> None:
     """Makes vLLM compute all tokens of a prompt but the last; before it is scheduled.
 

@@ -259,7 +259,10 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """Starts the load of a request into its new blocks."""
-        self._scheduler.on_blocks_allocated(request, blocks.get_block_ids(), num_external_tokens)
+        ids = blocks.get_block_ids()
+        unwritten = self._scheduler.on_blocks_allocated(request, ids, num_external_tokens)
+        if any(unwritten):
+            compat.clear_with_step(self._kv_cache_manager, unwritten)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """Returns the events for the workers that go with this step."""

@@ -20,7 +20,7 @@ from vllm_disagg.fleet.grants import ANSWER_KEY, REFUSED_KEY, WHOLE_KEY, Grant, 
 from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.protocol.legs import EngineLegs
 from vllm_disagg.protocol.peers import EngineCard, EngineInfo
-from vllm_disagg.protocol.request_leg import CacheFacts
+from vllm_disagg.protocol.request_leg import Blocks, CacheFacts
 
 from . import compat, engine_description
 from .admission import Admission, AdmittedRequest
@@ -212,12 +212,13 @@ class SchedulerSide:
 
     def on_blocks_allocated(
         self, request: Request, blocks: Sequence[list[int]], tokens_to_load: int
-    ) -> None:
+    ) -> Blocks:
         """Starts the load of a request, or serves its cached blocks.
 
-        `blocks`: ids by KV-cache group, of the whole request.
+        `blocks`: ids by KV-cache group, of the whole request. Returns those that vLLM takes as
+        loaded and the load does not write.
         """
-        self._legs.on_blocks_allocated(request.request_id, blocks, tokens_to_load)
+        return self._legs.on_blocks_allocated(request.request_id, blocks, tokens_to_load)
 
     def on_load_finished(self, request_id: str) -> None:
         """Makes a loading leg an ordinary request, after a success or a failure."""

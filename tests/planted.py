@@ -1536,4 +1536,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("the axes of a foreign layout may overlap", "kv/layout.py", "            if described != row_bytes:\n", "            if described < row_bytes:\n", "tests/kv/test_reshard.py"),
     ("a layout is not looked at when its heads are cut", "kv/reshard.py", "    if problem := there.problem():\n", "    if problem := \"\":\n", "tests/kv/test_reshard.py"),
     ("a foreign layout that numpy refuses ends the transfers", "kv/memory.py", "            except Exception as error:\n", "            except MemoryError as error:\n", "tests/kv/test_relayout.py"),
+    ("D reads a block that a load has not written", "kv_connectors/connector.py", "        if any(unwritten):\n", "        if False:\n", "tests/connector/test_failed_loads.py::test_blocks_that_a_load_does_not_write_are_cleared"),
+    ("a load names no block that it does not write", "protocol/decode_leg.py", "        if allocated_end == token_end:\n            return ()\n", "        if allocated_end:\n            return ()\n", "tests/connector/test_failed_loads.py::test_blocks_that_a_load_does_not_write_are_cleared"),
+    ("the last block of a load is cleared under it", "protocol/decode_leg.py", "ids[-(-token_end // size) :]", "ids[token_end // size :]", "tests/protocol/test_legs.py"),
 ]

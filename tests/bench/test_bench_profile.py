@@ -350,7 +350,9 @@ class Fleet:
     """A proxy with a prefill and a decode instance, all at one address."""
 
     def __init__(self, url: str, engine: type[Scripted]) -> None:
-        self.rows = [{"url": url, "role": role, "usable": True} for role in ("prefill", "decode")]
+        self.rows: list[dict[str, object]] = [
+            {"url": url, "role": role, "usable": True} for role in ("prefill", "decode")
+        ]
         self._asked = engine.asked
         self.counted = 1 << 20  # of the prompts: how many the decode instance loads
         engine.pages["/disagg/instances"] = lambda: self.rows

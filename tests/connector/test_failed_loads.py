@@ -45,6 +45,7 @@ BLOCK, WINDOW, CHUNK = 16, 16, 128
 NOBODY: set[str] = set()
 LENGTH = 125  # tokens of a prompt
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.bfloat16}
+FP8: dict[str, Any] = {"head_size": 64, "dtype": torch.uint8}  # blocks of as many bytes
 MODEL = {
     **{
         "architectures": ["Qwen3ForCausalLM"],
@@ -77,7 +78,10 @@ class Decode:
         monkeypatch: pytest.MonkeyPatch,
         speculative: dict[str, Any] | None = None,
         chunk: int = CHUNK,
+        *,
+        is_mixed: bool = False,
     ) -> None:
+        """Creates the engine. `is_mixed`: only its layer of full attention keeps fp8 numbers."""
         (folder / "config.json").write_text(json.dumps(MODEL))
         keys.create(str(folder / "key"))
         self.key = keys.load(str(folder / "key"))
@@ -101,7 +105,7 @@ class Decode:
         ).create_engine_config()
         config.cache_config.num_gpu_blocks, config.cache_config.block_size = blocks, BLOCK
         specs = (
-            FullAttentionSpec(block_size=BLOCK, **HEADS),
+            FullAttentionSpec(block_size=BLOCK, **HEADS | (FP8 if is_mixed else {})),
             SlidingWindowSpec(block_size=BLOCK, sliding_window=WINDOW, **HEADS),
         )
         groups = [
@@ -131,7 +135,16 @@ class Decode:
         self.answered: list[str] = []
         init_none_hash(sha256)
 
-    def ask(self, name: str, first: int, *, leg: bool = True, priority: int = 0) -> None:
+    def ask(
+        self,
+        name: str,
+        first: int,
+        *,
+        leg: bool = True,
+        priority: int = 0,
+        length: int = LENGTH,
+    ) -> None:
+        """Adds a request with a prompt of its own."""
         sampling = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
         if leg:
             assert self.side.engine is not None
@@ -146,7 +159,7 @@ class Decode:
             sampling.extra_args = {
                 "kv_transfer_params": {grants.REQUEST_KEY: grants.mint(self.key, grant)}
             }
-        prompt = [first, *range(10, 9 + LENGTH)]
+        prompt = [first, *range(10, 9 + length)]
         hasher = get_request_block_hasher(BLOCK, sha256)
         request = Request(name, prompt, sampling, None, block_hasher=hasher, priority=priority)
         self.vllm.add_request(request)
@@ -240,6 +253,25 @@ def test_only_a_good_load_enters_the_prefix_cache(
     d.step()
     # Whole blocks of all tokens but the last, or those that this step has computed.
     assert d.cached_tokens("leg") == (LENGTH - 1) // BLOCK * BLOCK if is_good else 4 * BLOCK
+
+
+@pytest.mark.skipif(not compat.can_load_groups(), reason="refused before vLLM 0.32")
+@pytest.mark.parametrize("is_mixed", [True, False])
+@pytest.mark.parametrize(("length", "unwritten"), [(124, 0), (128, 0), (129, 1), (130, 0)])
+def test_blocks_that_a_load_does_not_write_are_cleared(
+    length: int, unwritten: int, is_mixed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a cache of two formats their unused numbers may be NaN in the format of their layer."""
+    d = Decode(tmp_path, 94, "fcfs", monkeypatch, is_mixed=is_mixed)
+    d.ask("leg", 1, length=length)
+    cleared = d.step().new_block_ids_to_zero or []
+    assert d.loading() == {"leg"}
+    groups = d.vllm.kv_cache_manager.get_block_ids("leg")
+    last = [ids[-1] for ids in groups] if unwritten and is_mixed else []
+    assert sorted(cleared) == sorted(last)
+    d.step(loaded={"leg"})
+    assert d.step().num_scheduled_tokens["leg"] == 1
+    assert d.vllm.kv_cache_manager.get_block_ids("leg")[0][: len(groups[0])] == groups[0]
 
 
 def test_failed_loads_are_computed_beside_new_loads_of_higher_priority(

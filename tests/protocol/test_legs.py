@@ -263,11 +263,20 @@ def test_with_windows_a_load_takes_the_block_in_which_the_last_token_is_first(
 def test_the_last_token_is_not_loaded_into_its_block() -> None:
     d, found = windowed(65)
     assert found is not None
-    d.on_blocks_allocated("r", [[1, 2, 3, 4, 5], [0, 0, 6, 7, 8]], found)
+    unwritten = d.on_blocks_allocated("r", [[1, 2, 3, 4, 5], [0, 0, 6, 7, 8]], found)
+    assert unwritten == [[5], [8]]
     (load,) = received(d)
     assert isinstance(load, events.LoadRequested)
     assert load.token_end == 64
     assert [group.ids for group in load.blocks] == [[1, 2, 3, 4], [6, 7]]
+
+
+def test_a_block_that_a_load_writes_in_part_is_not_cleared() -> None:
+    """The last token begins a block of one group, and is in the middle of the other one's."""
+    d = EngineLegs(CacheFacts([16, 32], tokens_left_out=1, windows=[0, 20]))
+    d.add_decode(facts(tokens=49))
+    assert d.tokens_to_load("r", 0, 0.0) == 49
+    assert d.on_blocks_allocated("r", [[1, 2, 3, 4], [0, 5]], 49) == [[4], []]
 
 
 def test_d_computes_a_prompt_whose_last_window_begins_a_block_earlier() -> None:
@@ -313,7 +322,7 @@ def test_a_load_leaves_out_the_last_token_and_the_blocks_before_the_window() -> 
     d = machine([BLOCK, BLOCK], tokens_left_out=1)
     d.add_decode(facts())
     assert d.tokens_to_load("r", 16, 0.0) == 53
-    d.on_blocks_allocated("r", [[4, 5, 6, 7, 8], [0, 0, 0, 9, 10]], 53)
+    assert not d.on_blocks_allocated("r", [[4, 5, 6, 7, 8], [0, 0, 0, 9, 10]], 53)
     (load,) = received(d)
     assert isinstance(load, events.LoadRequested) and load.token_end == 69
     assert load.blocks == [events.GroupBlocks(16, [5, 6, 7, 8]), events.GroupBlocks(48, [9, 10])]

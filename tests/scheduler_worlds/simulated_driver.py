@@ -257,12 +257,17 @@ class SimulatedDriver:
 
     # End ------------------------------------------------------------------------------------------
     def blocks_served(self) -> set[int]:
-        """Returns the blocks of the sender's transfers, without those that vLLM has revoked."""
+        """Returns the blocks of the sender's transfers, without those that vLLM has revoked.
+
+        Also without those of windows, which vLLM frees as the window passes; the sender knows.
+        """
+        lasting = {kind.group for kind in self.sender.layout.kinds if not kind.window}
         revoked = {fact.transfer for fact in self._inbox if isinstance(fact, events.BlocksRevoked)}
         served: set[int] = set()
         for transfer, outgoing in self.sender.transfers.items():
             if transfer not in revoked:
-                served.update(*outgoing.blocks)
+                groups = enumerate(outgoing.blocks)
+                served.update(*(blocks for group, blocks in groups if group in lasting))
         return served
 
     def leftovers(self) -> dict[str, object]:

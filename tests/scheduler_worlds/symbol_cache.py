@@ -11,11 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 from symbols import (
+    EMPTY,
     POISON,
     Positions,
     Symbols,
     TokenStory,
+    has_other_format,
     head_terms,
+    in_format,
     layer_factor,
     symbols_of,
 )
@@ -142,16 +145,16 @@ class SymbolCache:
             self._advance_states(layer, batch, wrong)
             return
         tensor = self._tensors[layer.tensor]
-        factor = layer_factor(layer.number)
-        terms = head_terms(layer.first_head, layer.heads)
         writes = batch.writes(layer)
-        tensor[writes.blocks, :, writes.slots] = symbols_of(writes.hashes, factor, terms)
+        tensor[writes.blocks, :, writes.slots] = _own_symbols(layer, writes.hashes)
         for request, first, end in writes.owners:
             if request in wrong:
                 tensor[writes.blocks[first:end], :, writes.slots[first:end]] = POISON
         reads = batch.reads(layer)
         found = tensor[reads.blocks, :, reads.slots]
-        expected = symbols_of(reads.hashes, factor, terms)
+        expected = _own_symbols(layer, reads.hashes)
+        if batch.model.has_several_formats:
+            self._check_unused(layer, batch, wrong)
         differs = found != expected
         if not differs.any():
             return
@@ -168,16 +171,38 @@ class SymbolCache:
                     int(expected[at, head]),
                 )
 
+    def _check_unused(
+        self, layer: RankLayer, batch: StepBatch, wrong: dict[str, WrongRead]
+    ) -> None:
+        """Adds requests whose last block holds numbers of another format behind its last token.
+
+        Kernels multiply them by 0, and get NaN if they are none in this layer's format.
+        """
+        tensor = self._tensors[layer.tensor]
+        for part in batch.parts:
+            block = part.blocks[layer.group][(part.end - 1) // layer.block_size]
+            first = (part.end - 1) % layer.block_size + 1
+            unused = tensor[block, : layer.heads, first:]
+            places = np.argwhere(has_other_format(unused, layer.kind is LayerKind.FULL))
+            if len(places) and part.request not in wrong:
+                head, slot = places[0]
+                wrong[part.request] = WrongRead(
+                    self._rank,
+                    part.request,
+                    layer.number,
+                    part.end + int(slot),
+                    int(unused[head, slot]),
+                    int(EMPTY),
+                )
+
     def _advance_states(
         self, layer: RankLayer, batch: StepBatch, wrong: dict[str, WrongRead]
     ) -> None:
         """Reads the state before the step's tokens, and writes the one after them."""
         tensor = self._tensors[layer.tensor]
-        factor = layer_factor(layer.number)
-        terms = head_terms(layer.first_head, layer.heads)
         for part in batch.parts:
             block = part.blocks[layer.group][0]
-            before, after = symbols_of(part.story.hashes[[part.start, part.end]], factor, terms)
+            before, after = _own_symbols(layer, part.story.hashes[[part.start, part.end]])
             found = tensor[block, 0, 0]
             if part.start and found != before[0] and part.request not in wrong:
                 wrong[part.request] = WrongRead(
@@ -189,3 +214,10 @@ class SymbolCache:
                     int(before[0]),
                 )
             tensor[block, 0, 0] = POISON if part.request in wrong else after[0]
+
+
+def _own_symbols(layer: RankLayer, hashes: Symbols) -> Symbols:
+    """Returns the right symbols of a layer's heads, for the hashes of their prefixes."""
+    terms = head_terms(layer.first_head, layer.heads)
+    symbols = symbols_of(hashes, layer_factor(layer.number), terms)
+    return in_format(symbols, layer.kind is LayerKind.FULL)

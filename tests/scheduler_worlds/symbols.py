@@ -24,6 +24,7 @@ VOCABULARY = 50  # tokens that the model generates
 OTHER_TOKEN = VOCABULARY + 1  # in prompts that differ between two engines
 EMPTY = np.uint64(0)  # never written, or cleared
 POISON = np.uint64(1)  # computed from KV that was not the request's own
+_FULL_FORMAT = np.uint64(1 << 63)
 _MASK = (1 << 64) - 1
 _LAYER_FACTOR = 0x9E3779B97F4A7C15
 _HEAD_STEP = 0xC2B2AE3D27D4EB4F
@@ -72,6 +73,17 @@ def symbols_of(hashes: Symbols, factor: np.uint64, heads: Symbols) -> Symbols:
     return hashes[:, None] * factor + heads[None, :]
 
 
+def in_format(symbols: Symbols, is_full: bool) -> Symbols:
+    """Returns the symbols in the format of a layer of full attention, or of another one."""
+    return symbols | _FULL_FORMAT if is_full else symbols & ~_FULL_FORMAT
+
+
+def has_other_format(symbols: Symbols, is_full: bool) -> npt.NDArray[np.bool_]:
+    """Returns which symbols a layer of the other format has written."""
+    written = (symbols != EMPTY) & (symbols != POISON)
+    return written & (((symbols & _FULL_FORMAT) != 0) != is_full)
+
+
 def describe_symbol(
     symbol: Any, stories: Sequence[tuple[str, TokenStory]], layers: int, heads: int
 ) -> str:
@@ -83,7 +95,8 @@ def describe_symbol(
     for layer in range(layers):
         factor = layer_factor(layer)
         for name, story in stories:
-            found = np.argwhere(symbols_of(story.hashes, factor, head_terms(0, heads)) == symbol)
+            known = symbols_of(story.hashes, factor, head_terms(0, heads))
+            found = np.argwhere((known | _FULL_FORMAT) == (symbol | _FULL_FORMAT))
             if len(found):
                 tokens, head = found[0]
                 return f"{name}: layer {layer}, head {head}, prefix of {tokens} tokens"

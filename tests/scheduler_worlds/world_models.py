@@ -45,16 +45,25 @@ F, S, C, M = LayerKind.FULL, LayerKind.SLIDING, LayerKind.CHUNKED, LayerKind.STA
 
 @dataclass(frozen=True)
 class WorldModel:
-    """A model's layers. `reach`: tokens of a sliding window, or of a chunk."""
+    """A model's layers. `reach`: tokens of a sliding window, or of a chunk.
+
+    `is_mixed`: layers of full attention keep fp8 numbers, and the others do not.
+    """
 
     name: str
     layers: tuple[LayerKind, ...]
     reach: int = 0
+    is_mixed: bool = False
 
     @property
     def has_states(self) -> bool:
         """Whether some layers have SSM states; vLLM then caches no prefixes here."""
         return M in self.layers
+
+    @property
+    def has_several_formats(self) -> bool:
+        """Whether layers of other kinds find other numbers in a block: vLLM clears it first."""
+        return M in self.layers or self.is_mixed
 
     @property
     def needs_equal_blocks(self) -> bool:
@@ -107,6 +116,9 @@ def layer_specs(model: WorldModel, block_size: int, ranks: int) -> dict[str, Any
         "dtype": torch.bfloat16,
     }
     full = FullAttentionSpec(**attention)
+    if model.is_mixed:  # twice as many numbers of half the size
+        fp8 = {"head_size": 2 * HEAD_SIZE, "dtype": torch.uint8}
+        full = FullAttentionSpec(**attention | fp8)
     specs: dict[LayerKind, Any] = {F: full}
     if S in model.layers:
         specs[S] = SlidingWindowSpec(**attention, sliding_window=model.reach)

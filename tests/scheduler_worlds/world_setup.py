@@ -7,7 +7,7 @@ from random import Random
 
 from simulated_transports import SendKind
 from world_config import EngineSetup
-from world_models import MAX_MODEL_TOKENS, MODELS, WorldModel
+from world_models import MAX_MODEL_TOKENS, MODELS, LayerKind, WorldModel
 
 from kv_connectors import compat
 
@@ -55,7 +55,11 @@ class WorldSetup:
 
     def features(self) -> list[str]:
         """Returns the names of what this world has."""
-        found = [f"model {self.model.name}", *(f"bytes {kind.name}" for kind in self.send_kinds)]
+        formats = " of two formats" if self.model.is_mixed else ""
+        found = [
+            f"model {self.model.name}{formats}",
+            *(f"bytes {kind.name}" for kind in self.send_kinds),
+        ]
         sizes = {self.prefill.block_size, self.decode.block_size}
         found.append("equal blocks" if len(sizes) == 1 else "different blocks")
         found.append(f"TP {self.prefill.tensor_ranks} to TP {self.decode.tensor_ranks}")
@@ -90,7 +94,7 @@ def draw_setup(random: Random, *, is_calm: bool = False) -> WorldSetup:
     if not is_calm:
         kinds += (SendKind.FAILING,)
     send_kinds = tuple(random.sample(kinds, random.randint(1, len(kinds))))
-    return WorldSetup(
+    drawn = WorldSetup(
         model=model,
         prefill=prefill,
         decode=decode,
@@ -104,6 +108,15 @@ def draw_setup(random: Random, *, is_calm: bool = False) -> WorldSetup:
         max_prompt=random.choice([20, 40, MAX_MODEL_TOKENS - 30]),
         routed_share=random.choice([0.0, 0.0, 0.5, 1.0]),
     )
+    return _draw_formats(random, drawn)
+
+
+def _draw_formats(random: Random, setup: WorldSetup) -> WorldSetup:
+    """Draws whether layers of full attention beside windows have numbers of another format."""
+    kinds = set(setup.model.layers)
+    if kinds != {LayerKind.FULL, LayerKind.SLIDING} or random.random() < 0.5:
+        return setup
+    return replace(setup, model=replace(setup.model, is_mixed=True))
 
 
 def draw_mischief(random: Random) -> MischiefLevels:

@@ -106,20 +106,27 @@ class DecodeLeg(RequestLeg):
                 return False
         return True
 
-    def on_blocks_allocated(self, blocks: Blocks, tokens_to_load: int) -> None:
-        """Serves the cached blocks to P, and starts the load from P."""
+    def on_blocks_allocated(self, blocks: Blocks, tokens_to_load: int) -> Blocks:
+        """Serves the cached blocks to P, and starts the load from P.
+
+        Returns the blocks, by group, that vLLM takes as loaded and the load does not write.
+        """
         if self.state is not DecodeState.NEW:
-            return
+            return ()
         # Even if nothing is loaded: P may still wait for the answer to its lookup.
         self._serve_cached_blocks(blocks)
         if tokens_to_load == 0:
             self._skip_load()
-            return
+            return ()
         self.state = DecodeState.LOADING
         token_end = self.facts.prompt_tokens - self.cache.tokens_left_out
         allocated_end = self.facts.prompt_tokens if self._allocates_last() else token_end
         tokens = range(allocated_end - tokens_to_load, token_end)
         self._request_load(self.facts.transfer, blocks, tokens, self.facts.stall_timeout)
+        if allocated_end == token_end:
+            return ()
+        sizes = self.cache.block_sizes
+        return [ids[-(-token_end // size) :] for size, ids in zip(sizes, blocks, strict=True)]
 
     def _end_load(self) -> None:
         if self.state is not DecodeState.LOADING:

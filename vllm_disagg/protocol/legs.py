@@ -133,15 +133,15 @@ class EngineLegs:
         request: str,
         blocks: Blocks,
         tokens_to_load: int,
-    ) -> None:
+    ) -> Blocks:
         """Starts the load of a request, or serves its cached blocks.
 
-        `blocks`: ids by KV-cache group, of the whole request.
+        `blocks`: ids by KV-cache group, of the whole request. Returns those that vLLM takes as
+        loaded and the load does not write.
         """
         self._awaiting_turn.discard(request)
         leg = self.legs.get(request)
-        if leg is not None:
-            leg.on_blocks_allocated(blocks, tokens_to_load)
+        return () if leg is None else leg.on_blocks_allocated(blocks, tokens_to_load)
 
     def on_scheduled(
         self,

@@ -125,15 +125,15 @@ class PrefillLeg(RequestLeg):
         self._end_reuse()
         return 0
 
-    def on_blocks_allocated(self, blocks: Blocks, tokens_to_load: int) -> None:
+    def on_blocks_allocated(self, blocks: Blocks, tokens_to_load: int) -> Blocks:
         """Has the workers read from D, or ends the reuse."""
         # Later the reuse has ended: this engine computes, also again after a preemption.
         if self.state is not PrefillState.NEW:
-            return
+            return ()
         # No tokens: the lookup found none, or MultiConnector chose another connector.
         if self.reuse is not ReadBackState.LOOKING_UP or not tokens_to_load:
             self._end_reuse()
-            return
+            return ()
         transfer = self.facts.reuse
         assert transfer is not None, "a lookup has a transfer"
         self.reuse = ReadBackState.READING
@@ -142,6 +142,7 @@ class PrefillLeg(RequestLeg):
         token_end = min(self.lookup_counts)
         tokens = range(token_end - tokens_to_load, token_end)
         self._request_load(transfer, blocks, tokens, REUSE_STALL_SECONDS)
+        return ()
 
     def _end_load(self) -> None:
         if self.reuse is ReadBackState.READING:

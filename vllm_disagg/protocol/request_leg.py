@@ -133,8 +133,11 @@ class RequestLeg(ABC):
         """Returns the number of `tokens_to_load` for a request whose turn it is."""
 
     @abstractmethod
-    def on_blocks_allocated(self, blocks: Blocks, tokens_to_load: int) -> None:
-        """Starts the load of a request, or serves its cached blocks."""
+    def on_blocks_allocated(self, blocks: Blocks, tokens_to_load: int) -> Blocks:
+        """Starts the load of a request, or serves its cached blocks.
+
+        Returns the blocks, by group, that vLLM takes as loaded and the load does not write.
+        """
 
     @abstractmethod
     def on_preempted(self) -> None:

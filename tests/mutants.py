@@ -11,7 +11,8 @@ pytest takes them).
 The nearest tests run first, then those that need luck, with few seeds and then with many; the first
 failure ends it. Tests run in forks (`warm_pytest.py`). A fault that they miss there is planted once
 more in a copy of the tree. A test that has failed runs once without a fault: if it fails so, too,
-it notices none. The last line is JSON.
+it notices none. Single tests run first without one, so they have less time to hang with it. The
+last line is JSON.
 """
 
 from __future__ import annotations

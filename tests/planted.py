@@ -857,7 +857,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a rotated access log gets further lines", "proxy/telemetry/access_log.py", "        renewed = self._open()\n", "        return\n", "tests/proxy/test_renewal.py"),
     ("an abbreviation of a flag is taken", "cli.py", '{**options, "allow_abbrev": False}', "options", "tests/unit/test_cli.py::test_a_wrong_flag_names_the_help_of_its_own_command"),
     ("an error names the help of all commands", "cli.py", '    program = f"vllm-disagg {args.command}"\n', '    program = "vllm-disagg"\n', "tests/unit/test_cli.py::test_a_wrong_flag_names_the_help_of_its_own_command"),
-    ("plan prints a name that no hub has", "planner/commands/flags.py", "known_models.servable_name(args.model or prefill.served)", "args.model or prefill.served", "tests/planner/commands/test_plan_commands.py"),
+    ("plan prints a name that no hub has", "planner/commands/flags.py", "known_models.servable_name(args.model or prefill.served)", "args.model or prefill.served", "tests/planner/commands/test_plan_commands.py::test_plan_says_all_that_is_promised"),
     ("a key file that all may read is no warning", "fleet/keys.py", "OTHERS_MODE = 0o077", "OTHERS_MODE = 0", "tests/proxy/test_proxy_main.py::test_a_key_file_that_others_may_read_is_a_warning"),
     ("an admin key from a file may be a client's", "proxy/settings.py", "api_keys = [*api_keys, *keys.read_lines(args.api_key_file, \"--api-key-file\")]", "return [*api_keys, *keys.read_lines(args.api_key_file, \"--api-key-file\")]", "tests/proxy/test_proxy_main.py"),
     ("look-ups count as goodput", "proxy/telemetry/metrics.py", 'outcome == "ok" and path in GENERATING', 'outcome == "ok"', "tests/proxy/telemetry/test_request_metrics.py"),

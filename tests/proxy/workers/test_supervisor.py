@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from proxy_world import ScriptedEngine, World, until
+from proxy_world import ScriptedEngine, World, until, world
 from vllm_disagg.errors import BadGrant
 from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.fleet.registration import RegistrationNote, sign
@@ -21,7 +21,14 @@ from vllm_disagg.proxy.membership.registry import Registry
 from vllm_disagg.proxy.routing.fleet import Fleet, Instance, Role
 from vllm_disagg.proxy.telemetry.metrics import merge
 from vllm_disagg.proxy.workers import supervisor
-from vllm_disagg.proxy.workers.bus import BusMessage, WorkerBus, WorkerPlace, frame, receive
+from vllm_disagg.proxy.workers.bus import (
+    BusMessage,
+    Topic,
+    WorkerBus,
+    WorkerPlace,
+    frame,
+    receive,
+)
 from vllm_disagg.proxy.workers.shared_load import SharedLoad, size
 from vllm_disagg.proxy.workers.supervisor import BusHub, _keep_running, _run_process
 
@@ -435,10 +442,55 @@ def test_what_a_dead_worker_had_counted_stays_counted() -> None:
             )
         hub.on_death(first)
         hub.on_death(second)
-        dead = hub.collections["metrics"].dead_text
+        (dead,) = hub.collections["metrics"].texts()
         assert "up" not in dead and "a_total 18.0" in dead
 
     asyncio.run(lives())
+
+
+async def test_what_a_slow_worker_had_counted_stays_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A counter that falls looks like a restart: rates would count all of it again."""
+    monkeypatch.setattr(supervisor, "TEXTS_TIMEOUT_SECONDS", 0.01)
+    hub = BusHub(2)
+    told: asyncio.Queue[BusMessage] = asyncio.Queue()
+    first, slow = hub.workers
+    first.send = told.put_nowait  # type: ignore[method-assign]
+    for worker in hub.workers:
+        worker.ready.set()
+
+    async def scrape(topic: Topic, *counts: int) -> list[str]:
+        hub.on_message(first, BusMessage("ask", topic=topic), 0.0)
+        for worker, count in zip(hub.workers, counts, strict=False):
+            rendered = BusMessage("rendered", topic=topic, text=counted(count))
+            hub.on_message(worker, rendered, 0.0)
+        while (message := await asyncio.wait_for(told.get(), 10)).kind != "texts":
+            pass
+        return merge(message.texts).decode().splitlines()
+
+    assert "a_total 7.0" in await scrape("metrics", 3, 4)
+    assert "a_total 9.0" in await scrape("metrics", 5)
+    hub.on_message(slow, BusMessage("rendered", text=counted(6)), 0.0)  # too late
+    assert "a_total 11.0" in await scrape("metrics", 5)
+    for counts, total in (((3, 4), 7), ((3,), 3)):
+        assert f"a_total {total}.0" in await scrape("status", *counts), "of those that answer"
+
+
+async def test_metrics_of_one_worker_are_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sums are smaller than those of all, as if they had fallen."""
+    monkeypatch.setattr("vllm_disagg.proxy.workers.bus.TEXTS_TIMEOUT_SECONDS", 0.01)
+    silent_hub, worker_end = socket.socketpair()
+    table = os.memfd_create("load")
+    os.truncate(table, size(2))
+    place = WorkerPlace(0, 2, worker_end.detach(), table, 0, "c")
+    with silent_hub:
+        async with world(prefill=0, place=place, admin_key="root") as w:
+            reply = await w.get("/metrics")
+            assert reply.status == 503 and b"not known" in reply.body
+            status = (await w.get("/disagg/status", authorization="Bearer root")).json()
+            assert status["workers_answered"] == 1
+    os.close(table)
 
 
 def test_a_new_worker_refuses_registrations_that_the_others_have_heard() -> None:

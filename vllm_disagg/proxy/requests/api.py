@@ -343,7 +343,11 @@ class Api:
         return status
 
     async def _metrics(self, request: HttpRequest, client: Connection) -> int:
-        client.answer(200, [TEXT], await self._relay.metrics.everything())
+        page = await self._relay.metrics.everything()
+        if not page:
+            answer_error(client, 503, "the other proxy workers' metrics are not known")
+            return 503
+        client.answer(200, [TEXT], page)
         return 200
 
     async def _load(self, request: HttpRequest, client: Connection) -> int:

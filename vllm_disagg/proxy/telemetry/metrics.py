@@ -261,7 +261,11 @@ class Metrics:
         return generate_latest(self._registry)
 
     async def everything(self) -> bytes:
-        """Returns the sums of all workers' metrics, in Prometheus's text format."""
+        """Returns the sums of all workers' metrics, in Prometheus's text format.
+
+        Empty if the other workers' are not known: this worker's alone would look like sums that
+        have fallen.
+        """
         return merge(await self.all_workers()) if self.all_workers else self.render()
 
     def _observe(self, meter: TrafficCounters, generated: bool, usage: dict[str, int]) -> None:

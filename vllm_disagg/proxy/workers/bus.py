@@ -176,10 +176,7 @@ class WorkerBus:
         self._send(BusMessage("roles", roles=roles))
 
     async def texts(self, topic: Topic) -> list[str]:
-        """Returns the texts of all workers that answer in time.
-
-        Returns only this worker's text if the hub does not answer.
-        """
+        """Returns the texts of all workers that answer in time; none if the hub does not answer."""
         future: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
         self._pending_texts[topic].append(future)
         self._send(BusMessage("ask", topic=topic))
@@ -187,7 +184,7 @@ class WorkerBus:
             async with asyncio.timeout(2 * TEXTS_TIMEOUT_SECONDS):
                 return await future
         except TimeoutError:
-            return [self._text(topic)]
+            return []
 
     def _text(self, topic: Topic) -> str:
         return self._render[topic]().decode()

@@ -93,10 +93,9 @@ class TextCollection:
         self._asking: list[WorkerProcess] = []
         self._timer: asyncio.TimerHandle | None = None
 
-    @property
-    def dead_text(self) -> str:
-        """Returns the text of processes that have died, empty without any."""
-        return ""
+    def texts(self) -> list[str]:
+        """Returns the texts of the workers that have answered."""
+        return [self.last_texts[worker] for worker in self._answered if worker in self.last_texts]
 
     def on_death(self, worker: WorkerProcess) -> None:
         """Drops the text of a process."""
@@ -114,9 +113,9 @@ class TextCollection:
 
     def on_rendered(self, worker: WorkerProcess, text: str) -> None:
         """Takes a worker's text; the last one ends the request."""
+        self.last_texts[worker] = text
         if not self._asking:
             return
-        self.last_texts[worker] = text
         self._answered.add(worker)
         if len(self._answered) >= sum(w.ready.is_set() for w in self._workers):
             self._send()
@@ -126,22 +125,22 @@ class TextCollection:
             self._timer.cancel()
         asking = self._asking
         self._asking = []
-        texts = [self.last_texts[worker] for worker in self._answered if worker in self.last_texts]
-        if self.dead_text:
-            texts.append(self.dead_text)
+        texts = self.texts()
         for worker in asking:
             worker.send(BusMessage("texts", topic=self.topic, texts=texts))
 
 
 class MetricsCollection(TextCollection):
-    """Collects metrics. Those of processes that have died count on, so that no sum ever falls."""
+    """Collects metrics. No sum ever falls: what a process has counted stays counted.
+
+    That is the last text of a worker that is slow now, and of each process that has died.
+    """
 
     _dead_text = ""  # sums of the last metrics of each dead process
 
-    @property
-    def dead_text(self) -> str:
-        """Returns the counters of processes that have died."""
-        return self._dead_text
+    def texts(self) -> list[str]:
+        """Returns the last text of each live process, and the counters of dead ones."""
+        return [*self.last_texts.values(), *filter(None, [self._dead_text])]
 
     def on_death(self, worker: WorkerProcess) -> None:
         """Keeps the last known counts of a dead process."""

@@ -159,7 +159,8 @@ def test_the_unit_of_the_proxy_has_flags() -> None:
 def test_images_have_this_version_everywhere() -> None:
     chart = yaml.safe_load((DEPLOY / "helm" / "vllm-disagg" / "Chart.yaml").read_text())
     assert chart["version"] == chart["appVersion"] == __version__
-    texts = [path.read_text() for path in DEPLOY.rglob("*") if path.is_file()]
+    files = [path for path in DEPLOY.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    texts = [path.read_text() for path in files]
     tags = {tag for text in texts for tag in re.findall(r"vllm-disagg-\w+:(\d[\w.]*)", text)}
     assert tags == {__version__}
 

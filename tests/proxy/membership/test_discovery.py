@@ -343,6 +343,40 @@ async def test_an_engine_that_is_too_full_for_a_probe_lives() -> None:
         await until(lambda: w.d.probes > probes + 3)
 
 
+async def test_an_engine_whose_model_does_not_generate_is_up() -> None:
+    """vLLM has no /v1/completions for models of embeddings; /health decides."""
+
+    def prepare(w: World) -> None:
+        w.d.probe_status = 404
+
+    async def embed(call: Call) -> None:
+        await call.json({"data": [call.path]})
+
+    async with world(prefill=0, prepare=prepare) as w:
+
+        async def down() -> bool:
+            return not await usable(w, w.d.url)
+
+        w.d.script = embed
+        for path in ("/v1/embeddings", "/rerank", "/pooling"):
+            reply = await w.post(path)
+            assert (reply.status, reply.json()) == (200, {"data": [path]})
+        (report,) = await w.instances()
+        assert report["usable"] and "does not generate" in report["why_not"]
+        # Nothing can prove that its transcriptions are whole.
+        form = {"content_type": "multipart/form-data; boundary=x"}
+        reply = await w.ask("POST", "/v1/audio/transcriptions", b"--x--\r\n", **form)
+        assert reply.status == 501 and b"does not generate" in reply.body
+        w.d.health = 503
+        await until(down)
+        assert (await w.post("/v1/embeddings")).status == 503
+        w.d.health = 200
+        w.d.probe_status = 200  # a restart with another model
+        await w.until_ready()
+        reply = await w.ask("POST", "/v1/audio/transcriptions", b"--x--\r\n", **form)
+        assert reply.status == 200
+
+
 async def test_a_lack_of_descriptors_here_is_not_a_failure_of_the_instances(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -279,12 +279,13 @@ async def test_a_forwarded_stream() -> None:
             elif call.body.get("cut"):
                 await call.end()
             else:
-                await call.chunk(b'data: {"type":"message-end"}\n\n')
+                await call.chunk(b'data: {"type":"message-end"}\n\ndata: [DONE]\n\n')
                 await call.end()
 
         w.d.script = stream
         reply = await w.ask("POST", "/cohere/v2/chat", b'{"stream":true}')
-        assert reply.events() == [{"text": str(i)} for i in range(3)] + [{"type": "message-end"}]
+        texts = [{"text": str(i)} for i in range(3)]
+        assert reply.events() == [*texts, {"type": "message-end"}, "[DONE]"]
         reply = await w.ask("POST", "/cohere/v2/chat", b'{"stream":true,"cut":true}')
         assert reply.complete and reply.events()[3]["error"]["code"] == 502
         reply = await w.ask("POST", "/cohere/v2/chat", b'{"stream":true,"die":true}')

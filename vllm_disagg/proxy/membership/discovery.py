@@ -75,6 +75,7 @@ BUSY_HEALTH_SECONDS = 30.0  # for /health while streams show that the instance l
 STEP_CHECK_RATIO = 4  # an engine has prefill_timeout / this for a step while it owes an answer
 NO_NAME = "DNS does not know its name"
 STALLED = "its engine makes no steps"
+NO_GENERATION = "its model does not generate"
 MAX_REASON_CHARACTERS = 200  # of an instance's own words
 WATCH_RETRY_SECONDS = 5.0  # until a watch that failed begins anew
 
@@ -425,6 +426,8 @@ class Discovery:
     ) -> tuple[list[str], bytes, EngineCard | None]:
         """Returns the instance's models, a probe's answer and its engine's card.
 
+        The answer is empty if the model does not generate.
+
         Raises _UnexpectedAnswer, and the errors of `_request` and of decoders.
         """
         models = _decode_models(
@@ -433,7 +436,15 @@ class Discovery:
         if not models.data:
             raise _UnexpectedAnswer("it serves no model")
         names = [model.id for model in models.data]
-        answer = await self._request_probe(instance, names[0])
+        try:
+            answer = await self._request_probe(instance, names[0])
+        except _UnexpectedAnswer as error:
+            if error.status != 404:
+                raise
+            # vLLM has no /v1/completions for a model that does not generate. /health decides
+            # whether it lives: such an engine has 503 there after the first request that it refuses
+            # while it stops.
+            return names, b"", None
         card = card_in(answer)
         if card and card.rank == instance.rank:
             # A grant for this incarnation gets the full description.
@@ -478,8 +489,9 @@ class Discovery:
             engine,
             names,
             nixl=params_in(answer) is not None,
-            refusal=self._explain(refusal_in(answer)),
+            refusal=self._explain(refusal_in(answer)) if answer else NO_GENERATION,
         )
+        instance.generates = bool(answer)
 
     def _explain(self, refusal: str) -> str:
         """Returns a connector's refusal of a probe's grant with what to do."""

@@ -242,17 +242,19 @@ class Api:
             return await self._relay.forwarder.forward(
                 request, client, self._candidates(RoutingQuery(0))
             )
-        if routes.is_form(request.path):
+        is_form = routes.is_form(request.path)
+        model = ""
+        if is_form:
             await bodies.check_form(request.header(b"content-type"), request.body)
-            model = ""
         else:
             model = await bodies.check_json(request.body)
         request.priority = priority(request.header(PRIORITY_HEADER), 0)
         await self._enter(request, meter)
         try:
-            return await self._relay.forwarder.forward(
-                request, client, self._candidates(RoutingQuery(0, model=model))
-            )
+            candidates = self._candidates(RoutingQuery(0, model=model))
+            if is_form:
+                candidates = _verifiable(candidates)
+            return await self._relay.forwarder.forward(request, client, candidates)
         finally:
             self._concurrency_limit.leave()
 
@@ -378,6 +380,21 @@ class Api:
     async def _status_page(self, request: HttpRequest, client: Connection) -> int:
         client.answer(200, self._page.headers, self._page.body)
         return 200
+
+
+def _verifiable(candidates: list[Instance]) -> list[Instance]:
+    """Returns the instances whose transcriptions can be verified by one more token.
+
+    Raises RequestFailed if there are only others.
+    """
+    found = [instance for instance in candidates if instance.generates]
+    if candidates and not found:
+        message = (
+            "a transcription is verified by one more token of its engine, and this model does not"
+            " generate: ask an engine itself"
+        )
+        raise RequestFailed(501, message)
+    return found
 
 
 def _detail(request: HttpRequest, message: str) -> bytes:

@@ -78,6 +78,7 @@ class Instance:
     last_failure: str = ""  # of a leg, a probe or a health check, for operators
     last_failure_at: float = 0.0
     models: frozenset[str] = frozenset()  # all names that it serves
+    generates: bool = True  # has /v1/completions: not with models for embeddings, scores, speech
     unsupported_paths: set[str] = field(default_factory=set)  # paths at which it ignores grants
     connector: Connector = "plain"
     can_transfer: bool = False  # it can take part in disaggregation in its role, once up

@@ -5,9 +5,12 @@ Reports show them beside every simulation, as a sanity check.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import msgspec
+
+LOAD_HALVINGS = 12  # of the interval that holds a usable load
 
 
 class InstanceRatio(msgspec.Struct, frozen=True):
@@ -52,6 +55,25 @@ def mean_ttft(service: float, rate: float, pp: int = 1) -> float:
     stage = service / pp
     load = rate * stage
     return service + rate * stage**2 / (2 * (1 - load)) if load < 1 else float("inf")
+
+
+def usable_load(service: float, patience: float, late: float, servers: int) -> float:
+    """Returns the load at which a share `late` of equal prompts waits longer than `patience`.
+
+    Source: M/D/n with one queue. A prompt waits with a probability of about
+    load**(sqrt(2(n+1)) - 1) (Sakasegawa, 1977), then for an exponential time with half the mean of
+    M/M/n: service / (2n(1 - load)). It estimates, and proves nothing.
+    """
+    low = 0.0
+    high = 1.0
+    for _ in range(LOAD_HALVINGS):
+        load = (low + high) / 2
+        waits = load ** (math.sqrt(2 * (servers + 1)) - 1)
+        if waits * math.exp(-2 * servers * (1 - load) * patience / service) > late:
+            high = load
+        else:
+            low = load
+    return low
 
 
 def handoff_bandwidth(kv_per_token: float, mean_prompt: float, rate: float) -> float:

@@ -28,7 +28,8 @@ from statistics import mean
 
 import msgspec
 
-from ..cost.latency import LatencyModel
+from ..cost.latency import LatencyModel, unloaded_prefill
+from ..cost.queueing import usable_load
 from ..simulation.workload import WorkloadSample
 from .scenario import UNLIMITED, Placement, ReplicaGroup, Scenario, latency_of
 
@@ -80,6 +81,8 @@ class CapacityBounds:
         self._scenario = scenario
         self.samples = samples
         self._works: dict[tuple[object, ...], list[list[SideWork]]] = {}
+        self._loads: dict[tuple[ReplicaGroup, int], float] = {}
+        self._misses: dict[tuple[object, ...], list[bool]] = {}
         self._requests: list[RequestWork] = []
 
     def rate(self, placement: Placement) -> float:
@@ -93,16 +96,65 @@ class CapacityBounds:
         """
         return self._mean(placement, lambda work: SideWork(work.seconds, 0.0))
 
-    def _mean(self, placement: Placement, adapt: Callable[[SideWork], SideWork]) -> float:
-        """Returns the mean over samples of the least bound of both sides."""
+    def usable(self, placement: Placement) -> float:
+        """Returns the capacity with that of P at a load that leaves prompts time to wait.
+
+        TTFT less the time of a mean prompt alone is the patience. It orders placements, and proves
+        nothing.
+        """
+        load = 1.0
+        if placement.decode and not placement.spill:
+            key = placement.shapes[0], placement.prefill.ranks
+            if key not in self._loads:
+                self._loads[key] = self._usable_load(placement)
+            load = self._loads[key]
+        return self._mean(placement, lambda work: SideWork(work.seconds, 0.0), load)
+
+    def _usable_load(self, placement: Placement) -> float:
+        """Returns the load of P at which as many prompts as may miss TTFT wait too long for it."""
+        scenario = self._scenario
+        objective = scenario.objective
+        latency = latency_of(scenario.prefill, placement.prefill)
+        prompt = round(mean(mean(sample.prompts) for sample in self.samples))
+        alone = unloaded_prefill(latency, prompt)
+        patience = objective.ttft - alone - scenario.prefill.path.of(prompt)
+        ranks = placement.prefill.ranks
+        late = 1 - objective.attainment
+        return usable_load(alone / latency.pp, max(0.0, patience), late, ranks)
+
+    def feasible(self, placement: Placement) -> list[bool]:
+        """Returns for each sample whether its objective can be met, at however low a rate.
+
+        It is found once for each shape of a side: an answer depends on nothing else of a placement.
+        """
+        p, d = placement.shapes
+        scenario = self._scenario
+        flags = (placement.min_prompt_bytes, placement.spill)
+        prompts = ("late", placement.on_decode_gpus, p, d if any(flags) else None, *flags)
+        answers = ("slow", bool(d) or placement.on_decode_gpus, d or p)
+        if prompts not in self._misses:
+            self._misses[prompts] = [scenario.is_late(placement, s) for s in self.samples]
+        if answers not in self._misses:
+            slow = [bool(scenario.slow_limit(placement, s)) for s in self.samples]
+            self._misses[answers] = slow
+        sides = zip(self._misses[prompts], self._misses[answers], strict=True)
+        return [not any(misses) for misses in sides]
+
+    def _mean(
+        self, placement: Placement, adapt: Callable[[SideWork], SideWork], first_load: float = 1.0
+    ) -> float:
+        """Returns the mean over samples of the least bound of both sides.
+
+        The first side's is multiplied by `first_load`.
+        """
         sides = self._sides(placement)
         rates = []
         for seed, sample in enumerate(self.samples):
             counted = sample.counted
             span = sum(sample.gaps[counted.start + 1 : counted.stop])
             bounds = [float("inf")]
-            for instances, works in sides:
-                bounds += [adapt(work).rate(instances, span) for work in works[seed]]
+            for load, (instances, works) in zip((first_load, 1.0), sides, strict=True):
+                bounds += [load * adapt(work).rate(instances, span) for work in works[seed]]
             rates.append(min(bounds))
         return mean(rates)
 

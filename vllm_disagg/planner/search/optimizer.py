@@ -16,9 +16,10 @@ proof assumes nothing of the relation between attainment and rate. The same `kee
 any order and any number of processes; tests compare with brute force. The upper bounds of `bounds`
 prune before the first simulation, and are proved there.
 
-Large budgets have too many placements with about the same goodput. Above MAX_SIMULATED_PLACEMENTS
-only those with the most capacity are simulated (`shortlist`). That is no proof. Tests compare its
-result with that of all placements.
+Placements that miss the objective at any rate are left out first. Large budgets have too many
+others with about the same goodput. Above MAX_SIMULATED_PLACEMENTS only those with the most usable
+capacity are simulated (`shortlist`). That is no proof. Tests compare its result with that of all
+placements.
 """
 
 from __future__ import annotations
@@ -279,13 +280,13 @@ ProgressCallback = Callable[[int, int, PlacementScore | None], None]
 def shortlist(
     placements: Sequence[Placement], bounds: CapacityBounds, units: Units
 ) -> list[Placement]:
-    """Selects the placements with the most capacity by a criterion, a few of each pair of shapes.
+    """Selects those with the most usable capacity by a criterion, a few of each pair of shapes.
 
     Equals with more GPUs come first: their instances share the load better.
     """
 
     def order(placement: Placement) -> tuple[float, int, Placement]:
-        value = bounds.capacity(placement) / units(placement)
+        value = bounds.usable(placement) / units(placement)
         return -round(value, 6), -placement.gpus, placement
 
     counts: Counter[object] = Counter()
@@ -376,7 +377,7 @@ class KindSearch:
         self.leaders = Leaders(scenario, keep, criteria)
         self._progress = kind.progress
         self._done = 0
-        chosen = set(kind.rates)
+        chosen = {place for place in kind.rates if any(bounds.feasible(place))}
         most = MAX_SIMULATED_PLACEMENTS
         if not any(place.decode for place in chosen):
             most = MAX_SIMULATED_COLOCATED
@@ -384,7 +385,8 @@ class KindSearch:
             listed = list(chosen)
             chosen = {place for units in criteria for place in shortlist(listed, bounds, units)}
             for place in chosen:
-                self.rates[place] = USUAL_LOAD * bounds.capacity(place) / place.gpus
+                usual = min(bounds.usable(place), USUAL_LOAD * bounds.capacity(place))
+                self.rates[place] = usual / place.gpus
 
         def order(placement: Placement) -> tuple[int, float, Placement]:
             value = estimate(scenario, placement, bounds.samples[0]) * placement.gpus

@@ -519,32 +519,41 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         Too many requests miss it even alone, on an idle instance. Work added to a batch never makes
         it faster, and a prompt in chunks is not faster than in one.
         """
-        objective = self.objective
-        counted = sample.counted
-        allowed = objective.allowed(len(counted))
+        if self.is_late(placement, sample):
+            return "ttft"
+        return self.slow_limit(placement, sample)
+
+    def is_late(self, placement: Placement, sample: WorkloadSample) -> bool:
+        """Returns whether too many prompts miss TTFT even alone."""
+        if sample.prefixes:  # a cached prefix makes a prompt faster than alone
+            return False
         source, answering = self.sources(placement)
         prefill = latency_of(source, placement.prefill)
         decode = latency_of(answering, placement.decode or placement.prefill)
-        if not sample.prefixes:  # a cached prefix makes a prompt faster than alone
-            late = 0
-            for r in counted:
-                prompt = sample.prompts[r]
-                sides = [decode if placement.is_short(prompt) else prefill]
-                if placement.spill:
-                    sides.append(decode)
-                alone = min(unloaded_prefill(side, prompt) for side in sides)
-                late += alone + source.path.of(prompt) > objective.ttft
-            if late > allowed:
-                return "ttft"
+        late = 0
+        for r in sample.counted:
+            prompt = sample.prompts[r]
+            sides = [decode if placement.is_short(prompt) else prefill]
+            if placement.spill:
+                sides.append(decode)
+            alone = min(unloaded_prefill(side, prompt) for side in sides)
+            late += alone + source.path.of(prompt) > self.objective.ttft
+        return late > self.objective.allowed(len(sample.counted))
+
+    def slow_limit(self, placement: Placement, sample: WorkloadSample) -> str:
+        """Returns the limit of tokens that too many answers miss even alone, or an empty text."""
+        objective = self.objective
+        _, source = self.sources(placement)
+        decode = latency_of(source, placement.decode or placement.prefill)
         # Each gap is a step or more, so the limit of gaps is one of the mean, too.
         for name, limit in (("tpot", objective.tpot), ("itl", objective.itl)):
             if limit is None:
                 continue
             slow = 0
-            for r in counted:
+            for r in sample.counted:
                 seconds = unloaded_decode(decode, sample.prompts[r])
                 slow += sample.outputs[r] > 1 and seconds > limit
-            if slow > allowed:
+            if slow > objective.allowed(len(sample.counted)):
                 return name
         return ""
 

@@ -33,7 +33,7 @@ if how in ("SIGHUP", "SIGTERM"):
     # The terminal's end comes twice: from the shell and from the kernel.
     for _ in range(2):
         os.kill(os.getppid(), getattr(signal, how))
-    time.sleep(60)
+    time.sleep(20)
 if how == "garbage":
     Path(option["--result-filename"]).write_text("{}")
     sys.exit()

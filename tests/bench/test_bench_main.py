@@ -95,9 +95,12 @@ def test_a_signal_ends_the_load_too(
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     words = ["bench", "--target", f"a={servers[0]}", "--vllm", "vllm", *LENGTHS, *OBJECTIVES]
-    ended = subprocess.run(
-        [sys.executable, "-m", "vllm_disagg", *words], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "vllm_disagg", *words]
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # else these tests fail under nohup
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    finally:
+        signal.signal(signal.SIGHUP, before)
     assert ended.returncode == 128 + getattr(signal, name), ended.stderr
     assert not list((tmp_path / "temporary").iterdir())
     with pytest.raises(ProcessLookupError):

@@ -234,6 +234,63 @@ async def test_a_servers_url_stands_for_all_its_data_parallel_ranks() -> None:
         assert (status, "@0" in facts["error"]["message"]) == (409, True)
 
 
+async def drained(w: World, url: str) -> bool:
+    found = (await rows(w)).get(url, {})
+    return found.get("why_not") == "drained" and bool(found["incarnation"])
+
+
+async def test_another_engine_at_the_address_of_a_drained_one_is_not_drained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new pod may get the address of one that was drained and has gone."""
+    monkeypatch.setattr("vllm_disagg.proxy.main._FILE_CHECK_SECONDS", 0.02)
+    path = tmp_path / "fleet.yaml"
+    path.write_text("{}")
+    settings: dict[str, Any] = {"admin_key": "root", "fleet_file": str(path)}
+    async with engines("decode") as (d,), world(prefill=0, ready=False, **settings) as w:
+
+        async def leave() -> None:
+            path.write_text("{}")
+            await until(lambda: gone(w, d.url))
+
+        async def drain() -> None:
+            assert (await change(w, "POST", "/disagg/instances/drain", url=d.url))[0] == 200
+            await until(lambda: drained(w, d.url))
+
+        named = f"decode: [{d.url}]"
+        path.write_text(named)
+        await until(lambda: usable(w, d.url))
+        await drain()
+
+        # The same engine, which a source dropped for a moment.
+        await leave()
+        path.write_text(named)
+        await until(lambda: drained(w, d.url))
+        await asyncio.sleep(3 * SWEEP_SECONDS)
+        assert await drained(w, d.url)
+
+        # It restarts while it is named: its drain outlives that.
+        await d.stop()
+        await until(lambda: answers_no_more(w, d.url))
+        d.incarnation = "restarted"
+        await d.start()
+        await until(lambda: has_incarnation(w, d.url, "restarted"))
+        await asyncio.sleep(3 * SWEEP_SECONDS)
+        assert await drained(w, d.url)
+
+        await leave()
+        d.incarnation = "another"
+        path.write_text(named)
+        await until(lambda: usable(w, d.url))
+        await drain()  # a new drain is one of the new engine
+        await asyncio.sleep(3 * SWEEP_SECONDS)
+        assert await drained(w, d.url)
+
+
+async def has_incarnation(w: World, url: str, incarnation: str) -> bool:
+    return bool((await rows(w))[url]["incarnation"] == incarnation)
+
+
 async def test_the_end_of_a_drain_names_no_instance_anew() -> None:
     """An engine ends its own drain at each start, and its source may take it away later."""
     drain = "/disagg/instances/drain"

@@ -129,7 +129,7 @@ def test_a_new_worker_hears_of_no_drain_that_has_ended() -> None:
     assert [m.change for m in said if m.change] == [resume]
 
 
-async def test_a_worker_applies_the_roles_of_the_first_one() -> None:
+async def test_a_worker_applies_the_roles_of_the_first_one_and_tells_ends_of_drains() -> None:
     told: list[dict[str, Role]] = []
     hub_end, worker_end = socket.socketpair()
     table = os.memfd_create("load")
@@ -142,6 +142,9 @@ async def test_a_worker_applies_the_roles_of_the_first_one() -> None:
     listening = asyncio.create_task(bus.listen(members, None, lambda: None))
     assert await receive(reader) == BusMessage("ready")
     assert await receive(reader) == BusMessage("roles", roles={"http://e": "decode"})
+    resume = MembershipChange("resume", "http://d")  # a drain that has ended by itself
+    members.on_drain_outlived(resume)
+    assert await receive(reader) == BusMessage("change", change=resume)
     for roles in ({"http://d": "prefill"}, {}):
         writer.write(frame(BusMessage("roles", roles=roles)))  # type: ignore[arg-type]
     writer.close()
@@ -571,7 +574,8 @@ async def test_a_worker_takes_the_challenge_of_all() -> None:
     )
     known = Registry(FleetKey(b"k" * 32), "c")
     reader, writer = await asyncio.open_unix_connection(sock=hub_end)
-    listening = asyncio.create_task(bus.listen(None, known, lambda: None))  # type: ignore[arg-type]
+    members: Any = SimpleNamespace()
+    listening = asyncio.create_task(bus.listen(members, known, lambda: None))
     assert await receive(reader) == BusMessage("ready")
     writer.write(frame(BusMessage("challenge", text="new")))
     writer.close()

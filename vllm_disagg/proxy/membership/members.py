@@ -35,7 +35,13 @@ class MembershipChange(msgspec.Struct, frozen=True):
 
 
 class Members:
-    """Keeps the fleet's members, as the sources name them."""
+    """Keeps the fleet's members, as the sources name them.
+
+    A drain is one of an engine, and outlives restarts of it. Once no source names its instance, and
+    it is removed, the address may be another engine's: a pod gets the address of an earlier one.
+    The drain ends when an engine of another incarnation answers at a URL that is named again. One
+    that a source drops for a moment stays drained.
+    """
 
     def __init__(
         self,
@@ -58,6 +64,10 @@ class Members:
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._wanted: dict[str, list[Member]] = {name: [] for name in SOURCE_ORDER}
         self._drained: set[str] = set()
+        # Of drained instances that no source named any more, by URL.
+        self._left_incarnations: dict[str, str] = {}
+        # Called with the change when a drain has ended by itself.
+        self.on_drain_outlived: Callable[[MembershipChange], None] = lambda change: None
         self._roles: dict[str, Role] = {}  # by URL: roles that follow the load
         self._logged_conflicts: set[str] = set()
 
@@ -93,6 +103,9 @@ class Members:
 
     def apply(self, change: MembershipChange) -> None:
         """Applies a change by the admin API."""
+        if change.kind != "cut":
+            # A drain is now one of the engine that is there.
+            self._left_incarnations.pop(change.url, None)
         admin = [member for member in self._wanted["admin"] if member.url != change.url]
         match change.kind:
             case "add":
@@ -146,9 +159,32 @@ class Members:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             for instance in list(self._fleet.leaving):
+                if self._has_outlived_drain(instance):
+                    self._end_drain(instance)
+                    continue
                 is_listed = self._fleet.drained.get(instance.url) == instance.named_role
                 if not instance.active_requests and not is_listed:
                     self._remove(instance)
+
+    def _has_outlived_drain(self, instance: Instance) -> bool:
+        """Returns whether another engine than the drained one has its address."""
+        left = self._left_incarnations.get(instance.url)
+        if left is None or not instance.up or not instance.engine:
+            return False
+        if instance.engine.incarnation != left:
+            return True
+        del self._left_incarnations[instance.url]  # back again: a restart leaves it drained
+        return False
+
+    def _end_drain(self, instance: Instance) -> None:
+        log.info(
+            "instance %s (%s) is drained no longer: another engine answers there",
+            instance.url,
+            instance.role,
+        )
+        change = MembershipChange("resume", instance.url)
+        self.apply(change)
+        self.on_drain_outlived(change)
 
     def close(self) -> None:
         """Ends all watches and closes all connections."""
@@ -222,5 +258,7 @@ class Members:
         self._roles.pop(instance.url, None)
         self._watches.pop(instance.url).cancel()
         self._pools.pop(instance.url).close()
+        if instance.url in self._drained and instance.engine and not self.sources(instance.url):
+            self._left_incarnations[instance.url] = instance.engine.incarnation
         log.info("instance %s (%s) has left", instance.url, instance.role)
         self._settle()  # it may be wanted in another role, or listed as drained

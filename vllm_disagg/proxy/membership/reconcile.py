@@ -8,7 +8,8 @@ An instance is wanted while any source names it and the admin API has not draine
                     '------(wanted again)--------'
 
 A leaving instance gets no new request; running ones end. A drained one that a source still names is
-not removed: it stays among the leaving ones, so that operators see it, until its drain ends.
+not removed: it stays among the leaving ones, so that operators see it, until its drain ends
+(`Members` ends one whose address another engine has got).
 
 A source that fails to answer keeps its last answer; only an answer takes instances away.
 """

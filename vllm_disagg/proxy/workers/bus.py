@@ -137,6 +137,7 @@ class WorkerBus:
     ) -> None:
         """Applies the others' messages; calls `on_end` when the supervisor has ended."""
         reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
+        members.on_drain_outlived = self.broadcast  # else a new worker would begin with it
         self._send(BusMessage("ready"))
         for unsent in self._unsent:
             self._send(unsent)

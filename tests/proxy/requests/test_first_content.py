@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from vllm_disagg.proxy.http.sse import EventSplitter
+from vllm_disagg.proxy.http.sse import PARSED_LIMIT_BYTES, EventSplitter
 from vllm_disagg.proxy.requests.first_content import ContentState, FirstContentDetector
 
 NOT_YET, CONTENT = ContentState.NOT_YET, ContentState.CONTENT
@@ -156,6 +156,33 @@ def test_a_large_event_is_searched_once(step: int) -> None:
     out = [cutter.feed(Counted(event[at : at + step])) for at in range(0, len(event), step)]
     assert b"".join(out) == event and out[-1] == event
     assert Counted.searched <= len(event)
+
+
+LARGE_TEXT = "x" * PARSED_LIMIT_BYTES
+
+
+@pytest.mark.parametrize(
+    ("path", "events", "expected"),
+    [
+        ("/v1/completions", [COMPLETION.replace('"a"', f'"{LARGE_TEXT}"')], CONTENT),
+        ("/v1/completions", [typed("response.created", instructions=LARGE_TEXT)], CONTENT),
+        ("/v1/chat/completions", [chat(role="assistant", content=LARGE_TEXT)], CONTENT),
+        ("/v1/responses", [typed("response.created", instructions=LARGE_TEXT)], NOT_YET),
+        ("/v1/responses", [typed("response.output_text.delta", delta=LARGE_TEXT)], CONTENT),
+        ("/v1/responses", [typed("response.failed", instructions=LARGE_TEXT)], CONTENT),
+        ("/v1/messages", [typed("message_start", message={"id": LARGE_TEXT})], NOT_YET),
+        ("/v1/messages", [f": {LARGE_TEXT}\n\n"], NOT_YET),
+    ],
+)
+def test_a_large_event_is_not_parsed(
+    monkeypatch: pytest.MonkeyPatch, path: str, events: list[str], expected: ContentState
+) -> None:
+    """Each MiB would delay all streams by some milliseconds."""
+    monkeypatch.setattr("vllm_disagg.proxy.requests.first_content._decode_typed", None)
+    monkeypatch.setattr("vllm_disagg.proxy.requests.first_content._decode_chunk", None)
+    monkeypatch.setattr("vllm_disagg.proxy.http.sse.failed", None)
+    detector = FirstContentDetector(path)
+    assert detector.feed("".join(events).encode()) is expected
 
 
 def test_events_in_parts_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:

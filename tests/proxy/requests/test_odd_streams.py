@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from proxy_world import LAST_EVENTS, Call, answer, settle, world
+from vllm_disagg.proxy.http import sse
 from vllm_disagg.proxy.http.endpoint_schema import SCHEMAS
 from vllm_disagg.proxy.requests.streams import StreamRecorder
 
@@ -134,7 +135,8 @@ class Counted(bytes):
 
 @pytest.mark.parametrize("again", [False, True])
 def test_a_large_event_costs_its_size_and_not_its_square(again: bool) -> None:
-    begin, text, out = f"data: {chunk('a')}\n\n".encode(), b"x" * 3_000_000, bytearray()
+    size = sse.PARSED_LIMIT_BYTES - 1000 if again else 3_000_000
+    begin, text, out = f"data: {chunk('a')}\n\n".encode(), b"x" * size, bytearray()
     recorder = StreamRecorder(out.extend, record=again, path="/v1/completions")
     sink = recorder.start_answer(lambda *_: None)
     sink(begin)
@@ -161,6 +163,54 @@ def test_an_event_without_end_is_an_error(monkeypatch: pytest.MonkeyPatch, again
     assert not stopped
     sink(b"x")
     assert [reason for reason, _ in stopped] == ["garbled"] and bytes(out) == begin
+
+
+LARGE = f"data: {chunk('x' * sse.PARSED_LIMIT_BYTES)}\n\n".encode()
+
+
+@pytest.mark.parametrize("step", [10_000, len(LARGE)])
+def test_a_stream_with_a_large_event_is_passed_on_unparsed_and_not_continued(
+    monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """The event of a long echoed prompt with logprobs: parsing it would delay all streams."""
+    monkeypatch.setattr("vllm_disagg.proxy.requests.continuation._decode_event", None)
+    monkeypatch.setattr("vllm_disagg.proxy.requests.continuation._decode_events", None)
+    out, stopped = bytearray(), []
+    recorder = StreamRecorder(out.extend, record=True, path="/v1/completions")
+    sink = recorder.start_answer(lambda *said: stopped.append(said))
+    for at in range(0, len(LARGE), step):
+        sink(LARGE[at : at + step])
+    assert bytes(out) == LARGE and not stopped
+    assert not recorder.resumable
+    recorder.start_answer(lambda *said: stopped.append(said))(LARGE)
+    assert bytes(out) == LARGE and [reason for reason, _ in stopped] == ["diverged"]
+
+
+def test_a_large_event_of_a_second_answer_is_not_compared() -> None:
+    begin, out, stopped = f"data: {chunk('x')}\n\n".encode(), bytearray(), []
+    recorder = StreamRecorder(out.extend, record=True, path="/v1/completions")
+    recorder.start_answer(lambda *_: None)(begin)
+    recorder.start_answer(lambda *said: stopped.append(said))(LARGE)
+    assert stopped == [("diverged", "an event too large to compare")] and bytes(out) == begin
+
+
+def test_a_large_event_behind_the_delivered_part_is_passed_on() -> None:
+    begin, out, stopped = f"data: {chunk('x')}\n\n".encode(), bytearray(), []
+    recorder = StreamRecorder(out.extend, record=True, path="/v1/completions")
+    recorder.start_answer(lambda *_: None)(begin)
+    recorder.start_answer(lambda *said: stopped.append(said))(begin + LARGE)
+    assert not stopped and bytes(out) == begin + LARGE
+    assert not recorder.resumable
+
+
+def test_a_large_error_is_a_failure_of_the_instance() -> None:
+    error = b'data: {"error": {"message": "%b", "code": 400}}\n\n'
+    for size, failed in ((100, False), (sse.PARSED_LIMIT_BYTES, True)):
+        out, stopped = bytearray(), []
+        StreamRecorder(out.extend, record=False).start_answer(
+            lambda *said, to=stopped: to.append(said)
+        )(error % (b"x" * size))
+        assert bool(stopped) == failed and bool(out) != failed
 
 
 ENDS_OF_LINES = ["\n", "\r\n", "\r"]

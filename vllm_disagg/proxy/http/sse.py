@@ -13,6 +13,9 @@ from ...errors import DisaggError
 
 # Of one event: twice the largest request, which leaves room for logprobs of an echoed prompt.
 EVENT_LIMIT_BYTES = 64 * 1024 * 1024
+# Of one event, or of one chunk's events, whose JSON is parsed: that takes up to 20 ms, in which all
+# other streams wait. A chunk that is larger has an event of more than half of this.
+PARSED_LIMIT_BYTES = 1024 * 1024
 DONE = b"data: [DONE]\n\n"
 # No content of an event can contain these: within a JSON text quotes and line ends are escaped.
 ERROR = b'data: {"error"'

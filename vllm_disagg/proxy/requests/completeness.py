@@ -29,12 +29,13 @@ CHECK_TIMEOUT_SECONDS = 300.0  # the request waits behind the engine's other wor
 # Interval of checks that the engine is up, and of retries while the engine is full.
 RETRY_SECONDS = 5.0
 
-# No text of an answer matches: within JSON no line begins, and quotes are escaped.
-_DONE = re.compile(rb"^data: \[DONE\]", re.MULTILINE)
+# No text of an answer matches: within JSON no line ends, and quotes are escaped. Marks that begin
+# with plain bytes are searched ten times as fast as those that begin with a line.
+_DONE = re.compile(rb"data: \[DONE\]\n")
 
 # By path: matches the event that ends such a stream.
 END_MARKS = {
-    "/v1/responses": re.compile(rb"^event: response\.(completed|incomplete)\n", re.MULTILINE),
+    "/v1/responses": re.compile(rb"event: response\.(?:completed|incomplete)\n"),
     "/cohere/v2/chat": re.compile(rb'"type":"message-end"'),
     "/v1/audio/transcriptions": _DONE,
     "/v1/audio/translations": _DONE,

@@ -7,7 +7,8 @@ success. An answer whose first other event is an error has failed.
 Each answer has a token, and an event for it. But a stopping engine aborts a request that has no
 token yet, and vLLM's streams then have no event for the abort: only those behind all choices.
 
-Pure, and cheap: each event up to the first of content is parsed once, and none after it.
+Pure, and cheap: each event up to the first of content is parsed once, and none after it. Nor is a
+large one (`sse.PARSED_LIMIT_BYTES`).
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ _PREFACE_TYPES = frozenset(
         "ping",
     )
 )
+_PREFACE_LINES = frozenset(b"event: " + name.encode() for name in _PREFACE_TYPES)
 
 
 class _ContentBlock(msgspec.Struct):
@@ -152,6 +154,8 @@ class FirstContentDetector:
         return self.state
 
     def _state_after(self, event: bytes) -> ContentState:
+        if len(event) > sse.PARSED_LIMIT_BYTES:
+            return self._state_after_large(event)
         data = sse.data_of(event)
         if not data:
             return ContentState.NOT_YET
@@ -166,3 +170,13 @@ class FirstContentDetector:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             pass  # an event of another shape is content
         return ContentState.CONTENT
+
+    def _state_after_large(self, event: bytes) -> ContentState:
+        """Returns the state after an event that is not parsed; its name may show a preface.
+
+        An error is content here: the reader of the content sees it.
+        """
+        first_line = event[: event.find(b"\n")]
+        is_comment = event.startswith(b":") and b"\n" not in event
+        is_preface = self._is_preface is _is_typed_preface and first_line in _PREFACE_LINES
+        return ContentState.NOT_YET if is_comment or is_preface else ContentState.CONTENT

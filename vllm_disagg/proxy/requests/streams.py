@@ -8,7 +8,8 @@ Bytes take the first path that fits:
    abort and the answer's end; then they are written and recorded.
 
 Recorded bytes are folded into a `Transcript` when there are many of them. Only folding, the events
-after a failure, and finding the form parse JSON.
+after a failure, and finding the form parse JSON. None of them parses a large event: from there on
+the stream is not recorded (`sse.PARSED_LIMIT_BYTES`).
 """
 
 from __future__ import annotations
@@ -116,6 +117,8 @@ def engine_failed(data: bytes) -> bool:
     if not is_error(data):
         return False
     event = data.partition(b"\n\n")[0]
+    if len(event) > sse.PARSED_LIMIT_BYTES:
+        return True  # errors of requests are short
     return sse.failed(sse.data_of(event) or b"")
 
 
@@ -300,6 +303,9 @@ class StreamRecorder:
 
     def _remember(self, data: bytes) -> None:
         """Records written events; looks for the form in the 1st, 2nd, 4th, 8th ... of them."""
+        if len(data) > sse.PARSED_LIMIT_BYTES:
+            self._record = False
+            return
         if self._record:
             if self._recorded_texts:
                 self._fold()  # keeps the order of texts and events
@@ -360,6 +366,8 @@ class StreamRecorder:
                 new_events += events[position:]
                 break
             try:
+                if len(event) > sse.PARSED_LIMIT_BYTES:
+                    raise NotReplayable("an event too large to compare")
                 new = replay.new_part(event)
             except (Diverged, NotReplayable) as error:
                 self._stop("diverged", str(error))

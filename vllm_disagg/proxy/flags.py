@@ -230,7 +230,7 @@ _FLEET = (
         "--instance-networks",
         "CIDR,...",
         "networks from which the admin API, registration, DNS and Kubernetes may add instances"
-        " (default: all but link-local and multicast)",
+        " (default: all but link-local, multicast and clouds' metadata services)",
     ),
     _file(
         "--upstream-ca",

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import trustme
 
-from proxy_world import Client, ScriptedEngine, World, until, world
+from proxy_world import Call, Client, ScriptedEngine, World, answer, until, world
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.proxy.http.addresses import AllowedNetworks, check_url
 from vllm_disagg.proxy.http.connection_pool import ConnectionPool
@@ -198,6 +198,39 @@ async def test_cors(origins: list[str], allowed: bool) -> None:
         assert reply.headers.get("access-control-allow-origin") == (
             "https://a" if allowed else None
         )
+
+
+async def engine_cors(call: Call) -> None:
+    """An engine as vLLM is by default: it admits each origin that it sees."""
+    granted = "access-control-expose-headers: x\r\naccess-control-allow-credentials: true\r\n"
+    if "origin" in call.headers:
+        granted += "access-control-allow-origin: *\r\n"
+    if call.leg == "prefill":
+        await answer(call)
+    elif call.body.get("stream"):
+        call.raw_write(
+            f"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n{granted}"
+            "transfer-encoding: chunked\r\n\r\n"
+        )
+        await call.event({"choices": [{"index": 0, "text": "a"}]})
+        await call.event("[DONE]")
+        await call.end()
+    else:
+        await call.json({"text": "a"}, headers=granted)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("allowed", [False, True])
+async def test_an_engine_admits_no_origins(stream: bool, allowed: bool) -> None:
+    body = json.dumps({"model": "m", "prompt": "hi", "stream": stream}).encode()
+    async with world(origins=["https://a"] if allowed else []) as w:
+        w.d.script = engine_cors
+        reply = await w.ask("POST", "/v1/completions", body, origin="https://a")
+        granted = {name: value for name, value in reply.headers.items() if "access" in name}
+        assert reply.complete and reply.status == 200
+        assert granted == ({"access-control-allow-origin": "https://a"} if allowed else {})
+        assert w.p.calls and w.d.calls
+        assert not any("origin" in call.headers for call in w.p.calls + w.d.calls)
 
 
 # -- clients that read slowly ----------------------------------------------------------------------

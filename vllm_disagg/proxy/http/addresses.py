@@ -4,8 +4,8 @@ Flags, fleet file, admin API, DNS and registration share one check. It is made b
 the event loop, where a host name that cannot be encoded for DNS raises UnicodeError.
 
 The fleet's operator writes flags and the fleet file. `AllowedNetworks` restricts the instances that
-come from other sources: by default no link-local address (a cloud's metadata service has one), no
-multicast and no unspecified address.
+come from other sources: by default no link-local address (most clouds' metadata services have one),
+no other address of such a service, no multicast and no unspecified address.
 """
 
 from __future__ import annotations
@@ -19,6 +19,14 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 MAX_HOST_NAME_CHARACTERS = 253  # RFC 1035
+# Of services that give credentials to whoever runs on a machine, beside the link-local ones.
+METADATA_SERVICES = (
+    ipaddress.ip_network("fd00:ec2::/32"),  # AWS
+    ipaddress.ip_network("fd20:ce::254/128"),  # Google Cloud
+    ipaddress.ip_network("168.63.129.16/32"),  # Azure
+    ipaddress.ip_network("100.100.100.200/32"),  # Alibaba Cloud
+)
+_NAT64_PREFIX = ipaddress.IPv6Network("64:ff9b::/96")  # RFC 6052
 _URL = re.compile(r"(https?)://(\[[^][/?#@]+\]|[^][/?#@:]+)(?::([0-9]+))?/*", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 _RANKED = re.compile(r"(.*)@([0-9]{1,4})", re.DOTALL)
@@ -91,6 +99,21 @@ def literal(host: str) -> Address | None:
         return None
 
 
+def _translated(address: Address) -> ipaddress.IPv4Address | None:
+    """Returns the IPv4 address that a network may reach for an IPv6 address: NAT64 or 6to4."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return None
+    if address in _NAT64_PREFIX:
+        return ipaddress.IPv4Address(address.packed[-4:])
+    return address.sixtofour
+
+
+def _is_never_allowed(address: Address) -> bool:
+    """Returns whether no list of networks can allow an address."""
+    is_host = not (address.is_multicast or address.is_unspecified)
+    return not is_host or any(address in network for network in METADATA_SERVICES)
+
+
 def host_of(url: str) -> str:
     """Returns the host of a URL from `check_url`, without brackets."""
     found = _URL.fullmatch(split_rank(url)[0])
@@ -101,7 +124,7 @@ class AllowedNetworks:
     """Restricts the addresses of instances that neither a flag nor the fleet file names."""
 
     def __init__(self, allowed: tuple[Network, ...] = ()) -> None:
-        """`allowed`: only these networks; if empty, all unicast addresses but link-local ones."""
+        """`allowed`: only these networks; if empty, all but those in the module's docstring."""
         self._allowed = allowed
 
     def allow(self, address: str) -> bool:
@@ -110,7 +133,10 @@ class AllowedNetworks:
         if found is None:
             return False
         found = getattr(found, "ipv4_mapped", None) or found
-        if found.is_multicast or found.is_unspecified:
+        target = _translated(found)
+        if target and (target.is_link_local or _is_never_allowed(target)):
+            return False
+        if _is_never_allowed(found):
             return False
         within = [network for network in self._allowed if found in network]
         if found.is_link_local:
@@ -132,8 +158,8 @@ class AllowedNetworks:
         if self._allowed:
             return f"the address {address} is in none of --instance-networks"
         return (
-            f"the address {address} is link-local, multicast or unspecified: "
-            "only --prefill, --decode or the file can name it"
+            f"the address {address} is link-local, multicast, unspecified or a cloud's metadata "
+            "service: only --prefill, --decode or the file can name it"
         )
 
 

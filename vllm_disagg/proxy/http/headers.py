@@ -16,8 +16,13 @@ _HOP = frozenset(
     b"connection keep-alive proxy-connection proxy-authenticate proxy-authorization "
     b"te trailer transfer-encoding upgrade content-length".split()
 )
-# Without accept-encoding, since an encoded stream could not be cut at events.
-_HOP_OF_REQUESTS = _HOP | {b"host", b"expect", b"accept-encoding"}
+# Without accept-encoding, since an encoded stream could not be cut at events. Without origin: the
+# proxy alone decides on origins, and vLLM admits all by default.
+_HOP_OF_REQUESTS = _HOP | {b"host", b"expect", b"accept-encoding", b"origin"}
+_HOP_OF_ANSWERS = _HOP | set(
+    b"access-control-allow-origin access-control-allow-credentials access-control-allow-methods "
+    b"access-control-allow-headers access-control-expose-headers access-control-max-age".split()
+)
 
 # RFC 3986, 3.2.2: a name or an address, and a port.
 _HOST = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]*|\[[0-9A-Za-z:.]+\])(?::[0-9]{0,5})?")
@@ -25,7 +30,7 @@ _HOST = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]*|\[[0-9A-Za-z:.]+\])(?::[0-
 
 def end_to_end(headers: Headers, request: bool = False) -> Headers:
     """Returns the headers that a proxy passes on."""
-    drop = _HOP_OF_REQUESTS if request else _HOP
+    drop = _HOP_OF_REQUESTS if request else _HOP_OF_ANSWERS
     for name, value in headers:
         if name == b"connection":
             drop = drop | {option.strip().lower() for option in value.split(b",")}

@@ -441,6 +441,8 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a large event is recorded", "proxy/requests/streams.py", "        if len(data) > sse.PARSED_LIMIT_BYTES:\n            self._record = False\n            return\n", "", "tests/proxy/requests/test_odd_streams.py"),
     ("a stream with a large event is continued", "proxy/requests/streams.py", "        if len(data) > sse.PARSED_LIMIT_BYTES:\n            self._record = False\n            return\n", "        if len(data) > sse.PARSED_LIMIT_BYTES:\n            return\n", "tests/proxy/requests/test_odd_streams.py"),
     ("a large event is compared", "proxy/requests/streams.py", "                if len(event) > sse.PARSED_LIMIT_BYTES:\n", "                if False:\n", "tests/proxy/requests/test_odd_streams.py"),
+    ("a compressed stream ends in a plain error", "proxy/http/error_replies.py", "    if find(client.response.headers, b\"content-encoding\"):\n        return\n", "", "tests/proxy/requests/test_odd_streams.py"),
+    ("a compressed stream is forwarded as text", "proxy/requests/forward.py", "recorder.start_answer(answer.reject, compressed)", "recorder.start_answer(answer.reject)", "tests/proxy/requests/test_odd_streams.py"),
     ("engines see the origin of a page", "proxy/http/headers.py", "b\"accept-encoding\", b\"origin\"}", "b\"accept-encoding\"}", "tests/proxy/http/test_tls.py"),
     ("engines admit origins", "proxy/http/headers.py", "else _HOP_OF_ANSWERS\n", "else _HOP\n", "tests/proxy/http/test_tls.py"),
     ("an instance may be a metadata service", "proxy/http/addresses.py", "    return not is_host or any(address in network for network in METADATA_SERVICES)\n", "    return not is_host\n", "tests/proxy/http/test_addresses.py"),

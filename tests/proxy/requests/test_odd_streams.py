@@ -1,6 +1,7 @@
 """Streams of unknown form: a second answer is never appended to a first."""
 
 import json
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -262,7 +263,7 @@ def test_an_error_of_the_request_is_no_failure_of_the_instance() -> None:
 
 @pytest.mark.parametrize("compressed", [(True, True), (True, False), (False, True)])
 async def test_a_compressed_stream_is_not_continued(compressed: tuple[bool, bool]) -> None:
-    """A compressed answer continues no other answer either."""
+    """A compressed answer continues no other answer either, and ends in no readable error."""
     asked: list[Call] = []
 
     async def script(call: Call) -> None:
@@ -281,11 +282,28 @@ async def test_a_compressed_stream_is_not_continued(compressed: tuple[bool, bool
         for engine in w.decodes:
             engine.script = script
         reply = await w.post(stream=True, temperature=0)
-    assert (
-        reply.complete
-        and [reply.body.count(word.encode()) for word in SAID] == [1, 1, 0]
-        and b'"error"' in reply.body
-    )
+    is_readable = not compressed[0]
+    assert reply.complete == is_readable and (b'"error"' in reply.body) == is_readable
+    assert [reply.body.count(word.encode()) for word in SAID] == [1, 1, 0]
+
+
+async def test_a_compressed_stream_is_forwarded_as_it_is() -> None:
+    """No byte of it is a line end."""
+    body = zlib.compress(b"data: {}\n\n") + b"\r\n\r\rdata: [DONE]\n\n\r"
+
+    async def script(call: Call) -> None:
+        call.raw_write(
+            "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-encoding: deflate\r\n"
+            "transfer-encoding: chunked\r\n\r\n"
+        )
+        await call.chunk(body)
+        await call.end()
+
+    async with world(prefill=0) as w:
+        w.d.script = script
+        for path in ("/cohere/v2/chat", "/inference/v1/generate"):
+            reply = await w.post(path, stream=True)
+            assert reply.complete and reply.body == body, path
 
 
 @pytest.mark.parametrize("framing", FRAMINGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from .headers import find
 from .response import JSON, error_body
 from .server import Connection
 from .sse import DONE
@@ -19,7 +20,13 @@ class RequestFailed(Exception):
 
 
 def end_stream(client: Connection, status: int, message: str) -> None:
-    """Ends a stream that has begun with an error event, or a WebSocket with a Close frame."""
+    """Ends a stream that has begun with an error event, or a WebSocket with a Close frame.
+
+    An encoded stream gets neither an event, which its decoder could not read, nor an end: then the
+    connection is cut when the handler returns.
+    """
+    if find(client.response.headers, b"content-encoding"):
+        return
     close_frame = client.response.close_frame
     request_id = client.response.request.request_id
     if close_frame:

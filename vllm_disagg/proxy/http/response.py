@@ -56,6 +56,7 @@ class ResponseEncoder:
         self.started = False  # a status line was sent, or will be with the first part
         self.ended = False
         self.status = 0  # once it has started
+        self.headers: Headers = []  # of an answer that `begin` began
         self.extra_headers: Headers = []  # of any answer to this request
         self.meter: TrafficMeter | None = None
         self.close_frame: Callable[[int, str], bytes] | None = None  # an error after a switch
@@ -80,6 +81,7 @@ class ResponseEncoder:
         """Begins an answer of unknown length; its head comes with the first part."""
         self.started = True
         self.status = status
+        self.headers = headers
         self._chunked = self.request.chunked_ok
         if self._chunked:
             headers = [*headers, (b"transfer-encoding", b"chunked")]

@@ -149,8 +149,9 @@ class Forwarder:
         end_mark = END_MARKS.get(client.path)
         recorder = StreamRecorder(client.write, record=False, end_mark=end_mark)
         client.on_pause = answer.pause_reading
-        await answer.pipe(recorder.start_answer(answer.reject), paused=client.paused)
         compressed = bool(find(answer.headers, b"content-encoding"))
+        sink = recorder.start_answer(answer.reject, compressed)
+        await answer.pipe(sink, paused=client.paused)
         if client.path in PATHS_WITH_LAST_EVENT and not (compressed or recorder.has_ended):
             raise Unreachable("reset", CUT_OFF_DETAIL)
         if recorder.held and not await self._completeness.is_engine_running(instance):

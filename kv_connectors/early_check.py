@@ -52,6 +52,7 @@ def install() -> None:
             return
         for extra in found:
             check(extra)
+        _share_failure_policy(self.kv_transfer_config)
         _refuse_offloading_flag(self.cache_config)
         images = getattr(self.model_config, "multimodal_config", None)
         takes_embeddings = getattr(images, "enable_mm_embeds", False)
@@ -61,6 +62,26 @@ def install() -> None:
 
     check_and_complete.checks_settings = True  # type: ignore[attr-defined]
     VllmConfig.__post_init__ = check_and_complete  # type: ignore[method-assign]
+
+
+def _share_failure_policy(transfer: Any) -> None:
+    """Gives this connector, as a child of MultiConnector, that one's policy for failed loads.
+
+    vLLM's scheduler obeys the outer one only. Raises ConfigError if the child names another.
+    """
+    if transfer.kv_connector != "MultiConnector":
+        return
+    outer = transfer.kv_load_failure_policy
+    for child in _settings(transfer.kv_connector_extra_config)["connectors"]:
+        if child["kv_connector"] != CONNECTOR:
+            continue
+        named = child.setdefault("kv_load_failure_policy", outer)
+        if named != outer:
+            raise ConfigError(
+                f"kv_load_failure_policy of {CONNECTOR} in MultiConnector is {named!r}, but vLLM"
+                f" obeys that of MultiConnector itself, {outer!r}: set it beside"
+                ' "kv_connector": "MultiConnector"'
+            )
 
 
 def _refuse_offloading_flag(cache: Any) -> None:

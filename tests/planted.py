@@ -1561,4 +1561,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("D reads a block that a load has not written", "kv_connectors/connector.py", "        if any(unwritten):\n", "        if False:\n", "tests/connector/test_failed_loads.py::test_blocks_that_a_load_does_not_write_are_cleared"),
     ("a load names no block that it does not write", "protocol/decode_leg.py", "        if allocated_end == token_end:\n            return ()\n", "        if allocated_end:\n            return ()\n", "tests/connector/test_failed_loads.py::test_blocks_that_a_load_does_not_write_are_cleared"),
     ("the last block of a load is cleared under it", "protocol/decode_leg.py", "ids[-(-token_end // size) :]", "ids[token_end // size :]", "tests/protocol/test_legs.py"),
+    ("a child's policy for failed loads is its own", "kv_connectors/early_check.py", "        _share_failure_policy(self.kv_transfer_config)\n", "", "tests/connector/test_early_check.py::test_a_child_has_the_policy_that_vllm_obeys"),
+    ("a child's other policy is taken", "kv_connectors/early_check.py", "        if named != outer:\n", "        if False:\n", "tests/connector/test_early_check.py::test_a_child_has_the_policy_that_vllm_obeys"),
 ]

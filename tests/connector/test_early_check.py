@@ -51,6 +51,44 @@ def test_a_wrong_setting_of_a_child_ends_it_too() -> None:
         VllmConfig(kv_transfer_config=use({"connectors": [child]}, "MultiConnector"))
 
 
+def composed(outer: str | None, child: str | None) -> KVTransferConfig:
+    """Returns a MultiConnector with these policies for failed loads; None: not named."""
+    words = {"kv_connector_extra_config": {"insecure": True}}
+    children = [{**CHILD, **words, **({"kv_load_failure_policy": child} if child else {})}]
+    named: Any = {"kv_load_failure_policy": outer} if outer else {}
+    return KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"connectors": children},
+        **named,
+    )
+
+
+@pytest.mark.parametrize(
+    ("outer", "child", "expected"),
+    [
+        ("recompute", None, "recompute"),
+        ("recompute", "recompute", "recompute"),
+        (None, None, "fail"),
+        (None, "recompute", ""),
+        ("recompute", "fail", ""),
+    ],
+)
+def test_a_child_has_the_policy_that_vllm_obeys(
+    outer: str | None, child: str | None, expected: str
+) -> None:
+    """It told the fleet its own: a child with "recompute" alone promised what vLLM does not do."""
+    kv_connectors.register()
+    transfer = composed(outer, child)
+    if not expected:
+        with pytest.raises(ConfigError, match="vLLM obeys that of MultiConnector itself"):
+            VllmConfig(kv_transfer_config=transfer)
+        return
+    made: Any = VllmConfig(kv_transfer_config=transfer)
+    (ours,) = made.kv_transfer_config.kv_connector_extra_config["connectors"]
+    assert ours["kv_load_failure_policy"] == expected
+
+
 def test_a_key_file_that_is_missing_ends_it(tmp_path: Path) -> None:
     kv_connectors.register()
     gone = str(tmp_path / "gone.key")

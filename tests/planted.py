@@ -1563,4 +1563,5 @@ MUTANTS: list[tuple[str, ...]] = [
     ("the last block of a load is cleared under it", "protocol/decode_leg.py", "ids[-(-token_end // size) :]", "ids[token_end // size :]", "tests/protocol/test_legs.py"),
     ("a child's policy for failed loads is its own", "kv_connectors/early_check.py", "        _share_failure_policy(self.kv_transfer_config)\n", "", "tests/connector/test_early_check.py::test_a_child_has_the_policy_that_vllm_obeys"),
     ("a child's other policy is taken", "kv_connectors/early_check.py", "        if named != outer:\n", "        if False:\n", "tests/connector/test_early_check.py::test_a_child_has_the_policy_that_vllm_obeys"),
+    ("no link is dialled by IPv6", "transports/zmq/control.py", "            link.ipv6 = endpoint.startswith(\"tcp://[\")\n", "", "tests/unit/test_driver.py::test_workers_at_ipv6_addresses_exchange_kv"),
 ]

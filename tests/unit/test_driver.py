@@ -163,6 +163,28 @@ def test_messages_within_a_machine_go_over_a_local_link(
     assert not p.counters.bad_messages and not d.counters.bad_messages
 
 
+def has_ipv6() -> bool:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as made:
+        made.bind(("::1", 0))
+        return True
+    return False
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("data", [{}, {"encrypt_data": True}])
+def test_workers_at_ipv6_addresses_exchange_kv(
+    start: Callable[..., Driver], data: dict[str, object]
+) -> None:
+    theirs, ours = memory(4096, 1), memory(4096, None)
+    p, d = start(theirs, host="::1", **data), start(ours, host="::1", **data)
+    p.worker = msgspec.structs.replace(p.worker, host="another")  # so data go by TCP
+    prefill(p, "ab" * 16, [0, 1], 2 * BLOCK_SIZE)
+    d.submit([wanted(p, d, "ab" * 16, [4, 5], 0, 2 * BLOCK_SIZE)])
+    report = outcome(d)
+    assert isinstance(report, events.LoadResult) and report.reason is None, report
+    assert (ours.planes[0][0][[4, 5]] == theirs.planes[0][0][[0, 1]]).all()
+
+
 class RecordingMemory(HostMemory):
     """Records which threads have prepared themselves."""
 

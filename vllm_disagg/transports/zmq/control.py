@@ -251,6 +251,8 @@ class Control:
             key = self._key.named(key_name)
             link = self.socket(zmq.DEALER, largest, server=False, encrypt=encrypt, key=key)
             # Set before connecting: ZMQ ignores these options for connections that exist.
+            # Without it ZMQ takes no IPv6 address.
+            link.ipv6 = endpoint.startswith("tcp://[")
             link.routing_id = name
             link.probe_router = bool(sender)
             link.reconnect_ivl_max = MAX_RECONNECT_MILLISECONDS

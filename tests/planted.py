@@ -1564,4 +1564,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a child's policy for failed loads is its own", "kv_connectors/early_check.py", "        _share_failure_policy(self.kv_transfer_config)\n", "", "tests/connector/test_early_check.py::test_a_child_has_the_policy_that_vllm_obeys"),
     ("a child's other policy is taken", "kv_connectors/early_check.py", "        if named != outer:\n", "        if False:\n", "tests/connector/test_early_check.py::test_a_child_has_the_policy_that_vllm_obeys"),
     ("no link is dialled by IPv6", "transports/zmq/control.py", "            link.ipv6 = endpoint.startswith(\"tcp://[\")\n", "", "tests/unit/test_driver.py::test_workers_at_ipv6_addresses_exchange_kv"),
+    ("pieces that no sender serves may be set", "config.py", "        if self.piece_bytes > MAX_PIECE_BYTES:\n", "        if False:\n", "tests/unit/test_config.py::test_a_piece_that_no_sender_serves_is_refused"),
+    ("blocks that no piece holds are served", "driver.py", "        if size > MAX_PIECE_BYTES:\n", "        if False:\n", "tests/unit/test_driver.py::test_blocks_that_no_piece_holds_are_refused_at_the_start"),
 ]

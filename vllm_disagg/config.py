@@ -16,6 +16,9 @@ from .setting_values import BYTES_BY_UNIT, SECONDS_BY_UNIT, did_you_mean, quanti
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Bytes = Annotated[int, msgspec.Meta(ge=1024, le=1 << 32)]
+# No sender serves a larger piece. A piece is at least one block of one layer, and an SSM state is
+# one block for a whole prompt: so the limit is far above the default of `piece_bytes`.
+MAX_PIECE_BYTES = 64 << 20
 # Old name of a setting -> its name; see `old_names.py`.
 OLD_NAMES = {
     "silence": "peer_timeout",
@@ -87,7 +90,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     peer_timeout: Seconds = 2.0
     # D gives P up when P's vLLM makes no step for so long; longer than any step, which may compile
     engine_stall_timeout: Seconds = 30.0
-    # bytes of one piece, by NIXL up to 64 MiB; larger ones cost less CPU and overlap less
+    # bytes of one piece, up to 64 MiB, as by NIXL; larger ones cost less CPU and overlap less
     piece_bytes: Bytes = 4 << 20
     # P offers KV every few layers, each chunk, or once
     overlap: Literal["layer", "chunk", "off"] = "layer"
@@ -109,6 +112,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     f"{name} ({seconds} s) must be at least three times keepalive_interval"
                     f" ({self.keepalive_interval} s)"
                 )
+        if self.piece_bytes > MAX_PIECE_BYTES:
+            raise ConfigError(
+                f"piece_bytes ({self.piece_bytes}) must be at most {MAX_PIECE_BYTES} (64 MiB):"
+                " P sends no larger piece"
+            )
         if bool(self.register) != bool(self.advertise):
             raise ConfigError(
                 "register (a proxy's URL) and advertise (this engine's own URL) need each other"

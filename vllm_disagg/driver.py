@@ -35,9 +35,10 @@ from typing import Any, Protocol, TypeVar, assert_never
 
 import zmq
 
-from .config import Config
-from .errors import BadMessage
+from .config import MAX_PIECE_BYTES, Config
+from .errors import BadMessage, ConfigError
 from .fleet.keys import FleetKey
+from .kv.layout import RankLayout
 from .kv.memory import DirectMemory, Memory
 from .outcomes import Outcome, Outcomes
 from .protocol import events, messages
@@ -101,8 +102,10 @@ class Driver:
         """Starts the thread.
 
         `transports` makes all others than ZMQ, the preferred one first.  With a `summer`, block
-        sums are compared, and `submit` gets BlocksSummed of each prompt.
+        sums are compared, and `submit` gets BlocksSummed of each prompt.  Raises ConfigError for
+        settings or blocks with which no load could succeed.
         """
+        _check_blocks(memory.shape)
         # Random, so a restarted worker has another name: messages and grants for its earlier run
         # have no effect (rule 4 of ARCHITECTURE.md).
         self.name = f"{secrets.token_hex(6)}/{rank}"
@@ -413,6 +416,17 @@ class Driver:
             self._handle_sender(action.completed())
         else:
             transport.send(action)
+
+
+def _check_blocks(shape: RankLayout) -> None:
+    """Raises ConfigError for blocks that no piece can hold."""
+    for kind in shape.kinds:
+        size = sum(kind.block_bytes)
+        if size > MAX_PIECE_BYTES:
+            raise ConfigError(
+                f"a KV block of {kind.block_size} tokens has {size} bytes in one layer, and one"
+                f" piece at most {MAX_PIECE_BYTES} (64 MiB); set a smaller --block-size"
+            )
 
 
 def _window_bytes(config: Config, memory: Memory) -> int:

@@ -66,6 +66,12 @@ def test_a_mistake_is_one_line_that_names_it(name: str, value: object, words: st
     assert words in message and "\n" not in message
 
 
+def test_a_piece_that_no_sender_serves_is_refused() -> None:
+    assert config.parse({**BASE, "piece_bytes": "64MiB"}).piece_bytes == 64 << 20
+    with pytest.raises(ConfigError, match=r"^piece_bytes \(67109888\) must be at most 67108864 "):
+        config.parse({**BASE, "piece_bytes": (64 << 20) + 1024})
+
+
 @pytest.mark.parametrize(
     ("register", "advertise", "wrong"),
     [

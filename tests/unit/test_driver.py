@@ -18,7 +18,7 @@ import zmq
 
 from vllm_disagg.config import Config
 from vllm_disagg.driver import GPU_WINDOW_BYTES, WINDOW_BYTES, BlockSummer, Driver
-from vllm_disagg.errors import BadMessage
+from vllm_disagg.errors import BadMessage, ConfigError
 from vllm_disagg.fleet import keys
 from vllm_disagg.kv import reshard
 from vllm_disagg.kv.block_sums import SummedBlocks, layer_sum
@@ -161,6 +161,15 @@ def test_messages_within_a_machine_go_over_a_local_link(
         monkeypatch.setattr(control, "_send", record)
     assert bool(by_zmq) is not is_same_machine
     assert not p.counters.bad_messages and not d.counters.bad_messages
+
+
+def test_blocks_that_no_piece_holds_are_refused_at_the_start(start: Callable[..., Driver]) -> None:
+    rows = np.empty((1, (64 << 20) + 1), np.uint8)
+    start(HostMemory([[rows[:, 1:]]], 16))
+    with pytest.raises(
+        ConfigError, match="a KV block of 16 tokens has 67108865 bytes in one layer"
+    ):
+        start(HostMemory([[rows]], 16))
 
 
 def has_ipv6() -> bool:

@@ -34,9 +34,6 @@ from ..kv.extents import Extent
 # Of the format; both ends must have the same.  Engines compare it before any transfer, so the check
 # in `_decode` meets another version only if an engine was replaced meanwhile.
 VERSION = 5
-# A piece is at least one block of one layer, and an SSM state is one block for a whole prompt.  So
-# the limit is far above the setting `piece_bytes`.
-MAX_PIECE_BYTES = 64 << 20
 # Of one control message, also for ZMQ itself (maxmsgsize): without a limit it reserves as much
 # memory as the header of a frame announces.
 MAX_FRAME_BYTES = 64 * 1024

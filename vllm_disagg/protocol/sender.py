@@ -47,6 +47,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import assert_never
 
+from ..config import MAX_PIECE_BYTES
 from ..kv.block_sums import BlockSums
 from ..kv.extents import Extent, blocks_of, heads_of, size
 from ..kv.layout import STATE, LayerLayout, RankLayout
@@ -605,7 +606,7 @@ class Sender:
             # An SSM state is the state after one exact number of tokens.
             and (kind.block_size < STATE or extent.token_end == t.tokens_partial)
             # Short runs are copied before they are sent: a piece must not take all memory.
-            and size(extent, kind) <= messages.MAX_PIECE_BYTES
+            and size(extent, kind) <= MAX_PIECE_BYTES
         )
 
     def _lacks_sums(self, t: OutgoingTransfer, extents: list[Extent]) -> bool:

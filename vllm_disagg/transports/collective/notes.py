@@ -19,7 +19,7 @@ from msgspec.msgpack import Decoder, Encoder
 from ...errors import BadMessage
 from ...protocol.messages import Count, Name
 
-# Of one slot, as MAX_PIECE_BYTES of the protocol: no sender serves a larger piece. The peer chooses
+# Of one slot, as MAX_PIECE_BYTES of the settings: no sender serves a larger piece. The peer chooses
 # the size, and each channel allocates several slots of it.
 MAX_SLOT_BYTES = 64 << 20
 # As many as a Name has. A longer reason would not decode, and the peer would wait for a timeout.

@@ -47,7 +47,7 @@ from enum import Enum, auto
 
 import numpy as np
 
-from ...config import Config
+from ...config import MAX_PIECE_BYTES, Config
 from ...errors import BadMessage, CopyFailed
 from ...kv.layout import NOTHING, RankLayout
 from ...kv.memory import ByteBuffer, DirectMemory, MemoryPlace
@@ -59,7 +59,6 @@ from ...protocol.events import (
     SendPiece,
     TransportChanged,
 )
-from ...protocol.messages import MAX_PIECE_BYTES
 from ...protocol.peers import WorkerInfo
 from ..base import DriverPort, TransportEvent, retry_pause
 from ..posted_reads import PostedReads

@@ -15,8 +15,9 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
+from ...config import MAX_PIECE_BYTES
 from ...errors import BadMessage
-from ...protocol.messages import MAX_PIECE_BYTES, Count, Name
+from ...protocol.messages import Count, Name
 
 TOKEN_BYTES = 16  # 128 random bits, which cannot be guessed
 # The sender's answer to a valid token. A connect alone proves nothing: the kernel accepts it before

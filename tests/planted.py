@@ -1566,4 +1566,5 @@ MUTANTS: list[tuple[str, ...]] = [
     ("no link is dialled by IPv6", "transports/zmq/control.py", "            link.ipv6 = endpoint.startswith(\"tcp://[\")\n", "", "tests/unit/test_driver.py::test_workers_at_ipv6_addresses_exchange_kv"),
     ("pieces that no sender serves may be set", "config.py", "        if self.piece_bytes > MAX_PIECE_BYTES:\n", "        if False:\n", "tests/unit/test_config.py::test_a_piece_that_no_sender_serves_is_refused"),
     ("blocks that no piece holds are served", "driver.py", "        if size > MAX_PIECE_BYTES:\n", "        if False:\n", "tests/unit/test_driver.py::test_blocks_that_no_piece_holds_are_refused_at_the_start"),
+    ("TCP: a connection to a machine that has vanished stays", "transports/tcp/sender.py", "            _keep_alive(connection)\n", "", "tests/transports/tcp/test_tcp_sender.py::test_a_receiver_whose_machine_has_vanished_is_given_up"),
 ]

@@ -138,7 +138,7 @@ class TcpTarget:
     def _on_answer(self, receiver: str, data: bytes) -> None:
         note = tcp_notes.decode_sender_note(data)
         if isinstance(note, tcp_notes.Listening):
-            self._token = note.ticket
+            self._token = note.token
 
     def _connect(self) -> None:
         """Makes a connection to the sender, as after an accepted token."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -10,35 +11,78 @@ import zmq
 
 from vllm_disagg.config import Config
 from vllm_disagg.kv.memory import HostMemory
+from vllm_disagg.protocol.events import ConnectionLost
 from vllm_disagg.transports.base import Counters, DriverPort
 from vllm_disagg.transports.tcp import notes
+from vllm_disagg.transports.tcp import sender as module
 from vllm_disagg.transports.tcp.sender import TcpSender
 
+TCP_REPAIR = 19  # of Linux: a socket that is closed in this mode says nothing to its peer
 
-def test_a_token_that_has_not_come_yet_is_waited_for() -> None:
+
+class Opened:
+    """A sender, and where it has asked the receiver d/0 to connect."""
+
+    def __init__(self) -> None:
+        self.answers: list[bytes] = []
+        port = DriverPort(
+            name="p/0",
+            config=Config(transport="tcp"),
+            memory=HostMemory([[np.zeros((4, 1000), np.uint8)]], 16),
+            counters=Counters(),
+            poller=zmq.Poller(),
+            send_to_receiver=lambda receiver, data: self.answers.append(data),
+            send_to_sender=lambda sender, data: pytest.fail("a sender sends no note to senders"),
+            send_unordered=lambda receiver, data: pytest.fail("TCP's notes keep their order"),
+        )
+        self.poller = port.poller
+        self.sender = TcpSender(port)
+        self.sender.on_receiver_note("d/0", notes.encode(notes.TcpHello(1)))
+        answer = self.answers.pop()
+        assert b"ticket" in answer, "the name that older engines know"
+        listening = notes.decode_sender_note(answer)
+        assert isinstance(listening, notes.Listening)
+        self.listening = listening
+
+
+@pytest.fixture
+def opened() -> Iterator[Opened]:
+    made = Opened()
+    yield made
+    made.sender.close()
+
+
+def test_a_token_that_has_not_come_yet_is_waited_for(opened: Opened) -> None:
     """`ready` may have the descriptor of a socket that was closed in the same turn."""
-    answers: list[bytes] = []
-    port = DriverPort(
-        name="p/0",
-        config=Config(transport="tcp"),
-        memory=HostMemory([[np.zeros((4, 1000), np.uint8)]], 16),
-        counters=Counters(),
-        poller=zmq.Poller(),
-        send_to_receiver=lambda receiver, data: answers.append(data),
-        send_to_sender=lambda sender, data: pytest.fail("a sender sends no note to senders"),
-        send_unordered=lambda receiver, data: pytest.fail("TCP's notes keep their order"),
-    )
-    sender = TcpSender(port)
-    sender.on_receiver_note("d/0", notes.encode(notes.TcpHello(1)))
-    listening = notes.decode_sender_note(answers.pop())
-    assert isinstance(listening, notes.Listening)
+    sender, listening = opened.sender, opened.listening
     with socket.socket(socket.AF_UNIX) as receiver:
         receiver.settimeout(5)
         receiver.connect(listening.path)
         assert list(sender.poll_events(list(sender._listeners))) == []
         [pending] = sender._pending
         assert list(sender.poll_events([pending])) == []
-        receiver.send(listening.ticket)
+        receiver.send(listening.token)
         assert list(sender.poll_events([pending])) == []
         assert receiver.recv(10) == notes.ACCEPTED
-    sender.close()
+
+
+def test_a_receiver_whose_machine_has_vanished_is_given_up(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("KEEPALIVE_IDLE_SECONDS", "KEEPALIVE_INTERVAL_SECONDS", "KEEPALIVE_PROBES"):
+        monkeypatch.setattr(module, name, 1)
+    sender, listening = opened.sender, opened.listening
+    with socket.create_connection((listening.host, listening.port), 5) as receiver:
+        receiver.send(listening.token)
+        while not sender._receivers:
+            ready = {fd for fd, _ in opened.poller.poll(5000)}
+            assert ready and list(sender.poll_events(ready)) == []
+        assert receiver.recv(10) == notes.ACCEPTED
+        try:
+            receiver.setsockopt(socket.IPPROTO_TCP, TCP_REPAIR, 1)
+        except OSError as error:
+            pytest.skip(f"this process may not close a connection without a word: {error}")
+    assert sender.next_deadline() is None, "an idle connection wakes no thread"
+    ready = {fd for fd, _ in opened.poller.poll(5000)}
+    assert list(sender.poll_events(ready)) == [ConnectionLost("d/0")]
+    assert not sender._receivers

@@ -49,8 +49,8 @@ class TcpHello(msgspec.Struct, frozen=True, tag="hello"):
 class Listening(msgspec.Struct, frozen=True, tag="door"):
     """Where the sender listens.
 
-    `path` is a UNIX socket of the same listener, for receivers on the same machine. `ticket` is
-    the token that the receiver sends first on its connection.
+    `path` is a UNIX socket of the same listener, for receivers on the same machine. `token` is
+    what the receiver sends first on its connection.
     """
 
     attempt: Count
@@ -58,7 +58,10 @@ class Listening(msgspec.Struct, frozen=True, tag="door"):
     host: Name
     port: Annotated[int, msgspec.Meta(gt=0, lt=65536)]
     path: Name
-    ticket: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+    # Older engines know it as `ticket`.
+    token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)] = (
+        msgspec.field(name="ticket")
+    )
 
 
 class NotListening(msgspec.Struct, frozen=True, tag="gone"):

@@ -43,6 +43,11 @@ TOKEN_SECONDS = 5.0  # from accepting a connection until its token must have com
 ACCEPTS_PER_TURN = 16  # of one listener: a flood must not keep the driver from its other work
 # Kernel buffer towards a receiver on this machine, at most net.core.wmem_max. TCP sizes its own.
 SEND_BUFFER_BYTES = 4 << 20
+# A receiver whose machine has vanished without a word: the kernel asks an idle connection after the
+# first of these, then at each of the second, and gives it up after so many without an answer.
+KEEPALIVE_IDLE_SECONDS = 30
+KEEPALIVE_INTERVAL_SECONDS = 10
+KEEPALIVE_PROBES = 3
 FRAMES_PER_TURN = 32  # frames sent to one receiver before the others have their turn
 EMPTY = memoryview(b"")
 
@@ -140,7 +145,7 @@ class TcpSender:
             host=host,
             port=port,
             path=path,
-            ticket=token,
+            token=token,
         )
         self._port.send_to_receiver(receiver, notes.encode(answer))
 
@@ -257,6 +262,7 @@ class TcpSender:
         else:
             # A piece ends with a few bytes of checksum: they must not wait for an acknowledgement.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _keep_alive(connection)
         # A receiver connects anew only when its end of the old connection is closed.
         previous = self._receivers.get(receiver)
         if previous is not None:
@@ -381,3 +387,15 @@ class TcpSender:
             self._complete(piece)
         if is_lost:
             self._events.append(ConnectionLost(receiver.name))
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Has the kernel close a connection whose peer does not answer any more.
+
+    The kernel alone asks, so an idle pair of workers still wakes no thread.
+    """
+    # Needed at this end only: a receiver disconnects from a sender whose control link is down.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)

@@ -225,7 +225,7 @@ class TcpTransport:
         self._by_fd[connection.fileno()] = source
         self._port.poller.register(connection.fileno(), zmq.POLLOUT)
         source.state = TcpState.CONNECTING
-        source.token = listening.ticket
+        source.token = listening.token
         # A UNIX socket is connected, or refused, at once.
         if error not in (0, errno.EINPROGRESS):
             self._lose(source, os.strerror(error))

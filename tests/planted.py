@@ -647,7 +647,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("engines of two protocol versions pair", "kv_connectors/compatibility.py", "        \"transfer protocol\": str(VERSION),\n", "", "tests/connector/test_compatibility.py"),
     ("nothing wakes the driver to bound strangers", "driver.py", "        deadlines.append(self._control.next_deadline())\n", "", "tests/unit/test_driver.py::test_strangers_are_bounded_where_nothing_else_happens"),
     ("members are cut before they are heard", "transports/zmq/half_open.py", "        if now < self._over_limit_since + GRACE_SECONDS:\n", "        if False:\n", "tests/transports/zmq/test_zmq_transport.py::test_silent_connections_have_a_grace"),
-    ("without a key a grant's transfer is forgotten at its end", "fleet/used_grants.py", "expires_at = until if self._has_key else now + MAX_VALIDITY_SECONDS", "expires_at = until"),
     ("an optional source fails a prefill leg", "fleet/grant_checks.py", "        if grant.leg != \"decode\":\n            return\n", ""),
     ("P reads back from any address", "fleet/grant_checks.py", "            raise BadGrant(refusal)\n        return", "            pass\n        return"),
     ("an engine may have an address that none dials", "config.py", "        if problem := unreachable(address):", "        if problem := \"\":", "tests/fleet/test_grants.py"),
@@ -1567,4 +1566,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("pieces that no sender serves may be set", "config.py", "        if self.piece_bytes > MAX_PIECE_BYTES:\n", "        if False:\n", "tests/unit/test_config.py::test_a_piece_that_no_sender_serves_is_refused"),
     ("blocks that no piece holds are served", "driver.py", "        if size > MAX_PIECE_BYTES:\n", "        if False:\n", "tests/unit/test_driver.py::test_blocks_that_no_piece_holds_are_refused_at_the_start"),
     ("TCP: a connection to a machine that has vanished stays", "transports/tcp/sender.py", "            _keep_alive(connection)\n", "", "tests/transports/tcp/test_tcp_sender.py::test_a_receiver_whose_machine_has_vanished_is_given_up"),
+    ("without a key a used grant is kept for a day", "fleet/used_grants.py", "KEYLESS_SECONDS = 3600.0", "KEYLESS_SECONDS = 90000.0", "tests/fleet/test_used_grants.py"),
+    ("without a key a used grant ends with its time", "fleet/used_grants.py", "until if self._has_key else until + KEYLESS_SECONDS", "until", "tests/fleet/test_used_grants.py"),
 ]

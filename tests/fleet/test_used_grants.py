@@ -59,6 +59,15 @@ def test_without_a_key_a_used_grant_is_remembered_after_it_expires() -> None:
         used.use("send", "t", 200.0, 110.0)
 
 
+def test_without_a_key_there_is_room_for_the_requests_of_days() -> None:
+    used = UsedGrants(has_key=False)
+    for second in range(100_000):
+        now = float(second)
+        used.use("send", f"{second}", now + 180.0, now)
+        used.use("load", f"{second}", now + 180.0, now)
+    assert len(used) < used_grants.MAX_USED_GRANTS / 20
+
+
 def test_used_handovers_leave_room_for_grants_and_grants_for_handovers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

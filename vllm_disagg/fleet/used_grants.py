@@ -18,6 +18,9 @@ from .grants import MAX_VALIDITY_SECONDS
 MAX_USED_GRANTS = 1 << 18
 # A released transfer id stays used so long. Later P refuses it, since its lease has ended.
 RELEASED_SECONDS = 600.0
+# Without a key every client can mint grants, also one that expires before its transfer ends. So
+# used ones are remembered longer, and still few enough for 30 requests a second.
+KEYLESS_SECONDS = 3600.0
 
 Direction = Literal["send", "load"]
 Use = tuple[Direction, str]  # direction, transfer id
@@ -47,9 +50,7 @@ class UsedGrants:
         self._forget_expired(now)
         check_time(until, now)
         self._add(direction, transfer, "grant")
-        # Without a key every client can mint grants, also one that expires before its transfer
-        # ends.
-        expires_at = until if self._has_key else now + MAX_VALIDITY_SECONDS
+        expires_at = until if self._has_key else until + KEYLESS_SECONDS
         heapq.heappush(self._expiries, (expires_at, (direction, transfer)))
 
     def hold(self, direction: Direction, transfer: str, now: float) -> None:

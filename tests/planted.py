@@ -361,7 +361,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("D takes a piece of another size from other blocks", "kv/memory.py", "!= layers * count * sum(there.block_bytes)", "< layers * count * sum(there.block_bytes)", "tests/kv/test_memory.py tests/kv/test_relayout.py tests/kv/test_reshard.py"),
     ("another transfer's bytes pass", "kv/memory.py", "seed=int(transfer[:16], 16)", "seed=0", "tests/kv/test_memory.py tests/kv/test_relayout.py tests/kv/test_reshard.py"),
     ("blocks with a gap count as neighbours", "kv/memory.py", "if block == first + count and count:", "if block >= first + count and count:", "tests/kv/test_memory.py tests/kv/test_relayout.py tests/kv/test_reshard.py"),
-    ("D cuts out the first heads", "kv/memory.py", "extent.head * stride : extent.head_end * stride", ": (extent.head_end - extent.head) * stride", "tests/kv/test_memory.py tests/kv/test_relayout.py tests/kv/test_reshard.py"),
+    ("D cuts out the first heads", "kv/memory.py", "head * stride : head_end * stride", ": (head_end - head) * stride", "tests/kv/test_memory.py tests/kv/test_relayout.py tests/kv/test_reshard.py"),
     ("P never confirms the first layers alone", "protocol/sender.py", "not (t.tokens_final or t.layers_partial)", "not t.tokens_final", "tests/protocol/test_sender.py"),
     ("final layers may become fewer", "protocol/sender.py", "        assert event.layers >= t.layers_partial, (\n", "        assert True, (\n", "tests/protocol/test_sender.py"),
     ("P serves on what was computed again", "protocol/sender.py", "        t.is_recomputed = True\n", "", "tests/protocol/test_sender.py"),
@@ -1568,4 +1568,8 @@ MUTANTS: list[tuple[str, ...]] = [
     ("TCP: a connection to a machine that has vanished stays", "transports/tcp/sender.py", "            _keep_alive(connection)\n", "", "tests/transports/tcp/test_tcp_sender.py::test_a_receiver_whose_machine_has_vanished_is_given_up"),
     ("without a key a used grant is kept for a day", "fleet/used_grants.py", "KEYLESS_SECONDS = 3600.0", "KEYLESS_SECONDS = 90000.0", "tests/fleet/test_used_grants.py"),
     ("without a key a used grant ends with its time", "fleet/used_grants.py", "until if self._has_key else until + KEYLESS_SECONDS", "until", "tests/fleet/test_used_grants.py"),
+    ("heads without an end are none", "kv/memory.py", "        head, head_end = heads_of(extent, kind)\n        for layer in", "        head, head_end = extent.head, extent.head_end\n        for layer in", "tests/kv/test_memory.py"),
+    ("the trace keeps the blocks of a load", "trace.py", "    events.LoadRequested: {\"blocks\": []},\n", "", "tests/unit/test_trace.py"),
+    ("too long a TMPDIR fails in ZMQ", "transports/local_socket.py", "        if excess > 0:\n", "        if excess > 1:\n", "tests/transports/test_local_socket.py"),
+    ("data links stay without a control link", "transports/set.py", "        if worker.name not in self._control.links:\n            return\n", "", "tests/transports/test_transport_set.py"),
 ]

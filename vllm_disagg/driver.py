@@ -231,8 +231,9 @@ class Driver:
         return being_written
 
     def _turn(self) -> None:
-        # Facts from vLLM come first (rule 1 of ARCHITECTURE.md), and time comes last: what has
-        # arrived counts before a deadline is judged, also after this process was frozen.
+        # Facts from vLLM come first (rule 1 of ARCHITECTURE.md), and time comes last: what was read
+        # counts before a deadline is judged. After a freeze of this process more may have arrived
+        # than one turn reads: for that the receiver itself allows.
         ready = {receiver for receiver, _ in self._control.poller.poll(self._timeout())}
         self._drain()
         self._receive(ready)

@@ -19,8 +19,12 @@ MAX_LOGGED_ENTRIES = 50  # of one failed transfer
 
 # By type, those that may be long.  By a table, because each event and action is looked at.
 _LISTS: dict[type, dict[str, object]] = {
+    events.BlocksScheduled: {"blocks": []},
     events.BlocksSummed: {"layers": []},
+    events.LoadRequested: {"blocks": []},
     events.PostRead: {"blocks": [], "at_source": None},
+    events.SendPiece: {"blocks": []},
+    events.SumBlocks: {"extents": [], "blocks": []},
     messages.Progress: {"blocks": []},
     messages.ReadComplete: {"extents": []},
     messages.Confirm: {"sums": []},

@@ -85,6 +85,14 @@ def test_what_is_read_here_is_written_there(data: st.DataObject) -> None:
             assert (here == expected).all()
 
 
+def test_heads_without_an_end_are_all_from_the_first_one_on() -> None:
+    rows = np.arange(8, dtype=np.uint8).reshape(1, 8)
+    memory = HostMemory([[rows]], uniform(1, 16, [8], heads=4))
+    (frame,) = memory.read(Extent(0, 1, 0, 16, head=1), [0])
+    assert bytes(frame) == bytes(range(2, 8))
+    assert memory.runs(Extent(0, 1, 0, 16, head=1), [0]).tolist() == [[rows.ctypes.data + 2, 6]]
+
+
 def test_too_few_or_too_many_bytes_write_nothing() -> None:
     memory = HostMemory([[np.zeros((4, 10), np.uint8)]], 2)
     for wrong in (b"", b"x" * 19, b"x" * 21):

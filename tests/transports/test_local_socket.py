@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from vllm_disagg.config import Config
+from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet import dialling
 from vllm_disagg.fleet.keys import KEY_BYTES, FleetKey
 from vllm_disagg.kv.memory import HostMemory
@@ -44,6 +45,19 @@ def test_only_folders_without_a_process_are_removed(
         assert os.path.exists(folder) == stays
     local_socket.remove_folder(folder)
     assert not os.path.exists(folder)
+
+
+def test_too_long_a_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = str(tmp_path) + "/" + "x" * (80 - len(str(tmp_path)))
+    os.mkdir(longest)
+    monkeypatch.setattr(tempfile, "tempdir", longest)
+    with bound(local_socket.create_folder(), listens=False, age=0.0):
+        pass
+    os.mkdir(longest + "y")
+    monkeypatch.setattr(tempfile, "tempdir", longest + "y")
+    with pytest.raises(ConfigError, match=r"^TMPDIR .*y is 1 B too long for the UNIX sockets"):
+        local_socket.create_folder()
+    assert not os.listdir(longest + "y")
 
 
 def test_other_engines_dial_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

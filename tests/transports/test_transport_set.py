@@ -107,6 +107,13 @@ def test_a_worker_is_connected_by_each_transport_that_both_have(make: Make) -> N
     assert list(transports.zmq.links) == list(transports._control.links) == ["p/0"]
 
 
+def test_a_worker_that_control_cannot_dial_is_connected_by_no_transport(make: Make) -> None:
+    transports = make("fast")
+    transports.connect(msgspec.structs.replace(peer("fast"), control="tcp://no-port"))
+    assert calls(transports, "fast") == []
+    assert not transports.zmq.links and not transports._control.links
+
+
 def test_an_evicted_worker_is_disconnected_by_all_transports(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 from vllm_disagg import trace as module
 from vllm_disagg.kv.block_sums import SummedBlocks
 from vllm_disagg.kv.extents import Extent
+from vllm_disagg.kv.reshard import ReshardPlan
 from vllm_disagg.protocol import events, messages
 from vllm_disagg.trace import TransferTrace
 
@@ -79,6 +80,23 @@ def test_sums_of_blocks_are_not_kept(trace: TransferTrace) -> None:
     trace.add(1.0, summed)
     (line,) = trace.lines(TRANSFER)
     assert "BlocksSummed" in line and "SummedBlocks" not in line
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        events.BlocksScheduled(TRANSFER, 4, [[12345]]),
+        events.LoadRequested(
+            TRANSFER, [], ReshardPlan([], []), [events.GroupBlocks(0, [12345])], 4, 60.0
+        ),
+        events.SendPiece(TRANSFER, "d/0", "zmq:1", 1, Extent(0, 1, 0, 16), [12345]),
+        events.SumBlocks(TRANSFER, "p/0", [Extent(0, 1, 0, 16)], [[12345]]),
+    ],
+)
+def test_block_ids_of_vllm_are_not_kept(trace: TransferTrace, entry: object) -> None:
+    trace.add(1.0, entry)
+    (line,) = trace.lines(TRANSFER)
+    assert type(entry).__name__ in line and "12345" not in line
 
 
 def test_block_ids_of_a_long_prompt_are_not_kept(trace: TransferTrace) -> None:

@@ -295,12 +295,13 @@ class HostMemory:
 
         There is one run a block if a block is ordered by head, and one a token if by token.
         """
+        head, head_end = heads_of(extent, kind)
         for layer in range(extent.layer, extent.layer_end):
             for plane, regions in zip(self.planes[layer], kind.regions, strict=True):
                 stride = next(step for name, _, step in regions[0].axes if name == "h")
                 for block in blocks:
                     rows = plane[block].reshape(-1, kind.heads * stride)
-                    yield from rows[:, extent.head * stride : extent.head_end * stride]
+                    yield from rows[:, head * stride : head_end * stride]
 
 
 def hasher(transfer: str) -> xxhash.xxh3_64:

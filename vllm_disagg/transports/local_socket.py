@@ -17,6 +17,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from ..errors import ConfigError
+from ..fleet.dialling import MAX_SOCKET_PATH_BYTES
 from .machine_identity import machine_id
 
 NAME = "data"  # of the socket in its folder
@@ -27,10 +29,19 @@ YOUNG_SECONDS = 1.0
 
 
 def create_folder() -> str:
-    """Creates a folder that is accessible to this user alone, and returns its path."""
+    """Creates a folder that is accessible to this user alone, and returns its path.
+
+    Raises ConfigError if the path of its socket would be too long.
+    """
     while True:
         suffix = _base32(secrets.token_bytes(5))
         path = f"{tempfile.gettempdir()}/{_prefix()}{suffix}"
+        excess = len(path_in(path).encode()) - MAX_SOCKET_PATH_BYTES
+        if excess > 0:
+            raise ConfigError(
+                f"TMPDIR {tempfile.gettempdir()} is {excess} B too long for the UNIX sockets of"
+                " this engine: name a shorter folder"
+            )
         with suppress(FileExistsError):
             os.mkdir(path, 0o700)
             return path

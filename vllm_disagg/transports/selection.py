@@ -47,10 +47,6 @@ class TransportSelection:
         # break has cancelled when it gets this event.
         return self._preferred(event.source)
 
-    def address(self, source: str) -> str:
-        """Returns where this worker takes the pieces of a source."""
-        return self._preferred(source).address
-
     def _preferred(self, source: str) -> TransportChanged:
         working = self._changes.get(source, {})
         # In the order of the settings, not in that of connecting: NIXL connects more slowly than

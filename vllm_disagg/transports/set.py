@@ -106,6 +106,10 @@ class TransportSet(Mapping[str, Transport]):
         is_new = worker.name not in self._control.links
         # First: transports exchange notes over the control channel while they connect.
         evicted = self._control.connect(worker)
+        # Nothing can be requested then, and no end of the control link would close the others. The
+        # load ends by a timeout, and the next transfer tries again.
+        if worker.name not in self._control.links:
+            return
         self.zmq.connect(worker)
         # Names come from another process: those that are unknown here have no effect.
         common = [name for name in self.others if name in worker.carriers]

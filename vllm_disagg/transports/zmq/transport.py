@@ -252,8 +252,8 @@ class ZmqTransport:
         # The first time nothing was lost: the sender has kept the pieces until now. One case
         # differs: a first connection that breaks before its probe has arrived takes that probe with
         # it, and the pieces behind it. The probe of the next connection then counts as the first,
-        # and those reads wait until the load has stalled; D recomputes the prompt. To flush at each
-        # first probe instead would send all pieces twice on every first connection.
+        # and the receiver requests those pieces again after `peer_timeout`. To flush at each first
+        # probe instead would send all pieces twice on every first connection.
         if sender not in self._were_up:
             self._were_up.add(sender)
             return

@@ -1572,4 +1572,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("the trace keeps the blocks of a load", "trace.py", "    events.LoadRequested: {\"blocks\": []},\n", "", "tests/unit/test_trace.py"),
     ("too long a TMPDIR fails in ZMQ", "transports/local_socket.py", "        if excess > 0:\n", "        if excess > 1:\n", "tests/transports/test_local_socket.py"),
     ("data links stay without a control link", "transports/set.py", "        if worker.name not in self._control.links:\n            return\n", "", "tests/transports/test_transport_set.py"),
+    ("a D that seldom speaks loses its lease", "protocol/receiver.py", "return min(self.keepalive_interval, max(lease / 3, MIN_KEEPALIVE_SECONDS))", "return self.keepalive_interval", "tests/protocol/test_receiver.py::test_keep_alives_come_at_least_three_times_a_lease"),
+    ("a P of a tiny lease keeps D busy", "protocol/receiver.py", "max(lease / 3, MIN_KEEPALIVE_SECONDS)", "lease / 3", "tests/protocol/test_receiver.py::test_keep_alives_come_at_least_three_times_a_lease"),
+    ("P keeps its lease for itself", "driver.py", "            config.lease,\n        )\n", "        )\n", "tests/unit/test_driver.py::test_a_worker_names_its_lease"),
 ]

@@ -84,7 +84,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     compress: Literal["off", "fp8"] = "off"
     # P keeps blocks so long for a D that sends no keep-alive
     lease: Seconds = 10.0
-    # between D's keep-alives; more often costs messages
+    # between D's keep-alives, or a third of P's lease if less; more often costs messages
     keepalive_interval: Seconds = 0.5
     # D gives P up after so long without a message; a false alarm costs a recompute
     peer_timeout: Seconds = 2.0

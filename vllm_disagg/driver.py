@@ -144,6 +144,7 @@ class Driver:
             self._transports.others,
             memory.shape,
             key.name,
+            config.lease,
         )
         # A live receiver whose connection broke sends a keep-alive within one interval; two forgive
         # the loss of one.

@@ -87,6 +87,21 @@ def said(actions: Sequence[object]) -> list[str]:
     ]
 
 
+@pytest.mark.parametrize(
+    ("lease", "interval"), [(10.0, 15.0), (10.0, 0.5), (0.9, 0.5), (1e-9, 0.5)]
+)
+def test_keep_alives_come_at_least_three_times_a_lease(lease: float, interval: float) -> None:
+    side = Receiver("d", "", 0, SHAPE, keepalive_interval=interval, peer_timeout=60.0)
+    load = wanted("p", "q")
+    load.sources[1] = msgspec.structs.replace(load.sources[1], lease=lease)
+    side.handle(load, 0.0)
+    expected = min(interval, max(lease / 3, 0.1))
+    for number in (1, 2):
+        at = side.next_deadline()
+        assert at == pytest.approx(number * expected)
+        assert said(side.handle(ClockTick(), at)) == ["TransferRequest", "TransferRequest"]
+
+
 def test_nothing_is_settled_before_all_bytes_have_landed(side: Receiver) -> None:
     assert (
         side.handle(messages.Confirm(transfer="t", source="p", reader="d", valid=True), 0.1) == []

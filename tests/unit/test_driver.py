@@ -538,6 +538,10 @@ def test_what_has_ended_does_not_end_again_when_the_thread_fails(
         assert driver._outcomes.are_failing and not driver.take()
 
 
+def test_a_worker_names_its_lease(start: Callable[..., Driver]) -> None:
+    assert start(memory(48, None), lease=7.0).worker.lease == 7.0
+
+
 def test_a_worker_names_the_key_of_its_ports(start: Callable[..., Driver]) -> None:
     assert start(memory(64, None)).worker.key == KEY.name != ""
 

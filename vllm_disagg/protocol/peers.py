@@ -25,6 +25,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     carriers: Annotated[list[Text], msgspec.Meta(max_length=8)] = []
     holds: RankLayout = NOTHING
     key: Text = ""  # public name of the fleet key of its ports; empty without a key
+    # Seconds for which it keeps blocks without a keep-alive.  An older engine does not report it.
+    lease: Annotated[float, msgspec.Meta(gt=0)] = 10.0
 
 
 class EngineInfo(msgspec.Struct, frozen=True):

@@ -50,6 +50,7 @@ Rules, checked by `validate` and by the property tests:
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -88,6 +89,8 @@ from .reasons import Uncompared
 MAX_PIECE_TRIES = 3
 # How often its patience a load may wait for its turn, while bytes of the loads before it arrive.
 MAX_PATIENCES = 10
+# Between two keep-alives, however short the lease of a source is.
+MIN_KEEPALIVE_SECONDS = 0.1
 # Seconds for which the Abort to a silent sender is repeated: the default lease, after which the
 # sender releases the blocks without any message.
 ABORT_REPEAT_SECONDS = 10.0
@@ -190,6 +193,7 @@ class IncomingTransfer:
     started_at: float
     last_progress: float  # time at which tokens, bytes or a Confirm arrived last
     retry_at: float  # time of the next keep-alive
+    keepalive_interval: float  # of this transfer: see `_keepalive_interval`
     failure: Reason | None = None  # set in DRAINING
     pieces_created: int = 0
     pieces: dict[int, PieceRecord] = field(default_factory=dict)  # those not written yet, by number
@@ -228,7 +232,7 @@ class Receiver:
     `address` (<transport>:<address>) is where pieces arrive by default.  `piece_bytes` limits one
     piece, `window_bytes` all bytes in flight.  Times are in seconds:
 
-    `keepalive_interval`    between keep-alives
+    `keepalive_interval`    between keep-alives, or less for sources with a short lease
     `peer_timeout`          a source without a message for so long is given up
     `engine_stall_timeout`  so is a source whose engine makes no step for so long, with tokens of
                             ours still to compute
@@ -333,6 +337,7 @@ class Receiver:
         # between: the sources would refuse this receiver from then on.
         self.lookups.end(event.transfer)
         actions = self._release_idle_sources(event)
+        keepalive_interval = self._keepalive_interval(event)
         t = IncomingTransfer(
             sources={},
             token_end=event.token_end,
@@ -340,7 +345,8 @@ class Receiver:
             prompt=event.prompt,
             started_at=now,
             last_progress=now,
-            retry_at=now + self.keepalive_interval,
+            retry_at=now + keepalive_interval,
+            keepalive_interval=keepalive_interval,
         )
         self.transfers[event.transfer] = t
         for rank, plans in read_plans(event, self.rank, self.layout).items():
@@ -362,6 +368,15 @@ class Receiver:
             actions.append(self._transfer_request(event.transfer, source))
         # A rank that reads nothing has no sources and is settled at once.
         return actions + self._report_if_settled(event.transfer, t, now)
+
+    def _keepalive_interval(self, event: LoadRequested) -> float:
+        """Returns the seconds between keep-alives of a load: at most a third of a source's lease.
+
+        The settings of two engines may differ.
+        """
+        lease = min((worker.lease for worker in event.sources), default=math.inf)
+        # Not below: the sources choose their lease, and each keep-alive costs a turn here.
+        return min(self.keepalive_interval, max(lease / 3, MIN_KEEPALIVE_SECONDS))
 
     def _on_unknown_transfer(self, event: ReceiverEvent) -> list[ReceiverAction]:
         match event:
@@ -651,11 +666,11 @@ class Receiver:
         if t.failure is not None:
             return []
         self._count_turns(t, now)
-        if now >= t.retry_at + self.keepalive_interval:
+        if now >= t.retry_at + t.keepalive_interval:
             # A whole interval was missed: this process slept, and so its peers seem silent.  They
             # get one more keep-alive, sent below, and the rest of `peer_timeout` to answer it.
             for source in t.open_sources:
-                source.last_seen = max(source.last_seen, now - self.keepalive_interval)
+                source.last_seen = max(source.last_seen, now - t.keepalive_interval)
             # Nothing could be requested meanwhile, so the missed time is no stall of theirs.
             t.last_progress = min(now, t.last_progress + now - t.retry_at)
         # One silent source is enough: without its layers or heads the load has no use.
@@ -667,7 +682,7 @@ class Receiver:
         if now < t.retry_at:
             return []
         # From `now` on, not from the old time: after a pause there is no burst of repeats.
-        t.retry_at = now + self.keepalive_interval
+        t.retry_at = now + t.keepalive_interval
         actions: list[ReceiverAction] = []
         for source in t.open_sources:
             # The ReadComplete or its Confirm may be lost.  A repeated one gets the same answer,

@@ -433,6 +433,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("the end of a tool's call is the end of its stream", "proxy/requests/streams.py", "return is_named_end or (last", "return bool(self.held) or (last", "tests/proxy/requests/test_completeness.py"),
     ("what follows a held event overtakes it", "proxy/requests/streams.py", "            self._form = NO_FORM  # all later events are held, too\n", "", "tests/proxy/requests/test_completeness.py"),
     ("a form is found behind a held event", "proxy/requests/streams.py", "needs_long_path = self._identity_rename or self._replay or self.held", "needs_long_path = self._identity_rename or self._replay", "tests/proxy/requests/test_completeness.py"),
+    ("a 404 counts while a holder may be down", "proxy/requests/api.py", "is_one_absent = len(found) < len(decodes)", "is_one_absent = not found", "tests/proxy/requests/test_proxy_paths.py"),
     ("embeddings are one prompt", "proxy/http/endpoint_schema.py", "            return True  # a list of prompts, or one beside `prompt`\n", "            pass\n", "tests/proxy/requests/test_completeness.py"),
     ("prompt_logprobs: false asks for none", "proxy/http/endpoint_schema.py", "if value not in _UNSET or (value == b\"false\" and name == \"prompt_logprobs\"):", "if value not in _UNSET:", "tests/proxy/requests/test_bodies.py"),
     ("a text about the end is the end", "proxy/requests/completeness.py", "_DONE = re.compile(rb\"data: \\[DONE\\]\\n\")", "_DONE = re.compile(rb\"data: \\[DONE\\]\")", "tests/proxy/requests/test_completeness.py"),

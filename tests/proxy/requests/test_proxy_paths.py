@@ -338,6 +338,37 @@ async def test_a_response_is_looked_up_where_it_is() -> None:
         assert (await w.ask("DELETE", "/v1/responses/resp_1", b"")).status == 405
 
 
+async def test_a_response_may_be_at_an_instance_that_is_down() -> None:
+    async with world(decode=2) as w:
+
+        async def knows(call: Call) -> None:
+            known = call.engine is w.d
+            await call.json({"by": "d0"} if known else {"error": {}}, 200 if known else 404)
+
+        async def usable() -> list[bool]:
+            return [row["usable"] for row in await w.instances() if row["role"] == "decode"]
+
+        async def down() -> bool:
+            return await usable() == [False, True]
+
+        for d in w.decodes:
+            d.script = knows
+        w.d.frozen = True
+        await until(down)
+        body = b'{"input":"x","previous_response_id":"resp_1"}'
+        for method, path, content in (
+            ("GET", "/v1/responses/resp_1", b""),
+            ("POST", "/v1/responses/resp_1/cancel", b""),
+            ("POST", "/v1/responses", body),
+        ):
+            reply = await w.ask(method, path, content)
+            assert reply.status == 503 and reply.headers["retry-after"]
+            assert b"an instance that may have it" in reply.body
+        w.d.frozen = False
+        await w.until_ready()
+        assert (await w.get("/v1/responses/resp_1")).json() == {"by": "d0"}
+
+
 async def test_adapters_are_loaded_everywhere() -> None:
     async with world(prefill=2, decode=2) as w:
         engines = w.prefills + w.decodes

@@ -3,7 +3,8 @@
     generate   both legs, if the body allows that (`endpoint_schema.py`)
     forward    one instance answers, another one if the first dies before its answer;
                bodies must not contain parameters that only the proxy may send
-    look up    decode instances are asked in turn until one has the id in the path or in the body
+    look up    decode instances are asked in turn until one has the id in the path or in the body;
+               none has it only if all of them say so
     models     one instance answers, or one of each kind if they serve different models
     session    a WebSocket, connected to one instance (`websocket.py`)
     all        every instance must do it

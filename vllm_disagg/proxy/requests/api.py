@@ -302,8 +302,12 @@ class Api:
         """Forwards a request for a thing that one decode instance alone has stored."""
         request.mode = "passthrough"
         await bodies.check_json(request.body)
-        decodes = [d for d in self._relay.fleet.with_role("decode") if d.up]
-        return await self._relay.forwarder.forward(request, client, decodes, seek=True)
+        decodes = self._relay.fleet.with_role("decode")
+        found = [d for d in decodes if d.up]
+        is_one_absent = len(found) < len(decodes)
+        return await self._relay.forwarder.forward(
+            request, client, found, seek=True, absent=is_one_absent
+        )
 
     async def _everywhere(
         self, request: HttpRequest, client: Connection, meter: TrafficCounters

@@ -63,10 +63,12 @@ class Forwarder:
         client: Connection,
         candidates: list[Instance],
         seek: bool = False,
+        absent: bool = False,
     ) -> int:
         """Forwards a request to the first candidate that answers; returns the answer's status.
 
-        `seek`: an answer "no such thing" counts only from the last candidate. Raises RequestFailed
+        `seek`: an answer "no such thing" counts only from the last candidate. `absent`: it counts
+        from none, since an instance that cannot be asked may have the thing. Raises RequestFailed
         if none answers.
         """
         error: Unreachable | None = None
@@ -75,7 +77,7 @@ class Forwarder:
             # An instance that failed may have been the one with the thing, so that after a failure
             # no other's 404 counts.
             is_last_try = position + 1 == len(candidates)
-            is_last_word = not error and is_last_try
+            is_last_word = not error and is_last_try and not absent
             try:
                 status = await self._try_instance(
                     request, client, instance, skip_missing=seek and not is_last_word
@@ -98,7 +100,8 @@ class Forwarder:
             if status is not None:
                 return status
         if not error:
-            raise RequestFailed(503, "no instance can be used at the moment", retry_after=5)
+            which = "an instance that may have it cannot" if absent else "no instance can"
+            raise RequestFailed(503, f"{which} be used at the moment", retry_after=5)
         raise RequestFailed(502, f"the instance failed: {error}")
 
     async def _try_instance(

@@ -2,7 +2,7 @@
 
     a pair fails at P   -> another pair -> this D alone -> another D alone -> give up
     P has no room (429) -> another pair ---------------------------------> give up
-    a pair fails at D   -> another pair ------------------> another D alone -> give up
+    a pair fails at D   -> another pair ------------------> another D alone -> give up   (429 too)
     D alone fails       -------------------------------------> another D alone -> give up
 
 The same ladder serves a stream that has started, if its answer can be reproduced
@@ -117,7 +117,7 @@ def next_step(
         return NextStep.GIVE_UP
     if alternatives.pair and history.pair_attempts < MAX_PAIR_ATTEMPTS:
         return NextStep.PAIR
-    if reason == "busy":
+    if leg == "prefill" and reason == "busy":
         return NextStep.GIVE_UP  # P's 429 is a true answer, after which the client can come back
     if leg == "prefill" and alternatives.same_decode:
         return NextStep.SAME_DECODE

@@ -151,9 +151,6 @@ class LegRunner:
             )
         if isinstance(answer, AttemptFailure):
             return answer
-        if answer.status == 429:  # another P may have room
-            attempt.progress.failed_instances.append(instance)
-            return AttemptFailure("prefill", "busy", "it answered 429", answer)
         if answer.status == 200:
             seconds = time.monotonic() - began
             self._metrics.prefill_leg.observe(seconds)
@@ -197,6 +194,9 @@ class LegRunner:
         if answer.status == 200:
             instance.step_monitor.on_step_seen(now)
             attempt.progress.blame_suspects(now)
+        if answer.status == 429:  # another instance may have room
+            attempt.progress.failed_instances.append(instance)
+            return AttemptFailure(name, "busy", "it answered 429", answer)
         return answer
 
     async def _exchange(

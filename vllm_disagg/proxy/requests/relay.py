@@ -12,7 +12,7 @@ Course of a request:
     wait in the prefill queue -> attempt -> the decode leg's answer goes to the client as it comes
 
     either leg is refused (4xx)   that answer goes to the client, the other leg is cancelled
-    P answers 429                 another P that has room is tried first
+    either answers 429            another instance that has room is tried first
     either leg fails              the next step of the ladder in `failover.py`: the same request on
                                   other instances
     ... after the answer started  the same, and the delivered part is not sent again
@@ -41,7 +41,7 @@ Blame. A failure counts against its instance at once, with these exceptions:
 
     5xx                     the request itself may be the cause: the failure counts when another
                             instance has answered the request (`RequestProgress.blame_suspects`)
-    P answers 429           does not count: P is full, not broken
+    an instance answers 429 does not count: it is full, not broken
     another process is P    does not count, and the instance is probed
     a second answer differs does not count: the first one may be the wrong one
 """

@@ -38,6 +38,8 @@ def parsed(*flags: str) -> argparse.Namespace:
         (["--decode", "ftp://x"], "--decode"),
         ([*D, "--prefill", "x:80"], "--prefill"),
         ([*D, "--prefill", "http://127.0.0.1:1/"], "twice"),
+        ([*D, "--prefill", "HTTP://127.0.0.1:01"], "twice"),
+        ([*D, "--workers", "257"], "--workers must be at most 256"),
         ([*D, "--host", "0.0.0.0"], "--api-key"),
         ([*D, "--host", "example.org"], "--api-key"),
         ([*D, "--api-key", ""], "--api-key"),
@@ -63,7 +65,9 @@ def parsed(*flags: str) -> argparse.Namespace:
 def test_bad_settings_are_one_line(
     flags: list[str], word: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_disagg.proxy.main._until_signal", lambda _: pytest.fail("it starts"))
+    for start in ("_until_signal", "supervisor.run"):
+        name = f"vllm_disagg.proxy.main.{start}"
+        monkeypatch.setattr(name, lambda *_: pytest.fail("it starts"))
     assert run(parsed(*flags)) == 2
     error = capfd.readouterr().err
     assert error.startswith("vllm-disagg proxy: ") and error.count("\n") == 1 and word in error

@@ -19,6 +19,7 @@ from . import aliases
 from .http.limits import Limits
 from .routing.readiness import DEFAULT_READINESS, READINESS_MODES
 
+MAX_WORKERS = 256  # far above the cores of a proxy's machine; each worker is a process
 MAX_PREFILL_SECONDS = 86400.0  # engines refuse grants that last longer
 # Old name of a flag -> its name; see `old_names.py`.
 OLD_NAMES = {"--patience": "--prefill-timeout", "--stall-timeout": "--send-timeout"}
@@ -141,7 +142,9 @@ def _port(name: str, metavar: str | None, words: str) -> Flag:
     return Flag(name=name, metavar=metavar, help=words, default=8000, type=int)
 
 
-def _number(name: str, default: int, words: str, *, is_positive: bool = False) -> Flag:
+def _number(
+    name: str, default: int, words: str, *, is_positive: bool = False, most: float = float("inf")
+) -> Flag:
     return Flag(
         name=name,
         metavar="N",
@@ -149,6 +152,7 @@ def _number(name: str, default: int, words: str, *, is_positive: bool = False) -
         default=default,
         least=0,
         is_positive=is_positive,
+        most=most,
         help=words,
     )
 
@@ -304,6 +308,7 @@ _SERVICE = (
         1,
         "number of processes that share the port (default: %(default)s)",
         is_positive=True,
+        most=MAX_WORKERS,
     ),
     _text("--worker", "PLACE", argparse.SUPPRESS),  # the supervisor gives it to its workers
 )

@@ -79,6 +79,20 @@ def test_good_urls(url: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [
+        ("HTTP://Gpu1.Cluster:8200/", "http://gpu1.cluster:8200"),
+        ("http://h:08200@3", "http://h:8200@3"),
+        ("http://[0:0::A]:1", "http://[::a]:1"),
+        ("http://[FE80::1%Eth0]:1", "http://[fe80::1%Eth0]:1"),
+    ],
+)
+def test_an_instance_has_one_spelling(given: str, url: str) -> None:
+    """Under two of them it was two instances, and each looked like another one to go to."""
+    assert check_url(given, "x") == url
+
+
 @pytest.mark.parametrize("url", BAD)
 def test_bad_urls_are_one_line(url: str) -> None:
     with pytest.raises(ConfigError, match=r"^x: ") as caught:

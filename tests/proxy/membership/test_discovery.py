@@ -14,6 +14,7 @@ import pytest
 from proxy_world import KEY, Call, World, answer, answer_at_once, until, world
 from vllm_disagg.fleet.grants import MARGIN_SECONDS
 from vllm_disagg.fleet.keys import FleetKey
+from vllm_disagg.protocol.peers import EngineInfo
 from vllm_disagg.proxy.http import connection_pool
 from vllm_disagg.proxy.http.connection_pool import ConnectionPool
 from vllm_disagg.proxy.http.upstream import UpstreamConnection
@@ -299,6 +300,18 @@ async def test_who_has_nowhere_to_go_waits_for_a_frozen_instance() -> None:
             assert (await waiting.receive()).status == 200
             waiting.close()
         await w.until_waiting(0)
+
+
+def test_an_engine_under_two_names_is_nowhere_to_go() -> None:
+    """Requests at the only D were given up at once when it was silent."""
+    names = [Instance("http://localhost:1", "decode"), Instance("http://127.0.0.1:1", "decode")]
+    for name, incarnation in zip(names, "ii", strict=True):
+        name.on_probe_answered("m", EngineInfo(incarnation, "decode", [], {}))
+    fleet = Fleet(names)
+    watching = Discovery(fleet, {}, KEY, lambda: None, "", 1.0, 100.0)
+    assert not watching._has_alternative(names[0])
+    names[1].on_probe_answered("m", EngineInfo("another", "decode", [], {}))
+    assert watching._has_alternative(names[0])
 
 
 async def test_a_probe_that_hangs_does_not_blind_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:

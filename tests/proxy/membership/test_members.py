@@ -155,7 +155,8 @@ async def test_instances_are_added_drained_and_removed() -> None:
         await until(lambda: w.d.calls)
         assert (await change(w, "POST", "/disagg/instances", url=d.url, role="decode"))[0] == 200
         await w.until_ready()
-        status, facts = await change(w, "POST", "/disagg/instances/drain", url=w.d.url)
+        other_spelling = w.d.url.upper() + "/"
+        status, facts = await change(w, "POST", "/disagg/instances/drain", url=other_spelling)
         assert (status, facts["drained"], facts["sources"]) == (200, True, ["flags"])
         for _ in range(3):
             assert (await w.post()).json()["text"] == d.name

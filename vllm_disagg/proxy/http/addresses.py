@@ -40,9 +40,10 @@ def split_rank(url: str) -> tuple[str, int | None]:
 
 
 def check_url(given: str, where: str) -> str:
-    """Returns an instance's URL without a slash at its end; raises ConfigError.
+    """Returns an instance's URL in its one spelling; raises ConfigError.
 
-    `where`: the place of the URL, for the error's text.
+    Scheme and host are in lower case, the port without zeros in front, and no slash ends it. So an
+    instance under two spellings is one. `where`: the place of the URL, for the error's text.
     """
     url, rank = split_rank(given.rstrip("/"))
     if not url.isascii() or not url.isprintable() or " " in url:
@@ -52,15 +53,20 @@ def check_url(given: str, where: str) -> str:
         raise ConfigError(
             f"{where}: {given!r} is not an instance's URL; it looks like http://HOST:PORT"
         )
-    _, host, port = found.groups()
+    scheme, host, port = found.groups()
     if port is not None and not is_port(port):
         raise ConfigError(f"{where}: {given!r} has no valid port")
     if host.startswith("["):
-        if not isinstance(literal(host[1:-1]), ipaddress.IPv6Address):
+        address = literal(host[1:-1])
+        if not isinstance(address, ipaddress.IPv6Address):
             raise ConfigError(f"{where}: {given!r}: {host[1:-1]} is not an IPv6 address")
+        host = f"[{address}]"
     elif problem := bad_name(host):
         raise ConfigError(f"{where}: {given!r}: {problem}")
-    return url.rstrip("/") + ("" if rank is None else f"@{rank}")
+    else:
+        host = host.lower()
+    end = "" if port is None else f":{int(port)}"
+    return f"{scheme.lower()}://{host}{end}" + ("" if rank is None else f"@{rank}")
 
 
 def is_port(text: str) -> bool:

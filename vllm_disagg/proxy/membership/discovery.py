@@ -60,6 +60,7 @@ from ..routing.fleet import (
     TRANSFERS_OFF,
     Fleet,
     Instance,
+    is_one_engine,
     mismatch,
 )
 
@@ -364,8 +365,11 @@ class Discovery:
         )
 
     def _has_alternative(self, instance: Instance) -> bool:
-        """Returns whether another decode instance can take the requests."""
-        return any(other.up and other is not instance for other in self._fleet.with_role("decode"))
+        """Returns whether another decode engine can take the requests."""
+        return any(
+            other.up and other is not instance and not is_one_engine(other, instance)
+            for other in self._fleet.with_role("decode")
+        )
 
     async def _check_health(self, instance: Instance, interval: float) -> str:
         """Requests /health; returns the reason if the instance is not well, else an empty text."""

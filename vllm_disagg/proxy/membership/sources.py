@@ -120,8 +120,8 @@ def within(networks: AllowedNetworks, source: str, on_members: OnMembers) -> OnM
         allowed = set()
         for member in members:
             try:
-                networks.check(check_url(member.url, source), source)
-                allowed.add(member)
+                url = networks.check(check_url(member.url, source), source)
+                allowed.add(Member(url, member.role))
             except ConfigError as error:
                 left_out.add(member)
                 if member not in left_out_before:

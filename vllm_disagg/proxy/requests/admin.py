@@ -25,6 +25,7 @@ import ipaddress
 import json
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Literal
 
 import msgspec
@@ -217,10 +218,10 @@ class Admin:
 
     def _known(self, url: str) -> list[str]:
         """Returns the instances of a URL: itself, or all ranks of a server. Raises KeyError."""
-        url = url.rstrip("/")
-        if not (urls := self._members.instances_of(url)):
-            raise KeyError(url)
-        return urls
+        with suppress(ConfigError):  # no instance has such a URL
+            if urls := self._members.instances_of(check_url(url, "url")):
+                return urls
+        raise KeyError(url.rstrip("/"))
 
     def _register(self, registry: Registry, request: HttpRequest, client: Connection) -> None:
         now = asyncio.get_running_loop().time()

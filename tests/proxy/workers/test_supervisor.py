@@ -590,13 +590,14 @@ async def test_a_worker_takes_the_challenge_of_all() -> None:
 
 LARGE_SCRAPE = """
 import asyncio, sys
+from types import SimpleNamespace
 from vllm_disagg.proxy.routing.fleet import Fleet
 from vllm_disagg.proxy.workers import supervisor
 from vllm_disagg.proxy.workers.bus import WorkerBus, parse_place
 
 async def main():
     crew = WorkerBus(parse_place(sys.argv[2]), Fleet(), {"metrics": lambda: b"#" * (65 << 20)}, lambda: None)
-    await crew.listen(None, None, lambda: None)
+    await crew.listen(SimpleNamespace(), None, lambda: None)
 
 asyncio.run(main())
 """

@@ -30,9 +30,7 @@ if how == "crash":
     )
 if how in ("SIGHUP", "SIGTERM"):
     Path(os.environ["SCRIPTED_LOG"]).write_text(str(os.getpid()))
-    # The terminal's end comes twice: from the shell and from the kernel.
-    for _ in range(2):
-        os.kill(os.getppid(), getattr(signal, how))
+    os.kill(os.getppid(), getattr(signal, how))
     time.sleep(20)
 if how == "garbage":
     Path(option["--result-filename"]).write_text("{}")

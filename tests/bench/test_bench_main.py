@@ -107,6 +107,18 @@ def test_a_signal_ends_the_load_too(
         os.kill(int(scripted.read_text()), 0)
 
 
+def test_a_second_signal_does_not_cut_the_end_short() -> None:
+    """A closed terminal sends SIGHUP twice, from the shell and from the kernel."""
+    is_cleaned = False
+    with pytest.raises(SystemExit), main._ends_by_signals():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            is_cleaned = True
+    assert is_cleaned
+
+
 def test_a_bench_that_ignores_hangups_goes_on(
     servers: list[str], scripted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -434,6 +434,8 @@ MUTANTS: list[tuple[str, ...]] = [
     ("what follows a held event overtakes it", "proxy/requests/streams.py", "            self._form = NO_FORM  # all later events are held, too\n", "", "tests/proxy/requests/test_completeness.py"),
     ("a form is found behind a held event", "proxy/requests/streams.py", "needs_long_path = self._identity_rename or self._replay or self.held", "needs_long_path = self._identity_rename or self._replay", "tests/proxy/requests/test_completeness.py"),
     ("a 404 counts while a holder may be down", "proxy/requests/api.py", "is_one_absent = len(found) < len(decodes)", "is_one_absent = not found", "tests/proxy/requests/test_proxy_paths.py"),
+    ("a redirect to an engine is passed on", "proxy/http/connection_pool.py", "if 300 <= answer.status < 400:", "if False:", "tests/proxy/requests/test_proxy_paths.py"),
+    ("logprobs of an empty text count in one answer", "proxy/requests/named_events.py", "                self._run_seen.add(\"\", delta.logprobs)\n", "                pass\n", "tests/proxy/requests/test_named_events.py"),
     ("embeddings are one prompt", "proxy/http/endpoint_schema.py", "            return True  # a list of prompts, or one beside `prompt`\n", "            pass\n", "tests/proxy/requests/test_completeness.py"),
     ("prompt_logprobs: false asks for none", "proxy/http/endpoint_schema.py", "if value not in _UNSET or (value == b\"false\" and name == \"prompt_logprobs\"):", "if value not in _UNSET:", "tests/proxy/requests/test_bodies.py"),
     ("a text about the end is the end", "proxy/requests/completeness.py", "_DONE = re.compile(rb\"data: \\[DONE\\]\\n\")", "_DONE = re.compile(rb\"data: \\[DONE\\]\")", "tests/proxy/requests/test_completeness.py"),

@@ -25,6 +25,7 @@ from named_scripts import (
 )
 from proxy_world import Call, answer, world
 from vllm_disagg.proxy.requests.completeness import END_MARKS
+from vllm_disagg.proxy.requests.named_events import NamedTranscript, ResponsesSchema
 from vllm_disagg.proxy.requests.streams import FOLD_BYTES
 
 Kind = type[Responses] | type[Messages]
@@ -171,6 +172,23 @@ def test_an_answer_that_ends_too_early_was_cut(kind: Kind) -> None:
         wire.play(b"".join(first[:6]))
         assert wire.recorder.resumable and not wire.play(b"".join(cut))
         assert not wire.recorder.finish()
+
+
+def test_logprobs_of_an_empty_text_count_in_both_answers() -> None:
+    """A token that is a part of a character."""
+
+    def delta(number: int, text: str, logprobs: int) -> bytes:
+        fields = {"item_id": "i", "output_index": 0, "content_index": 0, "delta": text}
+        kind = "response.output_text.delta"
+        entries = [{"token": text}] * logprobs
+        return frame({"type": kind, "sequence_number": number, "logprobs": entries, **fields})[:-2]
+
+    transcript = NamedTranscript(ResponsesSchema())
+    transcript.add([delta(0, "a", 1), delta(1, "", 1), delta(2, "é", 1)])
+    replay = transcript.replay()
+    assert not replay.new_part(delta(0, "a", 1)) and not replay.new_part(delta(1, "", 1))
+    new = json.loads(replay.new_part(delta(2, "éb", 2)).partition(b"data: ")[2])
+    assert (new["delta"], len(new["logprobs"])) == ("b", 1)
 
 
 def changed(event: bytes, **fields: object) -> bytes:

@@ -369,6 +369,24 @@ async def test_a_response_may_be_at_an_instance_that_is_down() -> None:
         assert (await w.get("/v1/responses/resp_1")).json() == {"by": "d0"}
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenizer_info", "/v1/load_lora_adapter"])
+async def test_a_redirect_is_no_answer(path: str) -> None:
+    """Its Location names the engine."""
+
+    async def redirect(call: Call) -> None:
+        if call.leg == "prefill":
+            await answer(call)
+        else:
+            await call.json({}, 307, "location: http://10.0.0.1:8000/x\r\n")
+
+    async with world() as w:
+        for engine in w.prefills + w.decodes:
+            engine.script = redirect
+        method = "GET" if path == "/tokenizer_info" else "POST"
+        reply = await w.ask(method, path, b"" if method == "GET" else b'{"prompt":"x"}')
+        assert reply.status == 502 and "location" not in reply.headers
+
+
 async def test_adapters_are_loaded_everywhere() -> None:
     async with world(prefill=2, decode=2) as w:
         engines = w.prefills + w.decodes

@@ -87,6 +87,8 @@ class ConnectionPool:
             answer = connection.send_request(request_head, body, upgrade)
             try:
                 await answer.head()
+                if 300 <= answer.status < 400:  # not for clients: its Location names the engine
+                    raise Unreachable("garbled", f"it answered {answer.status}")
                 return answer
             except Unreachable as error:
                 answer.close()

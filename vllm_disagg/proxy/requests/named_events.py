@@ -439,6 +439,9 @@ class NamedReplay:
     def _match_delta(self, delta: NamedDelta) -> tuple[int, int]:
         """Returns how many characters and logprobs of a delta the client has; raises Diverged."""
         if self.caught_up or not delta.text:
+            # As in the transcript, an empty text adds its logprobs to the run that it is in.
+            if self._run_seen and self._run_seen.key == delta.run:
+                self._run_seen.add("", delta.logprobs)
             return 0, 0
         recorded = self._parts[self._position]
         if not isinstance(recorded, DeltaRun) or recorded.key != delta.run:

@@ -10,7 +10,7 @@ from vllm_disagg.proxy.http.cancel_scope import CancelScope, TimeLimit
 
 
 async def test_a_scope_ends_its_block_alone() -> None:
-    scope = CancelScope()
+    scope = CancelScope(asyncio.get_running_loop())
     asyncio.get_running_loop().call_later(0.01, scope.cancel)
     reached_end = False
     with scope:
@@ -21,7 +21,7 @@ async def test_a_scope_ends_its_block_alone() -> None:
 
 
 async def test_an_error_passes_a_cancelled_scope() -> None:
-    with pytest.raises(ZeroDivisionError), CancelScope() as scope:
+    with pytest.raises(ZeroDivisionError), CancelScope(asyncio.get_running_loop()) as scope:
         asyncio.get_running_loop().call_soon(scope.cancel)
         try:
             await asyncio.Event().wait()
@@ -30,14 +30,14 @@ async def test_an_error_passes_a_cancelled_scope() -> None:
 
 
 async def test_a_scope_has_no_effect_behind_its_block() -> None:
-    with CancelScope() as scope:
+    with CancelScope(asyncio.get_running_loop()) as scope:
         pass
     scope.cancel()
     await asyncio.sleep(0.01)
 
 
 async def test_a_cancellation_of_the_task_passes_its_scopes() -> None:
-    scope = CancelScope()
+    scope = CancelScope(asyncio.get_running_loop())
     ended = False
 
     async def work() -> None:
@@ -56,9 +56,9 @@ async def test_a_cancellation_of_the_task_passes_its_scopes() -> None:
 
 
 async def test_the_outer_of_two_scopes_ends_both() -> None:
-    inner = CancelScope()
+    inner = CancelScope(asyncio.get_running_loop())
     after_inner = False
-    with CancelScope() as outer:
+    with CancelScope(asyncio.get_running_loop()) as outer:
         with inner:
             asyncio.get_running_loop().call_soon(inner.cancel)
             asyncio.get_running_loop().call_soon(outer.cancel)

@@ -296,6 +296,12 @@ def test_beginnings_are_equal_as_far_as_prompts_are(prompt: bytes, cut: int) -> 
         assert (mark == two[length]) is (length <= cut)
 
 
+def test_each_hash_stands_for_all_bytes_before() -> None:
+    one = PromptPrefix(b"a" + b"x" * 5000).hashes
+    other = PromptPrefix(b"b" + b"x" * 5000).hashes
+    assert not set(one) & set(other)
+
+
 def test_few_marks_for_long_prompts() -> None:
     assert not PromptPrefix(b"x" * (SHORT_PREFIX_BYTES - 1)).hashes
     marks = PromptPrefix(b"x" * 400_000).hashes

@@ -9,29 +9,34 @@ from __future__ import annotations
 import asyncio
 import time
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 
 class CancelScope:
     """A block of a task's code that `cancel` ends early; a context manager.
 
     The block's wait raises CancelledError, which the end of the block catches. A cancellation of
-    the task itself passes.
+    the task itself passes. With a `limit`, the end of a late block raises TimeoutError.
     """
 
-    __slots__ = ("_cancellations_before", "_is_cancelled", "_task")
+    __slots__ = ("_cancellations_before", "_is_cancelled", "_limit", "_loop", "_task")
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, limit: TimeLimit | None = None) -> None:
+        self._loop = loop
+        self._limit = limit
         self._task: asyncio.Task[Any] | None = None  # while it runs the block
         self._cancellations_before = 0  # of the task, by others
         self._is_cancelled = False
 
     def __enter__(self) -> Self:
-        task = asyncio.current_task()
+        # With the loop: Python 3.11 finds the running one by a system call.
+        task = asyncio.current_task(self._loop)
         if not task:
             raise RuntimeError("a cancel scope needs a task")
         self._task = task
         self._cancellations_before = task.cancelling()
+        if self._limit:
+            self._limit.add(self)
         return self
 
     def __exit__(
@@ -42,10 +47,15 @@ class CancelScope:
     ) -> bool:
         task = self._task
         self._task = None
+        if self._limit:
+            self._limit.remove(self)
         if not task or not self._is_cancelled:
             return False
         is_last = task.uncancel() <= self._cancellations_before
-        return is_last and kind is asyncio.CancelledError
+        ends_here = is_last and kind is asyncio.CancelledError
+        if ends_here and self._limit:
+            raise TimeoutError from error
+        return ends_here
 
     def cancel(self) -> None:
         """Ends the block; does nothing after its end. Not to be called from within the block."""
@@ -62,12 +72,13 @@ class TimeLimit:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
         self._deadlines: dict[CancelScope, float] = {}  # of running blocks, the oldest first
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> CancelScope:
         """Returns the scope of one block; it raises TimeoutError at the end of a late one."""
-        return _LimitedScope(self)
+        return CancelScope(self._loop, self)
 
     def add(self, scope: CancelScope) -> None:
         """Takes a block that begins now."""
@@ -91,29 +102,4 @@ class TimeLimit:
             scope.cancel()
 
     def _start_timer(self, at: float) -> None:
-        self._timer = asyncio.get_running_loop().call_at(at, self._cancel_late_blocks)
-
-
-class _LimitedScope(CancelScope):
-    """A block of code within a TimeLimit."""
-
-    __slots__ = ("_limit",)
-
-    def __init__(self, limit: TimeLimit) -> None:
-        super().__init__()
-        self._limit = limit
-
-    def __enter__(self) -> Self:
-        self._limit.add(self)
-        return super().__enter__()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> Literal[False]:
-        self._limit.remove(self)
-        if super().__exit__(kind, error, trace):
-            raise TimeoutError from error
-        return False
+        self._timer = self._loop.call_at(at, self._cancel_late_blocks)

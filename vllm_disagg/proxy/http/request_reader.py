@@ -280,10 +280,11 @@ class RequestReader:
             return
         incoming = self._incoming
         request = incoming.request
-        problem = self._head_problem(request.headers)
+        version = self._parser.get_http_version()
+        problem = self._head_problem(request.headers, version)
         target, headers = origin_form(incoming.url, request.headers)
         request.set_headers(headers)
-        self._fill_request(request, target)
+        self._fill_request(request, target, version)
         if target is not incoming.url:  # the target named a host
             problem = problem or host_problem(request.headers, request.chunked_ok)
         self._enter(READING_BODY)
@@ -300,12 +301,12 @@ class RequestReader:
         elif codings or length:
             self._expect_body(request, length)
 
-    def _head_problem(self, headers: Headers) -> Refusal | None:
+    def _head_problem(self, headers: Headers, version: str) -> Refusal | None:
         """Returns the refusal of a head, as received, that this server does not accept."""
         incoming = self._incoming
         if not (incoming.is_http if headers else self._has_http_line()):
             return 400, "the request line must end with HTTP/1.1 or HTTP/1.0"
-        if (version := self._parser.get_http_version()) not in ("1.1", "1.0"):
+        if version not in ("1.1", "1.0"):
             return 505, f"HTTP/{version} is not spoken here"
         if len(headers) > MAX_HEADERS:
             return 431, TOO_MANY_HEADERS
@@ -316,12 +317,12 @@ class RequestReader:
             return 431, TOO_LONG
         return host_problem(headers, needed=version == "1.1")
 
-    def _fill_request(self, request: HttpRequest, target: bytes) -> None:
+    def _fill_request(self, request: HttpRequest, target: bytes, version: str) -> None:
         """Sets all fields of a request that its head decides."""
         request.method = self._parser.get_method().decode()
         path, _, request.query = target.decode("latin-1").partition("?")
         request.path = plain_path(path)
-        request.chunked_ok = self._parser.get_http_version() == "1.1"
+        request.chunked_ok = version == "1.1"
         if self._parser.should_upgrade() and request.chunked_ok:
             protocol = request.header(b"upgrade").lower()
             request.upgrade = protocol if protocol == b"websocket" else b""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import secrets
+import os
 import ssl
 import time
 from collections.abc import Awaitable, Callable
@@ -48,6 +48,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, server: Server) -> None:
         self._server = server
+        self._loop: asyncio.AbstractEventLoop
         self._transport: asyncio.Transport
         self._reader = RequestReader(server.limits, server.budget, server.body_limit)
         self._lingering_since = 0.0
@@ -97,6 +98,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Registers the connection; refuses it with 503 above `Limits.connections`."""
+        self._loop = asyncio.get_running_loop()
         self._transport = cast(asyncio.Transport, transport)
         self._server.connections.add(self)
         self._start_deadline()
@@ -256,7 +258,7 @@ class Connection(asyncio.Protocol):
         self._set_timer(end)
 
     def _set_timer(self, at: float) -> None:
-        self._deadline_timer = asyncio.get_running_loop().call_at(at, self._on_deadline_timer)
+        self._deadline_timer = self._loop.call_at(at, self._on_deadline_timer)
         self._timer_at = at
 
     def _on_deadline_timer(self) -> None:
@@ -290,8 +292,7 @@ class Connection(asyncio.Protocol):
         if request.refusal:
             self._answer_refusal(request, *request.refusal)
             return
-        self._handler_task = asyncio.get_running_loop().create_task(self._handle(request))
-        self._handler_task.add_done_callback(self._on_handler_done)
+        self._handler_task = self._loop.create_task(self._handle(request))
 
     def _refuse(self, status: int, message: str) -> None:
         """Answers an error that no byte of a request has caused, and takes no more requests."""
@@ -327,20 +328,27 @@ class Connection(asyncio.Protocol):
         return lingers_on(seconds, has_unread_bytes(self._transport))
 
     async def _handle(self, request: HttpRequest) -> None:
-        await self._server.handler(request, self)
+        """Runs the handler of a request, then goes on with the next request.
 
-    def _on_handler_done(self, task: asyncio.Task[None]) -> None:
-        self._handler_task = None
-        self.on_pause = None
-        request = self.response.request
-        if not task.cancelled() and (error := task.exception()):
-            log.error(
+        The last step is part of this task, not a callback of its end: for most clients the next
+        request would otherwise arrive before the callback, and would have to be kept.
+        """
+        try:
+            await self._server.handler(request, self)
+        except Exception:
+            log.exception(
                 "http: client %s: handler of %s %s failed; without an answer the connection closes",
                 self.peer,
                 request.method,
                 request.path,
-                exc_info=error,
             )
+        finally:
+            self._on_handler_end(request)
+
+    def _on_handler_end(self, request: HttpRequest) -> None:
+        """Decides what follows an answer."""
+        self._handler_task = None
+        self.on_pause = None
         self._reader.release_body(request)
         if self._transport.is_closing():
             return
@@ -404,7 +412,7 @@ class Connection(asyncio.Protocol):
         request = self.response.request
         request_id = request.header(REQUEST_ID_HEADER)
         if not request_id:
-            request_id = secrets.token_hex(16).encode()
+            request_id = os.urandom(16).hex().encode()
             request.replace_header(REQUEST_ID_HEADER, request_id)
         self.response.extra_headers.append((REQUEST_ID_HEADER, request_id))
 
@@ -447,7 +455,7 @@ class Connection(asyncio.Protocol):
     async def drained(self) -> None:
         """Returns when the client has taken nearly all bytes written."""
         if self.paused:
-            self._drained = asyncio.get_running_loop().create_future()
+            self._drained = self._loop.create_future()
             await self._drained
 
 

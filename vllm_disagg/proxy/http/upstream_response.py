@@ -82,12 +82,12 @@ class UpstreamResponse:
     async def head(self) -> None:
         """Returns when status and headers are here."""
         while not self.status:
-            await self._wait_change()
+            await self._next_change()
 
     async def first_byte(self) -> None:
         """Returns when the body's first byte is here, or the body's end."""
         while not self._held and not self._complete:
-            await self._wait_change()
+            await self._next_change()
 
     async def read_until(self, found: Callable[[bytes], bool], max_bytes: int) -> bool:
         """Collects the body until `found` returns True, the body ends, or `max_bytes` are here.
@@ -106,7 +106,7 @@ class UpstreamResponse:
                 return False
             if self._held_bytes > max_bytes:
                 return True
-            await self._wait_change()
+            await self._next_change()
 
     def peek(self) -> bytes:
         """Returns the part of the body that is here and was not passed to a sink."""
@@ -134,7 +134,7 @@ class UpstreamResponse:
             self._reads_all = True
             self.pause_reading(paused=False)
         while not self._complete:
-            await self._wait_change()
+            await self._next_change()
         return self.peek()
 
     async def pipe(self, sink: Callable[[bytes], None], paused: bool = False) -> None:
@@ -150,7 +150,7 @@ class UpstreamResponse:
         if not (self._error or self._complete):
             self._connection.body_sink = sink
         while self._error or not self._complete:
-            await self._wait_change()
+            await self._next_change()
 
     def pause_reading(self, paused: bool) -> None:
         """Stops or resumes reading from the instance."""
@@ -183,11 +183,12 @@ class UpstreamResponse:
         if not self._complete:  # else the connection may carry another exchange by now
             self._connection.close()
 
-    async def _wait_change(self) -> None:
+    def _next_change(self) -> asyncio.Future[None]:
+        """Returns a future that is done at the next change; raises Unreachable after a failure."""
         if self._error:
             raise self._error
         self._changed = asyncio.get_running_loop().create_future()
-        await self._changed
+        return self._changed
 
     def _notify(self) -> None:
         """Wakes the task that waits, if any."""

@@ -105,6 +105,14 @@ class _Completion(msgspec.Struct):
     kv_transfer_params: dict[str, msgspec.Raw] | None = None
 
 
+class _ReportParams(msgspec.Struct):
+    disagg_engine: EngineReport | None = None  # ANSWER_KEY
+
+
+class _ReportingCompletion(msgspec.Struct):
+    kv_transfer_params: _ReportParams | None = None
+
+
 class _ProbeChoice(msgspec.Struct):
     finish_reason: str | None = None
 
@@ -137,7 +145,7 @@ _decode_probe = msgspec.json.Decoder(_ProbeAnswer).decode
 _decode_completion = msgspec.json.Decoder(_Completion).decode
 _decode_engine = msgspec.json.Decoder(EngineInfo).decode
 _decode_card = msgspec.json.Decoder(EngineCard).decode
-_decode_report = msgspec.json.Decoder(EngineReport).decode
+_decode_reporting = msgspec.json.Decoder(_ReportingCompletion).decode
 
 # Errors of decoding bytes that another program sent.
 _DecodeErrors = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -162,9 +170,10 @@ def card_in(answer: bytes) -> EngineCard | None:
 def report_in(answer: bytes) -> EngineReport | None:
     """Returns an engine's report from a completion's answer, without its workers' layouts."""
     try:
-        return _decode_report((_decode_completion(answer).kv_transfer_params or {})[ANSWER_KEY])
-    except (KeyError, *_DecodeErrors):
+        params = _decode_reporting(answer).kv_transfer_params
+    except _DecodeErrors:
         return None
+    return params.disagg_engine if params else None
 
 
 def params_in(answer: bytes) -> dict[str, msgspec.Raw] | None:

@@ -160,7 +160,7 @@ class Attempt:
         self, pair: InstancePair, leg: Coroutine[Any, Any, LegOutcome]
     ) -> asyncio.Task[LegOutcome]:
         """Starts a prefill leg beside the decode leg; its end gives back the place at P."""
-        task = asyncio.create_task(leg)
+        task = asyncio.get_running_loop().create_task(leg)
         self._prefill_leg = task
         self._unstarted_pair = None
         task.add_done_callback(lambda _: self._prefill_queue.release(pair))

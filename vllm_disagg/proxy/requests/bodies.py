@@ -21,7 +21,6 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 from typing import Self, TypeVar
 
 import msgspec
@@ -89,6 +88,8 @@ class Body:
                 self._sampling = _fields(bytes(fields.get(schema.nested, b"{}")))
             except msgspec.DecodeError:
                 self._sampling = {}
+        # Whether the prompt's computation yields the whole answer, so that P may give it.
+        self.one_token = self._asks_one_token()
 
     @property
     def aggregated_reason(self) -> str:
@@ -105,9 +106,7 @@ class Body:
         """Whether it continues a response, which one instance alone has stored."""
         return bytes(self._fields.get("previous_response_id", b"null")) != b"null"
 
-    @cached_property
-    def one_token(self) -> bool:
-        """Whether the prompt's computation yields the whole answer, so that P may give it."""
+    def _asks_one_token(self) -> bool:
         if self._schema.stores and bytes(self._fields.get("store", b"null")) != b"false":
             return False  # a stored answer is looked up at decode instances
         # The last of these fields that is set counts.

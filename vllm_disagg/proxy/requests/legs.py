@@ -128,7 +128,7 @@ class LegRunner:
             await asyncio.wait([prefill], timeout=LATE_SHARE * expected)
             if prefill.done() and _is_failed(prefill):
                 return prefill.result()
-        with CancelScope() as decode_leg:
+        with CancelScope(prefill.get_loop()) as decode_leg:
             prefill.add_done_callback(lambda _: _end_decode_leg(decode_leg, prefill))
             outcome = await self._send(attempt, "decode", pair.decode, decode_body)
             if attempt.first_token and isinstance(outcome, UpstreamResponse):

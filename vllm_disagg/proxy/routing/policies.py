@@ -71,10 +71,9 @@ class Policy:
         """
         if query.session:
             chosen = max(
-                candidates,
-                key=lambda i: (not _is_cache_full(i), _session_weight(i, query.session)),
+                candidates, key=lambda i: (not _load(i)[0], _session_weight(i, query.session))
             )
-            return _load_bytes(chosen), chosen
+            return _load(chosen)[1], chosen
         if self.name == "round_robin":
             chosen = min(candidates, key=lambda i: i.last_choice)
             return chosen.last_choice, chosen
@@ -84,7 +83,8 @@ class Policy:
         least = (True, math.inf, 0)
         for i in candidates:
             missing = query.prompt_bytes - cached.get(i.cache_identity, 0)
-            rank = (_is_cache_full(i), _load_bytes(i) + missing, i.last_choice)
+            is_cache_full, load_bytes = _load(i)
+            rank = (is_cache_full, load_bytes + missing, i.last_choice)
             if rank < least:
                 least = rank
                 chosen = i
@@ -125,14 +125,12 @@ class Policy:
             self.prefixes.record_prompt(query.prefix, *(i.cache_identity for i in instances))
 
 
-def _load_bytes(instance: Instance) -> int:
+def _load(instance: Instance) -> tuple[bool, int]:
+    """Returns whether a D's KV cache is nearly full, and the instance's load in bytes."""
     if instance.role == "prefill":
-        return instance.prompt_bytes
-    return instance.context_bytes + REQUEST_COST_BYTES * instance.in_flight
-
-
-def _is_cache_full(instance: Instance) -> bool:
-    return instance.role == "decode" and instance.kv_cache_usage > FULL_CACHE_RATIO
+        return False, instance.prompt_bytes
+    load_bytes = instance.context_bytes + REQUEST_COST_BYTES * instance.in_flight
+    return instance.kv_cache_usage > FULL_CACHE_RATIO, load_bytes
 
 
 def _session_weight(instance: Instance, session: bytes) -> int:

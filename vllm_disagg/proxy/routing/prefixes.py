@@ -49,14 +49,15 @@ class PromptPrefix:
     def __init__(self, prompt: bytes | memoryview, salt: bytes = b"") -> None:
         """`salt`: bytes that come before the prompt in an engine's cache keys."""
         self.hashes: list[tuple[int, int]] = []
-        state = xxhash.xxh3_64(salt)
+        prefix_hash = xxhash.xxh3_64_intdigest(salt)
         size = len(prompt)
         begin = 0
         for end in _PREFIX_LENGTHS:
             if end > size:
                 return
-            state.update(prompt[begin:end])
-            self.hashes.append((end, state.intdigest()))
+            # Each hash seeds the next one, so it stands for all bytes before.
+            prefix_hash = xxhash.xxh3_64_intdigest(prompt[begin:end], prefix_hash)
+            self.hashes.append((end, prefix_hash))
             begin = end
 
 
@@ -76,11 +77,15 @@ class PrefixIndex:
     def record_prompt(self, prefix: PromptPrefix, *caches: object) -> None:
         """Notes that instances got a prompt."""
         holders = self._holders
+        held_before: tuple[object, ...] = ()
+        holding = caches
         for _, prefix_hash in prefix.hashes:
             held = holders.get(prefix_hash, ())
-            if held != caches:
+            if held is not held_before:  # most prefixes of a prompt share one tuple
                 others = [cache for cache in held if cache not in caches]
-                holders[prefix_hash] = (*others, *caches)[-MAX_HOLDERS:]
+                holding = (*others, *caches)[-MAX_HOLDERS:]
+                held_before = held
+            holders[prefix_hash] = holding
             holders.move_to_end(prefix_hash)
         while len(holders) > self._max_entries:
             holders.popitem(last=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from itertools import product
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
@@ -135,12 +136,8 @@ class Metrics:
         self._fleet = fleet
         self._objectives = objectives or LatencyObjectives()
         self._registry = CollectorRegistry()
-        self._requests = Counter(
-            "vllm_disagg_requests",
-            "Requests by path, mode and outcome.",
-            ["path", "mode", "outcome"],
-            registry=self._registry,
-        )
+        # By path, mode and outcome.
+        self._requests = dict.fromkeys(product(SCHEMAS, MODES, OUTCOMES), 0)
         self._fallbacks = Counter(
             "vllm_disagg_fallbacks",
             "Requests that did not run as first planned.",
@@ -160,12 +157,6 @@ class Metrics:
             self._fallbacks.labels(reason)
         for rung in rungs:
             self._failovers.labels(rung)
-        for path in SCHEMAS:
-            for mode in MODES:
-                for outcome in OUTCOMES:
-                    self._requests.labels(path, mode, outcome)
-        # Children of `_requests` by their labels: a lookup here is faster than `labels()`.
-        self._request_counters: dict[tuple[str, str, str], Counter] = {}
         self.histograms = {
             name: HistogramBuckets(subdivide(bounds, _SUBDIVISIONS))
             for name, (_, bounds) in _HISTOGRAMS.items()
@@ -219,11 +210,7 @@ class Metrics:
         `received`: bytes of the request's body.
         """
         key = (path, mode, outcome)
-        counter = self._request_counters.get(key)
-        if not counter:
-            counter = self._requests.labels(*key)
-            self._request_counters[key] = counter
-        counter.inc()
+        self._requests[key] = self._requests.get(key, 0) + 1
         if not meter:
             return {}
         usage = meter.usage()
@@ -416,6 +403,14 @@ class Metrics:
             )
 
     def _counts(self) -> Iterator[Metric]:
+        requests = CounterMetricFamily(
+            "vllm_disagg_requests",
+            "Requests by path, mode and outcome.",
+            labels=["path", "mode", "outcome"],
+        )
+        for labels, count in self._requests.items():
+            requests.add_metric(labels, count)
+        yield requests
         for name, (label, values, text) in _LABELLED_COUNTS.items():
             family = CounterMetricFamily(f"vllm_disagg_{name}", text, labels=[label])
             for value in values:

@@ -95,6 +95,11 @@ def is_state(spec: Any) -> bool:
     return isinstance(spec, MambaSpec)
 
 
+def number_format(spec: Any) -> tuple[str, str]:
+    """Returns what vLLM tells the number formats of two caches by; ("state", "") for a state."""
+    return str(getattr(spec, "dtype", "state")), str(getattr(spec, "kv_quant_mode", ""))
+
+
 def content_bytes(spec: Any) -> int:
     """Returns the bytes of one token in one head, key and value; 0 if vLLM does not report it.
 

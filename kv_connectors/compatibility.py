@@ -126,8 +126,8 @@ def _setting(settings: Any, name: str) -> Any:
 
 def _weights(model: Any) -> str:
     """Returns a digest of local weights files, else the model's name and revision on the hub."""
-    folder = Path(model.model)
-    samples = sample_files(folder) if folder.is_dir() else []
+    place = Path(model.model)
+    samples = sample_files(place) if place.exists() else []
     if samples:
         return digest(samples)
     # `model_weights` is set when weights are streamed from a bucket.

@@ -17,13 +17,14 @@ MAX_SAMPLES = 8192  # of all files: on a network's file system each may take a m
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
 
 
-def sample_files(folder: Path) -> list[tuple[str, int, str]]:
+def sample_files(place: Path) -> list[tuple[str, int, str]]:
     """Returns (name, size in bytes, digest of the samples) of each weights file, by name.
 
-    Raises OSError for a file that cannot be read.
+    `place`: a folder, or a single file. Raises OSError for a file that cannot be read.
     """
     sampled = []
-    files = sorted(file for pattern in WEIGHTS for file in folder.glob(pattern) if file.is_file())
+    found = [place] if place.is_file() else [f for each in WEIGHTS for f in place.glob(each)]
+    files = sorted(file for file in found if file.is_file())
     samples = min(SAMPLES_PER_FILE, MAX_SAMPLES // max(1, len(files)))
     samples = max(MIN_SAMPLES_PER_FILE, samples)
     for file in files:

@@ -161,7 +161,7 @@ def host_memory(
 
 def has_mixed_formats(groups: Sequence[Any]) -> bool:
     """Returns whether layers have states, or numbers of several formats, in the same memory."""
-    return len({getattr(spec, "dtype", "state") for spec in compat.all_specs(groups)}) > 1
+    return len({compat.number_format(spec) for spec in compat.all_specs(groups)}) > 1
 
 
 @dataclass(frozen=True)

@@ -1586,4 +1586,5 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a D that seldom speaks loses its lease", "protocol/receiver.py", "return min(self.keepalive_interval, max(lease / 3, MIN_KEEPALIVE_SECONDS))", "return self.keepalive_interval", "tests/protocol/test_receiver.py::test_keep_alives_come_at_least_three_times_a_lease"),
     ("a P of a tiny lease keeps D busy", "protocol/receiver.py", "max(lease / 3, MIN_KEEPALIVE_SECONDS)", "lease / 3", "tests/protocol/test_receiver.py::test_keep_alives_come_at_least_three_times_a_lease"),
     ("P keeps its lease for itself", "driver.py", "            config.lease,\n        )\n", "        )\n", "tests/unit/test_driver.py::test_a_worker_names_its_lease"),
+    ("facts: weights in one file are compared by its path", "kv_connectors/compatibility.py", "if place.exists() else", "if place.is_dir() else", "tests/connector/test_compatibility.py::test_weights_in_a_single_file_differ"),
 ]

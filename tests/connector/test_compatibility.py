@@ -463,6 +463,16 @@ def test_engines_that_run_a_model_by_other_code_differ(
         assert difference(remote, other)
 
 
+def test_weights_in_a_single_file_differ(tmp_path: Path) -> None:
+    """`--model` may name one (GGUF), and two machines have other ones at an equal path."""
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"1" * 1000)
+    ours = layout(tmp_path, model=str(file))
+    assert ours == layout(tmp_path, model=str(file))
+    file.write_bytes(b"1" * 999 + b"2")
+    assert "weights" in difference(ours, layout(tmp_path, model=str(file)))
+
+
 @pytest.mark.parametrize("settings", [dict, SimpleNamespace])
 def test_weights_in_another_place_differ(tmp_path: Path, settings: Any) -> None:
     def engine(uri: str) -> dict[str, str]:

@@ -167,3 +167,19 @@ def test_a_bisection_finds_the_price_of_trying_all(monkeypatch: pytest.MonkeyPat
         assert found.split and quick.split
         assert quick.split.placement.gpus == found.split.placement.gpus
         assert found.least_units and found.least_units <= found.split.placement.gpus
+
+
+def test_a_rate_is_refused_only_after_all_that_could_hold_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under a tight TTFT those with the most capacity miss it, and others with less hold it."""
+    scenario = _roofline_scenario(8, 200, ttft=0.075)
+    sample = scenario.samples()[0]
+    tried = []
+    monkeypatch.setattr(demand, "MAX_TRIED", 0)
+    quick = demand._cheapest(scenario, 12.0, lambda kind, place: tried.append(place))
+    monkeypatch.undo()
+    found = demand._cheapest(scenario, 12.0, lambda kind, place: None)
+    assert found.split and quick.split
+    assert quick.split.placement.gpus == found.split.placement.gpus
+    assert not any(scenario.infeasible(place, sample) for place in tried)

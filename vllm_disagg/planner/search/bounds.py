@@ -81,7 +81,7 @@ class CapacityBounds:
         self._scenario = scenario
         self.samples = samples
         self._works: dict[tuple[object, ...], list[list[SideWork]]] = {}
-        self._loads: dict[tuple[ReplicaGroup, int], float] = {}
+        self._loads: dict[tuple[ReplicaGroup, int, bool], float] = {}
         self._misses: dict[tuple[object, ...], list[bool]] = {}
         self._requests: list[RequestWork] = []
 
@@ -97,27 +97,27 @@ class CapacityBounds:
         return self._mean(placement, lambda work: SideWork(work.seconds, 0.0))
 
     def usable(self, placement: Placement) -> float:
-        """Returns the capacity with that of P at a load that leaves prompts time to wait.
+        """Returns the capacity with that for prompts at a load that leaves them time to wait.
 
         TTFT less the time of a mean prompt alone is the patience. It orders placements, and proves
         nothing.
         """
         load = 1.0
-        if placement.decode and not placement.spill:
-            key = placement.shapes[0], placement.prefill.ranks
+        if not placement.spill:
+            key = placement.shapes[0], placement.prefill.ranks, placement.on_decode_gpus
             if key not in self._loads:
                 self._loads[key] = self._usable_load(placement)
             load = self._loads[key]
         return self._mean(placement, lambda work: SideWork(work.seconds, 0.0), load)
 
     def _usable_load(self, placement: Placement) -> float:
-        """Returns the load of P at which as many prompts as may miss TTFT wait too long for it."""
-        scenario = self._scenario
-        objective = scenario.objective
-        latency = latency_of(scenario.prefill, placement.prefill)
+        """Returns the load at which as many prompts as may miss TTFT wait too long for it."""
+        objective = self._scenario.objective
+        source, _ = self._scenario.sources(placement)
+        latency = latency_of(source, placement.prefill)
         prompt = round(mean(mean(sample.prompts) for sample in self.samples))
         alone = unloaded_prefill(latency, prompt)
-        patience = objective.ttft - alone - scenario.prefill.path.of(prompt)
+        patience = objective.ttft - alone - source.path.of(prompt)
         ranks = placement.prefill.ranks
         late = 1 - objective.attainment
         return usable_load(alone / latency.pp, max(0.0, patience), late, ranks)

@@ -2,11 +2,13 @@
 
 A placement holds a rate if its simulation meets the objective with each sample. Placements are
 tried from the cheapest on, so the first that holds the rate is the answer. Placements whose bound
-(`bounds`) is below the rate are left out, which changes nothing.
+(`bounds`) is below the rate, or that miss the objective at any rate, are left out, which changes
+nothing.
 
-Where more than MAX_TRIED are left, only those are tried that have nearly the most capacity for
-their price, and by bisection: of two of them the one that costs more is taken to hold more. Then
-the last few before the one found are tried, too. That is no proof; tests compare with all.
+Where more than MAX_TRIED are left, only those are tried that have nearly the most usable capacity
+for their price, and by bisection: of two of them the one that costs more is taken to hold more.
+Then the last few before the one found are tried, too. That is no proof; tests compare with all.
+Where the last of them misses the objective, all that are left are tried.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from .bounds import CapacityBounds
 from .optimizer import colocated, disaggregated
 from .scenario import Placement, Scenario
 
-MAX_TRIED = 64  # placements of a kind that are all tried
+MAX_TRIED = 400  # placements of a kind that are all tried
 BAND_RATIO = 0.95  # of the most capacity for a price: who has less is not tried
 WINDOW = 8  # placements before the one found that are tried after a bisection
 MAX_ROUNDS = 3  # of a search, each with longer samples
@@ -92,7 +94,11 @@ def _cheapest(scenario: Scenario, rate: float, tell: TrialCallback) -> DemandRes
     together = list(_all_numbers(colocated(scenario)))
     found = []
     for kind, placements in (("disaggregated", split), ("colocated", together)):
-        able = [place for place in placements if bounds.rate(place) >= rate]
+        able = [
+            place
+            for place in placements
+            if bounds.rate(place) >= rate and all(bounds.feasible(place))
+        ]
         able.sort(key=lambda place: (units(place), place.gpus, place.instances, place))
 
         def holds(placement: Placement, kind: str = kind) -> DemandScore | None:
@@ -137,12 +143,14 @@ def _first(
 ) -> DemandScore | None:
     """Returns the first placement of an ordered list that holds the rate."""
     if len(able) <= MAX_TRIED:
-        return next((score for place in able if (score := holds(place))), None)
+        return _first_of(able, holds)
     band = list(_band(able, bounds, scenario))
     best = holds(band[-1])
+    if not best:
+        return _first_of([place for place in able if place != band[-1]], holds)
     low = 0
     high = len(band) - 1
-    while best and low < high:
+    while low < high:
         middle = (low + high) // 2
         score = holds(band[middle])
         if score:
@@ -150,20 +158,24 @@ def _first(
             high = middle
         else:
             low = middle + 1
-    for place in band[max(0, high - WINDOW) : high] if best else ():
-        if score := holds(place):
-            return score
-    return best
+    return _first_of(band[max(0, high - WINDOW) : high], holds) or best
+
+
+def _first_of(
+    placements: Sequence[Placement], holds: Callable[[Placement], DemandScore | None]
+) -> DemandScore | None:
+    """Returns the first of these placements that holds the rate."""
+    return next((score for place in placements if (score := holds(place))), None)
 
 
 def _band(
     able: Sequence[Placement], bounds: CapacityBounds, scenario: Scenario
 ) -> Iterator[Placement]:
-    """Yields the placements that have nearly the most capacity of those that cost no more."""
+    """Yields those with nearly the most usable capacity of the placements that cost no more."""
     units = scenario.criterion.units
     most = 0.0
-    for place in sorted(able, key=lambda p: (units(p), p.gpus, -bounds.capacity(p), p)):
-        capacity = bounds.capacity(place)
+    for place in sorted(able, key=lambda p: (units(p), p.gpus, -bounds.usable(p), p)):
+        capacity = bounds.usable(place)
         most = max(most, capacity)
         if capacity >= BAND_RATIO * most:
             yield place

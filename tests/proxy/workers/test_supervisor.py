@@ -459,7 +459,7 @@ async def test_what_a_slow_worker_had_counted_stays_counted(
     hub = BusHub(2)
     told: asyncio.Queue[BusMessage] = asyncio.Queue()
     first, slow = hub.workers
-    first.send = told.put_nowait  # type: ignore[method-assign]
+    first.send = told.put_nowait  # type: ignore[assignment, method-assign]
     for worker in hub.workers:
         worker.ready.set()
 

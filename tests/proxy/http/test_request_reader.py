@@ -321,7 +321,7 @@ def test_nothing_behind_an_error_is_kept(data: bytes) -> None:
 
 @pytest.mark.parametrize("length_known", [True, False])
 def test_a_long_body_in_one_read(length_known: bool) -> None:
-    """It fits just into the budget, as early bytes and as a body."""
+    """It fits just into the budget."""
     body = b"x" * 200_000
     reader = make_reader(Limits(all_bodies_bytes=len(body) + len(GET)))
     chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
@@ -329,6 +329,15 @@ def test_a_long_body_in_one_read(length_known: bool) -> None:
     assert statuses(reader) == [0]
     assert reader.ready[0].body == body
     assert bytes(reader.early_bytes) == (GET if length_known else b"")
+
+
+def test_a_long_body_that_has_waited() -> None:
+    body = b"x" * 200_000
+    reader = make_reader(Limits(all_bodies_bytes=len(post(body))))
+    reader.keep_early(post(body), HttpRequest())
+    reader.feed(b"")
+    assert statuses(reader) == [0]
+    assert reader.ready[0].body == body
 
 
 # -- 100 Continue ----------------------------------------------------------------------------------

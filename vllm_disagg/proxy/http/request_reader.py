@@ -87,9 +87,21 @@ class RequestReader:
 
         Complete requests and refusals go to `ready`.
         """
-        if len(data) <= SLICE_BYTES and not self.early_bytes:
+        if len(data) > SLICE_BYTES or self.early_bytes:
+            self._feed_in_slices(data)
+        else:
             self._feed_slice(data)
-            return
+
+    def _feed_in_slices(self, data: bytes) -> None:
+        """Parses bytes of which many requests may be made."""
+        if not self.early_bytes:
+            # Nearly all long reads have one request, or a part of its body: they are not copied.
+            if self.state is not READING_BODY:
+                self._feed_slice(data[:SLICE_BYTES])
+                data = data[SLICE_BYTES:]
+            if not self.ready and len(data) <= self._body_bytes_due():
+                self._feed_slice(data)
+                return
         self.early_bytes += data
         self._share.hold(len(data))
         while self.early_bytes and not self.ready:

@@ -108,6 +108,34 @@ def test_llama_4_takes_its_layers_without_rope_from_a_list_or_an_interval() -> N
         ),
         ({"quantization_config": {"quant_method": "gptq"}}, "has None bits"),
         ({"quantization_config": {"quant_method": "compressed-tensors"}}, "weights of one width"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "ignore": ["re:("]}},
+            "'\\(' is no regular expression",
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8", "ignore": ["re:(a+)+b"]}},
+            "repeats a group, or has more than 4 repeats",
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8", "ignore": ["re:.*.*.*.*.*x"]}},
+            "repeats a group, or has more than 4 repeats",
+        ),
+        (
+            {
+                "quantization_config": {
+                    "quant_method": "fp8",
+                    "kv_cache_scheme": {"num_bits": 4, "type": "float"},
+                }
+            },
+            "KV cache of quantization_config is float4, not FP8",
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8", "kv_cache_quant_algo": "NVFP4"}},
+            "KV cache of quantization_config is NVFP4, not FP8",
+        ),
+        ({"num_key_value_heads": 5}, "32 attention heads do not share 5 KV heads"),
+        ({"num_key_value_heads": 64}, "32 attention heads do not share 64 KV heads"),
+        ({"model_type": "opt", "word_embed_proj_dim": 512}, "word_embed_proj_dim 512 is not"),
         ({"torch_dtype": "int9"}, "torch_dtype int9 is not one of bfloat16"),
     ],
 )
@@ -127,9 +155,11 @@ def _stored(width: float, dtype: str, parameters: float) -> StoredProducts:
 
 
 def test_weights_have_the_width_of_their_quantization() -> None:
-    nvfp4 = {"weights": {"num_bits": 4, "type": "float", "group_size": 16}}
+    fp4_weights = {"weights": {"num_bits": 4, "type": "float", "group_size": 16}}
+    nvfp4 = {**fp4_weights, "input_activations": {"num_bits": 4, "type": "float"}}
     int4 = {"weights": {"num_bits": 4, "type": "int", "group_size": 32}}
-    fp8 = {"weights": {"num_bits": 8, "type": "float"}}
+    fp8_weights = {"weights": {"num_bits": 8, "type": "float"}, "input_activations": None}
+    fp8 = {**fp8_weights, "input_activations": {"num_bits": 8, "type": "float"}}
     int8 = {"weights": {"num_bits": 8, "type": "int", "group_size": None}}
     w8a8 = {**int8, "input_activations": {"num_bits": 8, "type": "int", "dynamic": True}}
     tensors = "compressed-tensors"
@@ -139,6 +169,8 @@ def test_weights_have_the_width_of_their_quantization() -> None:
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, (1.0, "fp8")),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128}, (0.515625, "bf16")),
         ({"quant_method": tensors, "config_groups": {"group_0": nvfp4}}, (0.5625, "fp4")),
+        ({"quant_method": tensors, "config_groups": {"group_0": fp4_weights}}, (0.5625, "bf16")),
+        ({"quant_method": tensors, "config_groups": {"group_0": fp8_weights}}, (1.0, "bf16")),
         ({"quant_method": tensors, "config_groups": {"group_0": int4}}, (0.5625, "bf16")),
         ({"quant_method": tensors, "config_groups": {"group_0": int8}}, (1.0, "bf16")),
         ({"quant_method": tensors, "config_groups": {"group_0": w8a8}}, (1.0, "int8")),
@@ -149,6 +181,9 @@ def test_weights_have_the_width_of_their_quantization() -> None:
         assert found.embedding_bytes == 2.0
     with pytest.raises(ConfigError, match="weights of one width"):
         _quantized(quant_method=tensors, config_groups={"group_0": nvfp4, "group_1": fp8})
+    fp4a8 = {**nvfp4, "input_activations": {"num_bits": 8, "type": "float"}}
+    with pytest.raises(ConfigError, match="activations of float4 weights are float8, not float4"):
+        _quantized(quant_method=tensors, config_groups={"group_0": fp4a8})
     w4a8 = {**int4, "input_activations": {"num_bits": 8, "type": "float"}}
     with pytest.raises(ConfigError, match="activations of integer weights are float8, not int8"):
         _quantized(quant_method=tensors, config_groups={"group_0": w4a8})

@@ -66,6 +66,8 @@ class LayerSizes:
         """Adds softmax attention; with `shared_kv` one projection gives K and V."""
         if not layers:
             return
+        if heads % kv_heads:
+            raise self._read.error(f"{heads} attention heads do not share {kv_heads} KV heads")
         head = float(self.hidden * head_dim)
         modules = {
             "q_proj": head * heads * (2 if gated else 1),
@@ -195,6 +197,9 @@ class LayerSizes:
         is_tied = read.flag("tie_word_embeddings", tied_by_default)
         embedding = vocabulary * self.hidden * (1 if is_tied else 2)
         if read.text("model_type") == "opt":
+            width = read.number("word_embed_proj_dim", self.hidden, 1)
+            if width != self.hidden:
+                raise read.error(f"word_embed_proj_dim {width} is not hidden_size {self.hidden}")
             embedding += self.hidden * (read.number("max_position_embeddings", 0) + 2)
         kv = tuple(
             KvLayers(layers, token_bytes, heads, window)

@@ -32,13 +32,24 @@ _FUSED = {
 }
 
 
+# Parts of a regular expression: a group that repeats, and a repeat of anything but a digit. Both may
+# take exponential or high polynomial time.
+_REPEATED_GROUP = re.compile(r"\)[*+{]")
+_REPEAT = re.compile(r"(?<!\\d)[*+{]")
+MAX_REPEATS = 4  # of a pattern
+
+
 class SkippedModules:
-    """Names of modules that are not quantized, and which of them a model has."""
+    """Names of modules that are not quantized, and which of them a model has.
+
+    Raises ValueError for a regular expression that is wrong, or that may take too long.
+    """
 
     def __init__(self, quantization: dict[str, Any]) -> None:
         self._everywhere: list[str] = []
         self._in_layer: dict[int, list[str]] = {}
         self._unmatched: dict[tuple[int | None, str], str] = {}
+        self._expressions: dict[str, re.Pattern[str]] = {}
         for name in _names(quantization):
             found = _LAYER.fullmatch(_ROOT.sub("", name, count=1))
             if found:
@@ -47,6 +58,8 @@ class SkippedModules:
                 self._unmatched[layer, pattern] = name
             else:
                 pattern = name if name.startswith("re:") else _ROOT.sub("", name, count=1)
+                if pattern.startswith("re:"):
+                    self._expressions[pattern] = _compiled(pattern[3:])
                 self._everywhere.append(pattern)
                 self._unmatched[None, pattern] = name
 
@@ -67,10 +80,19 @@ class SkippedModules:
                 *((layer, pattern) for pattern in self._in_layer.get(layer, ())),
                 *((None, pattern) for pattern in self._everywhere),
             ):
-                if _matches(found, path if key is None else name):
+                if self._matches(found, path if key is None else name):
                     self._unmatched.pop((key, found), None)
                     is_skipped = True
         return is_skipped
+
+    def _matches(self, pattern: str, path: str) -> bool:
+        """Returns whether a name is a module's or that of one that contains it."""
+        if expression := self._expressions.get(pattern):
+            roots = ("model.", "language_model.model.", "")
+            return any(expression.match(root + path) for root in roots)
+        if "*" in pattern:
+            return fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*")
+        return f".{pattern}." in f".{path}."
 
     def unknown(self, layers: int) -> str:
         """Returns a name that no counted module of a model has, or an empty text."""
@@ -89,11 +111,15 @@ def _names(quantization: dict[str, Any]) -> Iterable[str]:
             yield from map(str, names)
 
 
-def _matches(pattern: str, path: str) -> bool:
-    """Returns whether a name is a module's or that of one that contains it."""
-    if pattern.startswith("re:"):
-        roots = ("model.", "language_model.model.", "")
-        return any(re.match(pattern[3:], root + path) for root in roots)
-    if "*" in pattern:
-        return fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*")
-    return f".{pattern}." in f".{path}."
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """Compiles a regular expression. Raises ValueError if it is wrong, or may take too long."""
+    try:
+        found = re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"{pattern[:80]!r} is no regular expression: {error}") from None
+    if _REPEATED_GROUP.search(pattern) or len(_REPEAT.findall(pattern)) > MAX_REPEATS:
+        raise ValueError(
+            f"the regular expression {pattern[:80]!r} repeats a group, or has more than"
+            f" {MAX_REPEATS} repeats"
+        )
+    return found

@@ -49,12 +49,32 @@ def quantization_of(read: ConfigReader) -> Quantization:
     if not isinstance(quantization, dict):
         return Quantization(is_kv_fp8=is_flag_fp8)
     method = str(quantization.get("quant_method", ""))
-    kv = quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo")
-    kv = kv or is_flag_fp8
+    is_kv_fp8 = _has_fp8_kv(read, quantization) or is_flag_fp8
     if method == "mxfp4":
-        return Quantization(experts=MXFP4, is_kv_fp8=bool(kv))
+        return Quantization(experts=MXFP4, is_kv_fp8=is_kv_fp8)
     quantized = _format(read, method, quantization)
-    return Quantization(quantized, quantized, bool(kv), SkippedModules(quantization))
+    try:
+        skipped = SkippedModules(quantization)
+    except ValueError as error:
+        raise read.error(f"quantization_config: {error}: give --profile of an instance") from None
+    return Quantization(quantized, quantized, is_kv_fp8, skipped)
+
+
+def _has_fp8_kv(read: ConfigReader, quantization: dict[str, Any]) -> bool:
+    """Returns whether the KV of a checkpoint is FP8. Raises ConfigError for another width."""
+    scheme = quantization.get("kv_cache_scheme")
+    algorithm = quantization.get("kv_cache_quant_algo")
+    if not scheme and not algorithm:
+        return False
+    if isinstance(scheme, dict):
+        found = f"{scheme.get('type')}{scheme.get('num_bits')}"
+        is_fp8 = found == "float8"
+    else:
+        found = str(scheme or algorithm)
+        is_fp8 = found == "FP8"
+    if not is_fp8:
+        raise read.error(f"the KV cache of quantization_config is {found[:80]}, not FP8")
+    return True
 
 
 def _format(read: ConfigReader, method: str, quantization: dict[str, Any]) -> WeightFormat:
@@ -87,15 +107,30 @@ def _compressed(read: ConfigReader, quantization: dict[str, Any]) -> WeightForma
         if not isinstance(weights, dict):
             continue
         bits = weights.get("num_bits")
+        inputs = group.get("input_activations")
         if weights.get("type") == "float":
-            found.add(NVFP4 if bits == 4 else FP8)
+            found.add(_floats(read, bits, inputs))
         else:
-            inputs = group.get("input_activations")
             stored = _integers(read, bits, weights.get("group_size"))
             found.add(stored._replace(dtype="int8") if _are_int8(read, inputs) else stored)
     if len(found) != 1:
         raise read.error("quantization_config has no config_groups with weights of one width")
     return found.pop()
+
+
+def _floats(read: ConfigReader, bits: object, inputs: object) -> WeightFormat:
+    """Returns the format of FP4 or FP8 weights; products are in BF16 without activations."""
+    if bits not in (4, 8):
+        raise read.error(f"quantization_config has floats of {str(bits)[:80]} bits, not 4 or 8")
+    stored = NVFP4 if bits == 4 else FP8
+    if not isinstance(inputs, dict):
+        return stored._replace(dtype="bf16")
+    kind = (inputs.get("num_bits"), inputs.get("type"))
+    if kind != (bits, "float"):
+        raise read.error(
+            f"input_activations of float{bits} weights are {kind[1]}{kind[0]}, not float{bits}"
+        )
+    return stored
 
 
 def _integers(read: ConfigReader, bits: object, group: object) -> WeightFormat:

@@ -453,3 +453,22 @@ def test_a_wrong_mixed_point_is_refused(
     path.write_text(json.dumps(_points(mixed=[point])))
     with pytest.raises(ConfigError, match=words):
         profile.load(str(path))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "degrees"),
+    [(40, 10, {1, 2}), (32, 8, {1, 2, 4, 8}), (32, 2, {1, 2, 4, 8}), (40, 40, {1, 2, 4, 8})],
+)
+def test_tensor_parallel_sizes_split_heads_and_kv_heads(
+    heads: int, kv_heads: int, degrees: set[int]
+) -> None:
+    """As vLLM asserts; Phi-4 has 40 heads and 10 KV heads."""
+    config = {**model.MODELS["llama-3.1-8b"], "num_attention_heads": heads, "head_dim": 128}
+    found = families.parse("m", {**config, "num_key_value_heads": kv_heads})
+    source = PerformanceSource("roofline", "h100", found, hardware.gpu("h100"))
+    assert {tp for tp, _ in source.shapes(8)} == degrees
+
+
+def test_latent_attention_has_no_kv_heads_to_split() -> None:
+    source = PerformanceSource("roofline", "h200", model.load("deepseek-v3"), hardware.gpu("h200"))
+    assert {tp for tp, _ in source.shapes(16)} == {1, 2, 4, 8}

@@ -113,14 +113,20 @@ class PerformanceSource(msgspec.Struct, frozen=True):
         return max(MIN_KV_TOKENS, self.max_model_len)
 
     def _degrees(self) -> list[int]:
-        """Lists the tensor parallel sizes that divide the heads."""
+        """Lists the tensor parallel sizes that vLLM starts: they split heads and KV heads evenly."""
         if not self.model:
             raise AssertionError("only a profile goes without a model")
         if self.kind == "coefficients":
             return distserve.degrees(self.name, self.model.name)
         most = min(MAX_TENSOR_PARALLEL, self.gpu.node if self.gpu else MAX_TENSOR_PARALLEL)
         powers_of_two = (tp for tp in range(1, most + 1) if tp & (tp - 1) == 0)
-        return [tp for tp in powers_of_two if self.model.heads % tp == 0]
+        return [tp for tp in powers_of_two if self._splits(self.model, tp)]
+
+    @staticmethod
+    def _splits(model: ModelCosts, tp: int) -> bool:
+        """Returns whether ranks have equal heads, and equal or equally often copied KV heads."""
+        kv_heads = {group.heads for group in model.kv}
+        return model.heads % tp == 0 and all(h % tp == 0 or tp % h == 0 for h in kv_heads)
 
     def _stages(self, model: ModelCosts, most: int) -> list[int]:
         """Lists numbers of pipeline stages: those that divide the layers, and usual uneven ones."""

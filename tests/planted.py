@@ -1290,6 +1290,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("plan: a checkpoint's expression may take for ever", "planner/cost/skipped.py", "    if _REPEATED_GROUP.search(pattern) or", "    if", "tests/planner/cost/test_model_families.py"),
     ("plan: KV heads that do not divide the heads", "planner/cost/layer_sizes.py", "        if heads % kv_heads:\n", "        if False:\n", "tests/planner/cost/test_model_families.py"),
     ("plan: KV heads need not split over the ranks", "planner/search/scenario.py", " and all(h % tp == 0 or tp % h == 0 for h in kv_heads)", "", "tests/planner/cost/test_planner_cost.py"),
+    ("plan: lengths are drawn for ever", "workloads/lengths.py", "for _ in range(MAX_REDRAWS):", "while True:", "tests/planner/simulation/test_planner_workload.py"),
     ("a placement holds a rate that a sample misses", "planner/search/demand.py", "        if result.stopped:\n            return None\n", "", "tests/planner/commands/test_plan_demand.py"),
     ("the most in all is the most per GPU", "planner/search/optimizer.py", "    return 1.0\n", "    return float(placement.gpus)\n", "tests/planner/search/test_planner_search.py::test_the_most_in_all_may_be_less_per_gpu"),
     ("a price of 0 is taken", "planner/commands/criteria.py", "not 0 < price <= MAX_PRICE", "not 0 <= price <= MAX_PRICE", "tests/planner/commands/test_plan_demand.py::test_a_price_file_with_a_hole_is_one_line"),

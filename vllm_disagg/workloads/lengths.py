@@ -6,6 +6,10 @@ from random import Random
 
 import msgspec
 
+from ..errors import ConfigError
+
+MAX_REDRAWS = 1000  # of one request: its limit leaves less than about one draw in a hundred
+
 
 class LengthDistribution(msgspec.Struct, frozen=True):
     """Log-normal prompts and answers, drawn again while prompt + answer reaches `limit`.
@@ -19,14 +23,21 @@ class LengthDistribution(msgspec.Struct, frozen=True):
     cut: tuple[int, int] | None = None  # prompts are truncated to a uniform draw from this range
 
     def draw(self, random: Random) -> tuple[int, int]:
-        """Draws the tokens of a prompt and of its answer."""
-        while True:
+        """Draws the tokens of a prompt and of its answer.
+
+        Raises ConfigError if hardly any draw is below the limit.
+        """
+        for _ in range(MAX_REDRAWS):
             prompt = max(1, round(random.lognormvariate(*self.prompt)))
             answer = max(1, round(random.lognormvariate(*self.answer)))
             if self.cut:
                 prompt = min(prompt, random.randint(*self.cut))
             if prompt + answer < self.limit:
                 return prompt, answer
+        raise ConfigError(
+            f"--max-model-len: hardly any request of this workload has at most {self.limit - 1}"
+            " tokens"
+        )
 
 
 # Mean tokens in/out 755.5/200.3, 171.3/98.2 and 1738.3/90.7 with the OPT tokenizer (DistServe,

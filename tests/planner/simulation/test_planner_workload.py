@@ -108,3 +108,10 @@ def test_a_workload_that_is_not_known_is_refused(text: str) -> None:
 def test_arrivals_that_are_not_known_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--arrivals"):
         workload.arrivals(text, workload.load("10:10"))
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("longbench-like", 256), ("sharegpt-like", 2)])
+def test_lengths_that_hardly_any_draw_has_are_refused(name: str, tokens: int) -> None:
+    short = workload.limited(workload.load(name), tokens)
+    with pytest.raises(ConfigError, match=f"--max-model-len: hardly any .* at most {tokens} tok"):
+        short.sample(10, 0, Arrivals("poisson"))

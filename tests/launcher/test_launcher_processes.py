@@ -46,7 +46,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(json.dumps({{"data": [{{"id": "a/b"}}]}}).encode())
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.send_response(404 if "--mute" in sys.argv else 200)
+        self.send_response(503 if "--mute" in sys.argv else 200)
         self.end_headers()
         answer = {{"model": body["model"], "choices": [{{"text": "x", "finish_reason": "length"}}]}}
         answer["kv_transfer_params"] = {{"disagg_engine": facts}}

@@ -117,8 +117,20 @@ async def test_a_failure_of_p_counts_until_there_is_content(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("status", [400, 429])
-async def test_a_refusal_of_p_is_the_answer_until_there_is_content(path: str, status: int) -> None:
+async def test_a_refusal_of_p_leaves_d_alone_until_there_is_content(path: str) -> None:
+    path, preface, content = preface_of(path)
+    async with world() as w:
+        w.p.script, w.d.script = after(w.d.calls, 400), streaming(preface, content)
+        reply = await post(w, path)
+        assert reply.status == 200 and reply.complete and reply.body.endswith(content)
+        assert reply.body.count(preface) == 1, "one beginning"
+        assert [call.leg for call in w.d.calls] == ["decode", "whole"]
+        await w.d.calls[0].gone.wait()
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_full_p_is_the_answer_until_there_is_content(path: str) -> None:
+    status = 429
     path, preface, content = preface_of(path)
     async with world() as w:
         w.p.script, w.d.script = after(w.d.calls, status), streaming(preface, content)

@@ -118,7 +118,9 @@ async def test_nixl_prefill_refuses() -> None:
             await call.json({"error": "too long"}, 400)
 
         w.p.script = refuse
-        assert (await w.post()).status == 400 and not w.d.calls
+        reply = await w.post()
+        assert reply.status == 200 and "remote_block_ids" not in reply.body.decode()
+        assert len(w.d.calls) == 1 and "kv_transfer_params" not in w.d.calls[0].body
 
 
 async def test_a_nixl_stream_goes_on_elsewhere() -> None:

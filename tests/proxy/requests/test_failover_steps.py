@@ -54,7 +54,8 @@ def test_no_request_is_given_up_while_a_step_is_left() -> None:
         alone = (leg, reason) != ("prefill", "busy") and (
             left.other_decode or (left.same_decode and leg == "prefill")
         )
-        something = (left.pair and past.pair_attempts < MAX_PAIR_ATTEMPTS) or alone
+        may_pair = left.pair and reason != "declined"
+        something = (may_pair and past.pair_attempts < MAX_PAIR_ATTEMPTS) or alone
         gave_up = next_step(leg, reason, past, left) is NextStep.GIVE_UP
         assert gave_up is (bounded or not something or reason == "diverged")
 

@@ -158,8 +158,8 @@ async def test_forbidden_fields() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("status", [400, 404, 429])
-async def test_prefill_refuses_verbatim(status: int, stream: bool) -> None:
+async def test_prefill_refuses_verbatim(stream: bool) -> None:
+    status = 429
     async with world() as w:
 
         async def refuse(call: Call) -> None:
@@ -180,12 +180,12 @@ async def test_prefill_refuses_verbatim(status: int, stream: bool) -> None:
 
 @pytest.mark.parametrize(
     ("decode_status", "answered"),
-    [(422, (422, "of D")), (500, (400, "of P")), (200, (400, "of P"))],
+    [(422, (422, "of D")), (500, (500, "of D")), (200, (200, "of D"))],
 )
 async def test_a_soon_refusal_of_decode_replaces_that_of_prefill(
     decode_status: int, answered: tuple[int, str]
 ) -> None:
-    """D refuses the client's request, P only its leg."""
+    """D answers the client's request, P only its leg."""
     async with world() as w:
         prefill_refused = asyncio.Event()
 
@@ -201,6 +201,8 @@ async def test_a_soon_refusal_of_decode_replaces_that_of_prefill(
         w.p.script, w.d.script = refuse, answer_later
         reply = await w.post()
         assert (reply.status, reply.json()) == answered
+        # A failure behind P's refusal shows nothing about the request.
+        assert len(w.d.calls) == (2 if decode_status == 500 else 1)
 
 
 def response(status: int) -> LegOutcome:
@@ -211,7 +213,7 @@ def response(status: int) -> LegOutcome:
 
 @pytest.mark.parametrize(
     ("prefill_outcome", "decode_status", "is_hidden"),
-    [(200, 200, False), (400, 200, True), (400, 422, False), (0, 200, False), (-1, 200, False)],
+    [(200, 200, False), (0, 200, False), (0, 422, False), (-1, 200, False)],
 )
 async def test_of_two_ends_in_one_turn_an_answer_stands(
     prefill_outcome: int, decode_status: int, is_hidden: bool
@@ -229,6 +231,37 @@ async def test_of_two_ends_in_one_turn_an_answer_stands(
     await asyncio.wait([prefill])
     assert legs._hides(prefill, response(decode_status)) == is_hidden
     assert legs._hides(prefill, AttemptFailure("decode", "5xx", "")) == (prefill_outcome != 200)
+
+
+@pytest.mark.parametrize("status", [400, 401, 404])
+@pytest.mark.parametrize("decode_status", [200, 400])
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"max_tokens": 1}])
+async def test_decode_decides_what_prefill_refuses(
+    status: int, decode_status: int, fields: dict[str, Any]
+) -> None:
+    """P's limits may be its own; its refusal need not be D's."""
+    async with world(prefill=2) as w:
+
+        async def refuse(call: Call) -> None:
+            await call.json("of P", status)
+
+        async def alone(call: Call) -> None:
+            if call.leg == "decode":
+                await call.forever()
+            elif decode_status == 200:
+                await answer(call)
+            else:
+                await call.json("of D", decode_status)
+
+        for p in w.prefills:
+            p.script = refuse
+        w.d.script = alone
+        reply = await w.post(**fields)
+        assert reply.status == decode_status
+        assert decode_status == 200 or reply.json() == "of D"
+        assert sum(len(p.calls) for p in w.prefills) == 1 and len(w.d.legs("whole")) == 1
+        assert all(row["usable"] for row in await w.instances())
+        assert await w.metric("vllm_disagg_fallbacks_total", 'reason="prefill_declined"') == 1
 
 
 @pytest.mark.parametrize(("script", "reason"), [(fail, "5xx"), (reset, "reset")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 # "local": this proxy lacked something, and the instance is not to blame.
+# "declined": P refuses a request that D may serve.
 # "stopping": the instance has got SIGTERM, and aborts requests that it would have to begin.
 Reason = Literal[
     "refused",
@@ -15,6 +16,7 @@ Reason = Literal[
     "timeout",
     "5xx",
     "busy",
+    "declined",
     "stalled",
     "stale",
     "diverged",

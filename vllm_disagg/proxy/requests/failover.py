@@ -2,6 +2,7 @@
 
     a pair fails at P   -> another pair -> this D alone -> another D alone -> give up
     P has no room (429) -> another pair ---------------------------------> give up
+    P refuses (4xx)     -> --------------> this D alone -> another D alone -> give up
     a pair fails at D   -> another pair ------------------> another D alone -> give up   (429 too)
     D alone fails       -------------------------------------> another D alone -> give up
 
@@ -34,7 +35,9 @@ MAX_PAIR_ATTEMPTS = 3  # attempts with two legs; after these a D alone is tried
 MAX_DEATHS = 2
 
 # The instance seems to be alive, so the failure may be a sign of overload; "local": of the proxy.
-CHARGED_REASONS = frozenset(("garbled", "timeout", "5xx", "busy", "local"))
+CHARGED_REASONS = frozenset(("garbled", "timeout", "5xx", "busy", "declined", "local"))
+# An answer of P is left for the client, and nothing has failed.
+REFUSALS = frozenset(("busy", "declined"))
 
 
 class NextStep(Enum):
@@ -115,7 +118,9 @@ def next_step(
         return NextStep.GIVE_UP
     if history.attempts >= MAX_ATTEMPTS or history.deaths >= MAX_DEATHS or reason == "diverged":
         return NextStep.GIVE_UP
-    if alternatives.pair and history.pair_attempts < MAX_PAIR_ATTEMPTS:
+    # Other Ps would decline it, too.
+    may_pair = alternatives.pair and reason != "declined"
+    if may_pair and history.pair_attempts < MAX_PAIR_ATTEMPTS:
         return NextStep.PAIR
     if leg == "prefill" and reason == "busy":
         return NextStep.GIVE_UP  # P's 429 is a true answer, after which the client can come back

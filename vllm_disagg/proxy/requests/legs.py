@@ -9,7 +9,8 @@ Concurrent legs. The first leg to end decides:
 
     D's answer has started, D fails or refuses   D's outcome
     P fails                                      P's failure
-    P refuses                                    D's refusal if it comes soon, otherwise P's
+    P refuses                                    D's refusal if it comes soon; otherwise D alone
+                                                 decides, since P's limits may be its own
     P has computed the prompt                    D's outcome, when it comes
 
 Late dispatch (`--decode-dispatch late`): D's leg is sent when P's is nearly over, by the times of
@@ -42,8 +43,8 @@ from .bodies import whole_body
 from .completeness import CompletenessCheck
 from .leg_answers import find_problem, until_started, verify_prefill
 
-# After P's refusal, the time in which D may refuse too: D's refusal is about the client's request,
-# P's about its leg.
+# After P's refusal, the time in which D may refuse too. Else D serves the request alone, or refuses
+# it then.
 DECODE_REFUSAL_SECONDS = 0.2
 # Of the expected time of a prefill leg: then a late decode leg is sent. The rest is for D's API
 # server and scheduler, and for the bytes of all but the last layers.
@@ -104,7 +105,7 @@ class LegRunner:
         """Runs NixlConnector's two legs: P's answer has the parameters of D's leg."""
         request_body = attempt.context.body
         answer = await self._prefill_leg(attempt, pair, request_body.prefill_body(NIXL_PREFILL))
-        if isinstance(answer, AttemptFailure) or answer.status != 200:
+        if isinstance(answer, AttemptFailure):
             return answer
         attempt.release_prefill_place()
         params = params_in(await answer.read())
@@ -126,7 +127,7 @@ class LegRunner:
         if self._is_late and not pair.bidirectional_reuse:
             expected = pair.prefill.prefill_times.least(pair.uncached_bytes)
             await asyncio.wait([prefill], timeout=LATE_SHARE * expected)
-            if prefill.done() and _is_failed(prefill):
+            if prefill.done() and not _is_computed(prefill):
                 return prefill.result()
         with CancelScope(prefill.get_loop()) as decode_leg:
             prefill.add_done_callback(lambda _: _end_decode_leg(decode_leg, prefill))
@@ -151,13 +152,14 @@ class LegRunner:
             )
         if isinstance(answer, AttemptFailure):
             return answer
-        if answer.status == 200:
-            seconds = time.monotonic() - began
-            self._metrics.prefill_leg.observe(seconds)
-            instance.prefill_times.add(pair.uncached_bytes, seconds)
-            attempt.prompt_computed(pair)
-            self._tracing.prefilled(attempt.context.request)
-            attempt.context.meter.prefill_done(seconds)
+        if answer.status != 200:
+            return AttemptFailure("prefill", "declined", f"it answered {answer.status}", answer)
+        seconds = time.monotonic() - began
+        self._metrics.prefill_leg.observe(seconds)
+        instance.prefill_times.add(pair.uncached_bytes, seconds)
+        attempt.prompt_computed(pair)
+        self._tracing.prefilled(attempt.context.request)
+        attempt.context.meter.prefill_done(seconds)
         return answer
 
     async def _verified_prefill_leg(
@@ -165,7 +167,7 @@ class LegRunner:
     ) -> LegOutcome:
         """Runs a prefill leg, and verifies that the process named in D's grant answered."""
         answer = await self._prefill_leg(attempt, pair, body)
-        if isinstance(answer, AttemptFailure) or answer.status != 200:
+        if isinstance(answer, AttemptFailure):
             return answer
         content = await answer.read()
         problem = verify_prefill(attempt.context.request.path, pair, content, time.monotonic())
@@ -272,26 +274,19 @@ def _end_decode_leg(decode_leg: CancelScope, prefill: asyncio.Task[LegOutcome]) 
 def _hides(prefill: asyncio.Task[LegOutcome], outcome: LegOutcome) -> bool:
     """Returns whether the end of a prefill leg replaces D's outcome.
 
-    A failure replaces no answer of D: it may have come in the same turn of the loop. A refusal
-    replaces all but a refusal.
+    It replaces no answer of D: that may have come in the same turn of the loop.
     """
-    if _is_computed(prefill) or _is_refusal(outcome):
-        return False
-    return not (_is_failed(prefill) and isinstance(outcome, UpstreamResponse))
+    return not _is_computed(prefill) and isinstance(outcome, AttemptFailure)
 
 
 def _is_failed(prefill: asyncio.Task[LegOutcome]) -> bool:
     """Whether a prefill leg that has ended failed, in a way in which another P may succeed."""
-    return prefill.exception() is not None or isinstance(prefill.result(), AttemptFailure)
+    if prefill.exception():
+        return True
+    outcome = prefill.result()
+    return isinstance(outcome, AttemptFailure) and outcome.reason != "declined"
 
 
 def _is_computed(prefill: asyncio.Task[LegOutcome]) -> bool:
     """Whether a prefill leg that has ended has computed the prompt."""
-    if prefill.exception():
-        return False
-    outcome = prefill.result()
-    return isinstance(outcome, UpstreamResponse) and outcome.status == 200
-
-
-def _is_refusal(outcome: LegOutcome) -> bool:
-    return isinstance(outcome, UpstreamResponse) and 400 <= outcome.status < 500
+    return not prefill.exception() and isinstance(prefill.result(), UpstreamResponse)

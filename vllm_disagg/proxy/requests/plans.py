@@ -33,6 +33,7 @@ from .attempt import Attempt, AttemptFailure, AttemptPlan, RequestContext
 from .failover import (
     CHARGED_REASONS,
     DEATH_REASONS,
+    REFUSALS,
     Alternatives,
     AttemptHistory,
     NextStep,
@@ -161,8 +162,7 @@ class AttemptPlans:
             if failure.reason in DEATH_REASONS and step is not NextStep.GIVE_UP:
                 break
         if step is NextStep.GIVE_UP or not self._can_afford(failure, now):
-            # "busy": the client is asked to come back, and nothing has failed.
-            if failure.reason != "busy":
+            if failure.reason not in REFUSALS:
                 self._metrics.failed_over("none")
                 context.request.rung = "none"
             return None

@@ -11,7 +11,8 @@ Course of a request:
 
     wait in the prefill queue -> attempt -> the decode leg's answer goes to the client as it comes
 
-    either leg is refused (4xx)   that answer goes to the client, the other leg is cancelled
+    D refuses its leg (4xx)       that answer goes to the client, P's leg is cancelled
+    P refuses its leg             D alone serves the request, or refuses it
     either answers 429            another instance that has room is tried first
     either leg fails              the next step of the ladder in `failover.py`: the same request on
                                   other instances
@@ -41,7 +42,8 @@ Blame. A failure counts against its instance at once, with these exceptions:
 
     5xx                     the request itself may be the cause: the failure counts when another
                             instance has answered the request (`RequestProgress.blame_suspects`)
-    an instance answers 429 does not count: it is full, not broken
+    429                     does not count: the instance is full, not broken
+    P refuses (4xx)         does not count
     another process is P    does not count, and the instance is probed
     a second answer differs does not count: the first one may be the wrong one
 """

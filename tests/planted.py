@@ -1600,4 +1600,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a P of a tiny lease keeps D busy", "protocol/receiver.py", "max(lease / 3, MIN_KEEPALIVE_SECONDS)", "lease / 3", "tests/protocol/test_receiver.py::test_keep_alives_come_at_least_three_times_a_lease"),
     ("P keeps its lease for itself", "driver.py", "            config.lease,\n        )\n", "        )\n", "tests/unit/test_driver.py::test_a_worker_names_its_lease"),
     ("facts: weights in one file are compared by its path", "kv_connectors/compatibility.py", "if place.exists() else", "if place.is_dir() else", "tests/connector/test_compatibility.py::test_weights_in_a_single_file_differ"),
+    ("a worker without memory is not started again", "proxy/workers/supervisor.py", "        except OSError as error:  # as", "        except EOFError as error:  # as", "tests/proxy/workers/test_supervisor.py::test_a_process_that_cannot_be_started_is_tried_again"),
+    ("a worker that starts as the proxy ends outlives it", "proxy/workers/supervisor.py", "    if stop.is_set():  # meanwhile", "    if False:  # meanwhile", "tests/proxy/workers/test_supervisor.py::test_a_process_that_cannot_be_started_is_tried_again"),
 ]

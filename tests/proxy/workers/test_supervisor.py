@@ -211,7 +211,9 @@ async def test_a_worker_that_cannot_start_again_is_tried_again(
     restarted: list[bool] = []
     stop = asyncio.Event()
 
-    async def run_process(worker: Any, _: Any, __: Any, place: WorkerPlace) -> int:
+    async def run_process(
+        worker: Any, _: Any, __: Any, place: WorkerPlace, ___: asyncio.Event
+    ) -> int:
         restarted.append(place.restarted)
         is_ready, status = lives[len(restarted) - 1]
         if is_ready:
@@ -231,6 +233,34 @@ async def test_a_worker_that_cannot_start_again_is_tried_again(
         "status 3 before it was ready and is started again in 0.003 s; the other workers serve",
         "status -9 and is started again in 0.001 s; its requests failed",
     ]
+
+
+async def test_a_process_that_cannot_be_started_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "RESTART_SECONDS", 0.001)
+    start = supervisor.start_worker
+    tries = 0
+    stop = asyncio.Event()
+
+    async def start_worker(command: list[str], place: WorkerPlace) -> asyncio.subprocess.Process:
+        nonlocal tries
+        tries += 1
+        if tries < 3:
+            raise OSError("no memory")
+        stop.set()
+        return await start(command, place)
+
+    monkeypatch.setattr(supervisor, "start_worker", start_worker)
+    table = os.memfd_create("test")
+    hub = BusHub(1)
+    place = WorkerPlace(0, 1, 0, table, 0, "c", restarted=True)
+    async with asyncio.timeout(30):
+        # The third process has begun when the proxy ends: it would wait for it for ever.
+        ended = await _keep_running(hub.workers[0], hub, ["sleep", "60"], place, stop)
+    assert ended == 0 and tries == 3
+    assert caplog.text.count("worker 0 cannot be started: no memory") == 2
+    os.close(table)
 
 
 IMPORTING = """

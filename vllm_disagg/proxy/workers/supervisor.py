@@ -293,7 +293,11 @@ async def _keep_running(
     """Runs one worker and restarts it; returns the exit status with which it ended for good."""
     pause = RESTART_SECONDS
     while True:
-        status = await _run_process(worker, hub, command, place)
+        try:
+            status = await _run_process(worker, hub, command, place, stop)
+        except OSError as error:  # as without memory or file descriptors
+            log.error("supervisor: worker %d cannot be started: %s", worker.index, error)
+            status = 1
         if stop.is_set():
             return 0 if status in (0, -signal.SIGTERM) else status
         was_ready = worker.ready.is_set()
@@ -342,13 +346,26 @@ async def start_worker(command: list[str], place: WorkerPlace) -> asyncio.subpro
 
 
 async def _run_process(
-    worker: WorkerProcess, hub: BusHub, command: list[str], place: WorkerPlace
+    worker: WorkerProcess,
+    hub: BusHub,
+    command: list[str],
+    place: WorkerPlace,
+    stop: asyncio.Event,
 ) -> int:
-    """Runs one process of a worker to its end; returns its exit status."""
+    """Runs one process of a worker to its end; returns its exit status.
+
+    Raises OSError if it cannot be started.
+    """
     ours, theirs = socket.socketpair()
     with theirs:
         place = msgspec.structs.replace(place, hub=theirs.fileno(), challenge=hub.challenge)
-        worker.process = await start_worker(command, place)
+        try:
+            worker.process = await start_worker(command, place)
+        except OSError:
+            ours.close()
+            raise
+    if stop.is_set():  # meanwhile: `supervise` has ended the processes that it knew
+        worker.process.terminate()
     reader, worker.writer = await asyncio.open_unix_connection(sock=ours)
     loop = asyncio.get_running_loop()
     try:

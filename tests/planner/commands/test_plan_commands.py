@@ -203,6 +203,12 @@ def test_simulate_judges_the_longest_gap(capsys: pytest.CaptureFixture[str]) -> 
     assert found["attainment"] <= found["attainment_itl"] + 1e-9
 
 
+def test_prefill_first_is_refused_under_vllms_rules(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", *QUICK, "--rules", "vllm", "--colocated", "1x1", "--prefill-first"]
+    assert cli.main([*words, "--rate", "2"]) == 2
+    assert "--prefill-first goes with --rules distserve" in capsys.readouterr().err
+
+
 def test_simulate_with_what_a_deployment_adds(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["simulate", *QUICK, "--prefill", "1x1", "--decode", "1x1", "--rate", "0.01"]
     plain = _json(capsys, *words)

@@ -370,3 +370,30 @@ def test_kv_heads_of_each_kind_of_layer_split_over_ranks_by_themselves() -> None
     assert KvLayers(10, 8192.0, 4) in found.kv
     assert found.parameters == pytest.approx(30.7e9, rel=1e-3), "full layers have no V projection"
     assert found.rank_bytes(100, 8, 1) == 100 * (10 * 8192 / 4 + 50 * 16_384 / 8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens"),
+    [
+        ({}, 0),
+        ({"max_position_embeddings": 8192}, 8192),
+        ({"n_positions": 1024}, 1024),
+        ({"max_position_embeddings": "many"}, 0),
+        (
+            {"max_position_embeddings": 8192, "rope_scaling": {"type": "linear", "factor": 4.0}},
+            32768,
+        ),
+        # Its factor is in max_position_embeddings already, for vLLM 0.32.
+        ({"max_position_embeddings": 8192, "rope_scaling": {"type": "yarn", "factor": 4.0}}, 8192),
+        (
+            {
+                "max_position_embeddings": 131_072,
+                "original_max_position_embeddings": 4096,
+                "rope_scaling": {"type": "longrope"},
+            },
+            4096,
+        ),
+    ],
+)
+def test_the_own_length_of_a_model_is_vllms(fields: dict[str, Any], tokens: int) -> None:
+    assert families.parse("m", {**LLAMA, **fields}).max_tokens == tokens

@@ -361,19 +361,56 @@ def test_more_sequences_than_tokens_of_a_step_are_not_simulated() -> None:
 def test_commands_without_chunks_have_steps_for_the_longest_request() -> None:
     whole = Placement(ReplicaGroup(1, 1, 1), None, 8192, False)
     scenario = msgspec.structs.replace(
-        _of_gpus("h100", "h100"), workload=workload.load("9000:1000"), seeds=1
+        _of_gpus("h100", "h100"), workload=workload.load("9000:1000"), distserve=True
     )
-    assert (
-        "--no-enable-chunked-prefill --max-num-batched-tokens 10000 --max-model-len 10000"
-        in output.commands(scenario, whole, "m")[0]
-    )
+    flag = "--no-enable-chunked-prefill --max-num-batched-tokens"
+    assert f"{flag} 10000 --max-model-len 10000 " in output.commands(scenario, whole, "m")[0]
+    for given, limits in (
+        (16_000, "16000 --max-model-len 16000 "),
+        (4000, "8192 --max-model-len 4000 "),
+    ):
+        limited = msgspec.structs.replace(scenario, max_model_len=given)
+        assert f"{flag} {limits}" in output.commands(limited, whole, "m")[0]
+    assert any("prefill first is a schedule" in line for line in output.remarks(scenario, whole))
+
+
+def test_prefill_first_is_a_schedule_of_distserves_rules() -> None:
+    """vLLM 0.32 takes decodes into each step, also with --no-enable-chunked-prefill."""
+    today = _of_gpus("h100", "h100")
+    assert all(place.chunked for place in optimizer.colocated(today))
+    theirs = msgspec.structs.replace(today, distserve=True)
+    assert not all(place.chunked for place in optimizer.colocated(theirs))
+
+
+def test_commands_limit_requests_where_the_kv_holds_none_of_the_models_length() -> None:
+    """vLLM ends at its start with less KV: an L4 holds 33,000 tokens, Llama 3.1 takes 131,072."""
+    one = Placement(ReplicaGroup(1, 1, 1), ReplicaGroup(1, 1, 1))
+    for names, flag in (
+        (("h100", "h100"), ""),
+        (("l4", "l4"), " --max-model-len 600"),
+        (("h100", "l4"), " --max-model-len 600"),  # both sides take the same requests
+    ):
+        scenario = msgspec.structs.replace(_of_gpus(*names), workload=workload.load("500:100"))
+        lines = [line for line in output.commands(scenario, one, "m") if "vllm serve" in line]
+        assert len(lines) == 2
+        assert all((flag in line) if flag else ("model-len" not in line) for line in lines)
+        notes = [note for note in output.remarks(scenario, one) if "own length" in note]
+        assert bool(notes) == bool(flag)
+    long = msgspec.structs.replace(_of_gpus("l4", "l4"), workload=workload.load("60000:100"))
+    fits = long.prefill.kv(1, 1)
+    together = output.commands(long, Placement(ReplicaGroup(1, 1, 1), None, 2048), "m")[0]
+    assert f" --max-model-len {int(fits / 1.02)} " in together
+    given = msgspec.structs.replace(long, max_model_len=30_000)
+    assert output.commands(given, one, "m")[0].endswith(" --max-model-len 30000")
+    assert not any("own length" in note for note in output.remarks(given, one))
 
 
 def test_commands_have_the_kv_limit_in_bytes_of_a_gpu() -> None:
     placement = Placement(ReplicaGroup(2, 1, 1), ReplicaGroup(2, 1, 1))
     limited = msgspec.structs.replace(_of_gpus("h100", "h100"), kv_limit=50_000)
     line = output.commands(limited, placement, "m")[0]
-    assert line.endswith(f"--kv-cache-memory-bytes {50_000 * 131_072 // 2}")
+    # The sharegpt-like requests fit it, and one of the model's own length does not.
+    assert f"--kv-cache-memory-bytes {50_000 * 131_072 // 2} --max-model-len 2047" in line
     assert "utilization" not in line
 
 

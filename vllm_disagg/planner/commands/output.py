@@ -25,6 +25,7 @@ from ..search.advice import Advice
 from ..search.optimizer import FlagTrial, PlacementScore
 from ..search.scenario import (
     GPUS_PER_NODE,
+    KV_MARGIN_RATIO,
     Criterion,
     PerformanceSource,
     Placement,
@@ -51,8 +52,8 @@ def commands(scenario: Scenario, placement: Placement, model: str) -> list[str]:
     p = placement.prefill
     d = placement.decode
     routing = _routing_flags(scenario, placement)
-    of_prefill = _engine_flags(scenario, scenario.prefill, p)
-    of_decode = _engine_flags(scenario, scenario.decode, d)
+    of_prefill = _engine_flags(scenario, placement, scenario.prefill, p)
+    of_decode = _engine_flags(scenario, placement, scenario.decode, d)
     # DistServe's rules limit no concurrency.
     is_default_proxy = scenario.policy == DEFAULT_POLICY and not placement.proxy_flags
     is_default_proxy &= scenario.distserve or scenario.concurrency == DEFAULT_PREFILL_CONCURRENCY
@@ -116,6 +117,7 @@ def remarks(scenario: Scenario, placement: Placement) -> list[str]:
             "prefill and decode differ in parallelism, or use pipelines: see the compatibility"
             " matrix before you start it"
         )
+    found += _length_and_schedule_remarks(scenario, placement)
     if max(source.measured_tp for source in (scenario.prefill, scenario.decode)) > 1:
         found.append("a profiled instance counts as one GPU here, and has several")
     if d and not scenario.overlap and not scenario.distserve:
@@ -136,6 +138,23 @@ def remarks(scenario: Scenario, placement: Placement) -> list[str]:
         found.append(
             "the commands number GPUs as if one machine had them all: on each machine begin"
             " CUDA_VISIBLE_DEVICES with 0"
+        )
+    return found
+
+
+def _length_and_schedule_remarks(scenario: Scenario, placement: Placement) -> list[str]:
+    """Lists the limits of the commands in the length of requests and in the schedule of steps."""
+    found = []
+    length = 0 if scenario.max_model_len else _fitting_length(scenario, placement)
+    if length:
+        found.append(
+            f"an instance's KV holds no request of the model's own length: --max-model-len {length}"
+            " is what this workload needs, or what fits; longer requests are refused"
+        )
+    if not placement.chunked:
+        found.append(
+            "prefill first is a schedule of vLLM in 2023, simulated by DistServe's rules: vLLM 0.32"
+            " takes decodes into each step"
         )
     return found
 
@@ -165,11 +184,9 @@ def _colocated(scenario: Scenario, placement: Placement, model: str) -> list[str
     source, _ = scenario.sources(placement)
     limits = scenario.limits(source, placement.budget)
     budget = ["--max-num-batched-tokens", str(limits.budget)]
-    schedule = [*budget, *_length_flags(scenario)]
+    schedule = [*budget, *_length_flags(scenario, placement)]
     if not placement.chunked:
-        schedule = ["--no-enable-chunked-prefill"]
-        if not scenario.distserve:
-            schedule += _whole_prompts(scenario, limits.budget)
+        schedule = ["--no-enable-chunked-prefill", *_whole_prompts(scenario, limits.budget)]
     if not scenario.distserve:
         schedule += ["--max-num-seqs", str(limits.sequences)]
     schedule += _memory_flags(scenario, source, placement.prefill)
@@ -189,16 +206,17 @@ def _whole_prompts(scenario: Scenario, budget: int) -> list[str]:
 
     Without chunks vLLM starts only if the longest request fits a step.
     """
-    sample = scenario.samples()[0]
-    longest = max(map(sum, zip(sample.prompts, sample.outputs, strict=True)))
-    limit = str(max(budget, longest))
-    return ["--max-num-batched-tokens", limit, "--max-model-len", limit]
+    length = scenario.max_model_len or scenario.workload.longest
+    limits = ["--max-num-batched-tokens", str(max(budget, length))]
+    return [*limits, "--max-model-len", str(length)]
 
 
-def _engine_flags(scenario: Scenario, source: PerformanceSource, group: ReplicaGroup) -> list[str]:
+def _engine_flags(
+    scenario: Scenario, placement: Placement, source: PerformanceSource, group: ReplicaGroup
+) -> list[str]:
     """Returns the flags of an instance; DistServe's rules limit neither tokens nor sequences."""
     memory = _memory_flags(scenario, source, group)
-    memory += _length_flags(scenario) + _draft_flags(source)
+    memory += _length_flags(scenario, placement) + _draft_flags(source)
     if scenario.distserve:
         return memory
     limits = scenario.limits(source)
@@ -206,9 +224,28 @@ def _engine_flags(scenario: Scenario, source: PerformanceSource, group: ReplicaG
     return [*budget, "--max-num-seqs", str(limits.sequences), *memory]
 
 
-def _length_flags(scenario: Scenario) -> list[str]:
-    """Returns the flag of the longest request, if it was given."""
-    return ["--max-model-len", str(scenario.max_model_len)] if scenario.max_model_len else []
+def _length_flags(scenario: Scenario, placement: Placement) -> list[str]:
+    """Returns the flag of the longest request, if it was given or if vLLM needs it to start."""
+    length = scenario.max_model_len or _fitting_length(scenario, placement)
+    return ["--max-model-len", str(length)] if length else []
+
+
+def _fitting_length(scenario: Scenario, placement: Placement) -> int:
+    """Returns the longest request that instances can take; 0 if that is the model's own.
+
+    vLLM starts only if the KV of an instance holds one request of the longest.
+    """
+    prefill, decode = scenario.sources(placement)
+    sides = [(prefill, placement.prefill)]
+    if placement.decode:
+        sides.append((decode, placement.decode))
+    if all(
+        not source.model or scenario.holds(source, group, source.model.max_tokens)
+        for source, group in sides
+    ):
+        return 0
+    kv = min(scenario.kv_tokens(source, group) for source, group in sides)
+    return min(scenario.workload.longest, int(kv / KV_MARGIN_RATIO))
 
 
 def _draft_flags(source: PerformanceSource) -> list[str]:

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--prefill-first",
         action="store_true",
-        help="with --colocated: whole prompts before decodes, instead of chunks",
+        help="with --colocated and --rules distserve: whole prompts before decodes, not chunks",
     )
     add(
         "--scale",
@@ -62,6 +62,10 @@ def run(args: argparse.Namespace) -> int:
     """Runs `simulate` and prints its result. Returns the exit status."""
     placement = _placement(args)
     scenario = _scaled(flags.read(args, placement.gpus, "instances of").scenario, args.scale)
+    if args.prefill_first and not scenario.distserve:
+        raise ConfigError(
+            "--prefill-first goes with --rules distserve: vLLM 0.32 takes decodes into each step"
+        )
     _check(scenario, placement)
     if not placement.decode:
         budget = scenario.limits(scenario.prefill).budget

@@ -21,7 +21,7 @@ def _opt(layers: int, hidden: int, heads: int) -> dict[str, Any]:
 
 
 def _llama(
-    layers: int, hidden: int, heads: int, kv: int, ffn: int, vocab: int, **more: Any
+    layers: int, hidden: int, heads: int, kv: int, ffn: int, vocab: int, length: int, **more: Any
 ) -> dict[str, Any]:
     """Returns the config of a model with the architecture of Llama, with `more` fields."""
     return {
@@ -32,6 +32,7 @@ def _llama(
         "num_key_value_heads": kv,
         "intermediate_size": ffn,
         "vocab_size": vocab,
+        "max_position_embeddings": length,
         "tie_word_embeddings": False,
         **more,
     }
@@ -42,9 +43,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "opt-13b": _opt(40, 5120, 40),
     "opt-66b": _opt(64, 9216, 72),
     "opt-175b": _opt(96, 12288, 96),
-    "llama-3.1-8b": _llama(32, 4096, 32, 8, 14336, 128256),
-    "llama-3.1-70b": _llama(80, 8192, 64, 8, 28672, 128256),
-    "qwen3-32b": _llama(64, 5120, 64, 8, 25600, 151936, head_dim=128, model_type="qwen3"),
+    "llama-3.1-8b": _llama(32, 4096, 32, 8, 14336, 128256, 131072),
+    "llama-3.1-70b": _llama(80, 8192, 64, 8, 28672, 128256, 131072),
+    "qwen3-32b": _llama(64, 5120, 64, 8, 25600, 151936, 40960, head_dim=128, model_type="qwen3"),
     "qwen3-30b-a3b": _llama(
         48,
         2048,
@@ -52,6 +53,7 @@ MODELS: dict[str, dict[str, Any]] = {
         4,
         6144,
         151936,
+        40960,
         model_type="qwen3_moe",
         head_dim=128,
         num_experts=128,
@@ -65,6 +67,7 @@ MODELS: dict[str, dict[str, Any]] = {
         8,
         14336,
         32000,
+        32768,
         model_type="mixtral",
         num_local_experts=8,
         num_experts_per_tok=2,
@@ -76,6 +79,7 @@ MODELS: dict[str, dict[str, Any]] = {
         128,
         18432,
         129280,
+        163840,
         model_type="deepseek_v3",
         kv_lora_rank=512,
         q_lora_rank=1536,

@@ -224,6 +224,7 @@ class LayerSizes:
             expert_bytes=self._stored_experts.width,
             expert_dtype=self._stored_experts.dtype,
             embedding_bytes=PLAIN_BYTES,
+            max_tokens=_own_length(read),
             norm_reduces=norm_reduces,
             is_kv_fp8=self._quantization.is_kv_fp8,
         )
@@ -239,3 +240,21 @@ class LayerSizes:
                 before.stored_bytes + parameters * stored.width,
             )
         return tuple(found.values())
+
+
+def _own_length(read: ConfigReader) -> int:
+    """Returns the tokens of a request for which vLLM starts without a flag; 0 if not known."""
+    fields = ("max_position_embeddings", "n_positions")
+    length = next((n for n in map(read.value, fields) if isinstance(n, int)), 0)
+    rope = read.value("rope_parameters") or read.value("rope_scaling")
+    if not isinstance(rope, dict):
+        return max(0, length)
+    kind = rope.get("rope_type") or rope.get("type")
+    if kind == "longrope":
+        original = read.value("original_max_position_embeddings")
+        original = original or rope.get("original_max_position_embeddings")
+        length = original if isinstance(original, int) else length
+    # Other kinds, as YaRN, have their factor in max_position_embeddings; so has Gemma 3.
+    is_scaled = kind in ("linear", "dynamic") and "gemma3" not in read.text("model_type")
+    factor = rope.get("factor") if is_scaled else 1
+    return max(0, int(length * factor)) if isinstance(factor, int | float) else max(0, length)

@@ -60,6 +60,7 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
     expert_dtype: str = "bf16"  # of their products
     embedding_bytes: float = 2.0  # per parameter of embedding and output head
     is_kv_fp8: bool = False
+    max_tokens: int = 0  # of a request, without --max-model-len; 0: not known
     norm_reduces: int = 0  # all-reduces of a few bytes in a layer, beside the two of activations
 
     @property

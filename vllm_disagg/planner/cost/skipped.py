@@ -32,8 +32,8 @@ _FUSED = {
 }
 
 
-# Parts of a regular expression: a group that repeats, and a repeat of anything but a digit. Both may
-# take exponential or high polynomial time.
+# Parts of a regular expression that may take exponential or high polynomial time: a group that
+# repeats, and a repeat of anything but a digit.
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
 _REPEAT = re.compile(r"(?<!\\d)[*+{]")
 MAX_REPEATS = 4  # of a pattern

@@ -163,7 +163,8 @@ def disaggregated(scenario: Scenario) -> list[Placement]:
 def colocated(scenario: Scenario) -> list[Placement]:
     """Lists all (TP, PP) with as many replicas as fit.
 
-    Each is listed with chunked prefill of several budgets, and with prefill first.
+    Each is listed with chunked prefill of several budgets. DistServe's rules have prefill first,
+    too, the schedule of vLLM in 2023: today's takes decodes into each step.
     """
     sources = [scenario.prefill]
     if scenario.decode != scenario.prefill:
@@ -178,7 +179,8 @@ def colocated(scenario: Scenario) -> list[Placement]:
             found += [
                 Placement(group, None, budget, True, bool(on_decode_gpus)) for budget in budgets
             ]
-            found.append(Placement(group, None, max(budgets), False, bool(on_decode_gpus)))
+            if scenario.distserve:
+                found.append(Placement(group, None, max(budgets), False, bool(on_decode_gpus)))
     return found
 
 

@@ -46,6 +46,7 @@ MAX_TENSOR_PARALLEL = 8  # GPUs that it may span: those of a node
 # Numbers of pipeline stages that need not divide the layers: the largest stage sets the time.
 UNEVEN_STAGES = (2, 3, 4, 6, 8)
 MAX_STAGES = 16  # of a pipeline in a roofline
+KV_MARGIN_RATIO = 1.02  # of the tokens needed: those that vLLM logged were within 2 %
 MIN_KV_TOKENS = 16  # of an instance: one block
 # From the last byte at D to D's step: its scheduler's notice, docs/benchmarks/handoff.md (on CPUs).
 NOTICE_SECONDS = 0.0037
@@ -113,7 +114,7 @@ class PerformanceSource(msgspec.Struct, frozen=True):
         return max(MIN_KV_TOKENS, self.max_model_len)
 
     def _degrees(self) -> list[int]:
-        """Lists the tensor parallel sizes that vLLM starts: they split heads and KV heads evenly."""
+        """Lists the tensor parallel sizes that vLLM starts: heads and KV heads split evenly."""
         if not self.model:
             raise AssertionError("only a profile goes without a model")
         if self.kind == "coefficients":
@@ -431,6 +432,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     def kv_tokens(self, source: PerformanceSource, group: ReplicaGroup) -> int:
         """Returns the tokens of KV of one instance, or of one of its data parallel ranks."""
         return self.kv_limit or source.kv(group.tp, group.pp, group.dp)
+
+    def holds(self, source: PerformanceSource, group: ReplicaGroup, tokens: int) -> bool:
+        """Returns whether the KV of an instance surely holds one request of so many tokens."""
+        of_one = msgspec.structs.replace(source, context=max(1, tokens))
+        return self.kv_tokens(of_one, group) >= tokens * KV_MARGIN_RATIO
 
     def limits(self, source: PerformanceSource, budget: int = 0) -> EngineDefaults:
         """Returns the limits of an instance; `budget` 0 selects the scenario's own.

@@ -60,6 +60,13 @@ class Workload(msgspec.Struct, frozen=True):
     fixed: tuple[int, int] | None = None
 
     @property
+    def longest(self) -> int:
+        """Most tokens of a request, prompt and answer."""
+        if self.trace:
+            return max(row.prompt + row.answer for row in self.trace.requests)
+        return self.lengths.limit - 1 if self.lengths else sum(self.fixed or (1, 1))
+
+    @property
     def timed(self) -> bool:
         """Whether the trace has arrival times."""
         return self.trace is not None and self.trace.timed

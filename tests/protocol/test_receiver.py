@@ -98,7 +98,7 @@ def test_keep_alives_come_at_least_three_times_a_lease(lease: float, interval: f
     expected = min(interval, max(lease / 3, 0.1))
     for number in (1, 2):
         at = side.next_deadline()
-        assert at == pytest.approx(number * expected)
+        assert at is not None and at == pytest.approx(number * expected)
         assert said(side.handle(ClockTick(), at)) == ["TransferRequest", "TransferRequest"]
 
 

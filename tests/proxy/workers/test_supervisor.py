@@ -641,11 +641,9 @@ async def test_a_large_scrape_kills_no_worker(monkeypatch: pytest.MonkeyPatch) -
     hub, asking = BusHub(1), asyncio.Event()
     (worker,) = hub.workers
     said: list[BusMessage] = []
-    life = asyncio.create_task(
-        _run_process(
-            worker, hub, [sys.executable, "-c", LARGE_SCRAPE], WorkerPlace(0, 1, 0, table, 0, "c")
-        )
-    )
+    command = [sys.executable, "-c", LARGE_SCRAPE]
+    place = WorkerPlace(0, 1, 0, table, 0, "c")
+    life = asyncio.create_task(_run_process(worker, hub, command, place, asyncio.Event()))
     await asyncio.wait(
         (asyncio.create_task(worker.ready.wait()), life), timeout=30, return_when="FIRST_COMPLETED"
     )

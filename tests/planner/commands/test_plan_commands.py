@@ -161,6 +161,13 @@ def test_a_ratio_on_both_sides_of_the_limit_cannot_tell(
     assert bool(document["commands"]) == (document["recommendation"] != "cannot tell")
 
 
+def test_one_sample_shows_no_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    found = _json(capsys, "plan", *SURE, "--gpus", "2", "--seeds", "1")
+    assert found["recommendation"] != "cannot tell"
+    assert found["ratio"] and found["ratio_ci"] is None
+    assert "one sample shows no interval" in found["remarks"][0]
+
+
 def test_without_a_number_plan_takes_enough_requests(capsys: pytest.CaptureFixture[str]) -> None:
     slow = ["--gpu", "a100", "--model", "opt-13b", "--workload", "1500:50", "--gpus", "2"]
     found = _json(capsys, "plan", *slow, "--ttft", "4", "--seeds", "1", "--jobs", "1")

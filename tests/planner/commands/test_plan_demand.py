@@ -114,7 +114,7 @@ def test_a_limit_of_gaps_changes_what_holds_a_rate(capsys: pytest.CaptureFixture
     out = capsys.readouterr().out
     assert " ITL p90     p99  placement\n" in out
     assert cli.main([*words, "--itl", "0.01"]) == 2
-    refusal = "nothing on 6 GPUs holds --rate 8 within --ttft 0.2, --tpot 0.1 and --itl 0.01"
+    refusal = "nothing on 6 GPUs holds a rate within --ttft 0.2, --tpot 0.1 and --itl 0.01: too"
     assert refusal in capsys.readouterr().err
 
 
@@ -273,6 +273,9 @@ def test_an_instance_has_the_links_of_its_gpus() -> None:
     small = planned("--node-gpus", "4", "--node-links", "1")
     assert small.prefill.gpu and small.prefill.gpu.fabric == 50e9 / 4
     assert bandwidth(small, 1, 1) == 50e9 / 4
+    # An H100 node has 8 GPUs, one of GB200 has 72.
+    both = planned("--node-links", "72", "--decode-gpu", "gb200")
+    assert bandwidth(both, 4, 4) == 4 * 50e9 and bandwidth(both, 4, 1) == 50e9
     assert max(tp for tp, _ in small.prefill.shapes(8)) == 4
 
 

@@ -75,6 +75,11 @@ def _nothing(result: DemandResult) -> str:
     scenario = result.scenario
     gpus = f"{scenario.gpus} GPU{'s' if scenario.gpus > 1 else ''}"
     within = f"within {scenario.objective.flags()}"
+    if not result.is_feasible:
+        return (
+            f"nothing on {gpus} holds a rate {within}: too many requests miss it even alone on an"
+            " idle instance: loosen it"
+        )
     if result.most_rate < result.rate:
         return (
             f"nothing on {gpus} holds --rate {result.rate:g} {within}:"

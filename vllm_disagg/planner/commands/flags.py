@@ -323,7 +323,8 @@ def read(
         sequences=args.max_num_seqs or 0,
         distserve=like_distserve,
         max_model_len=args.max_model_len or 0,
-        nics=args.node_links / prefill.gpu.node if args.node_links and prefill.gpu else 0.0,
+        nics=_links_per_gpu(args, prefill),
+        decode_nics=_links_per_gpu(args, decode),
     )
     if (args.min_prompt_bytes or args.spill) and (reason := scenario.no_proxy_flags):
         raise ConfigError(f"--min-prompt-bytes and --spill cannot be simulated: {reason}")
@@ -484,6 +485,11 @@ def _roofline(args: argparse.Namespace, name: str, loaded: ModelCosts) -> Perfor
         expert_parallel=args.expert_parallel,
         drafts=speculative.parse(config, args.acceptance_length) if config else None,
     )
+
+
+def _links_per_gpu(args: argparse.Namespace, source: PerformanceSource) -> float:
+    """Returns the links of each GPU of a node; 0: each instance has one link."""
+    return args.node_links / source.gpu.node if args.node_links and source.gpu else 0.0
 
 
 def _in_nodes(args: argparse.Namespace, gpu: hardware.GpuType) -> hardware.GpuType:

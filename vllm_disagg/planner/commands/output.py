@@ -316,7 +316,7 @@ def as_json(advice: Advice, model: str, with_rates: bool = False) -> dict[str, A
             for name, crossover in advice.crossovers.items()
         },
         "commands": lines,
-        "remarks": remarks(scenario, placement) if advice.is_sure else [],
+        "remarks": _remarks_of(advice) if advice.is_sure else [],
         "requests_needed": advice.missing or None,
         "considered": advice.considered,
         "proxy_flags": {
@@ -327,6 +327,14 @@ def as_json(advice: Advice, model: str, with_rates: bool = False) -> dict[str, A
         "drafts": drafts(scenario, placement),
         "setting": describe(scenario),
     }
+
+
+def _remarks_of(advice: Advice) -> list[str]:
+    """Lists the limits of an answer and of its commands."""
+    found = []
+    if advice.ratio and not advice.ratio_ci:
+        found.append("one sample shows no interval: how far chance moves the ratio is not known")
+    return found + remarks(advice.scenario, advice.chosen.placement)
 
 
 def made(model: str) -> dict[str, str]:
@@ -403,6 +411,7 @@ def describe(scenario: Scenario) -> dict[str, Any]:
         "seeds": scenario.seeds,
         "link": scenario.link.name,
         "links_per_gpu": scenario.nics or None,
+        "links_per_decode_gpu": scenario.decode_nics or None,
         "overlap": scenario.overlap,
         "policy": scenario.policy,
         "prefill_concurrency": None if scenario.distserve else scenario.concurrency,

@@ -157,9 +157,11 @@ def _verdict(found: Advice) -> str:
             f" {found.scenario.longer_sample()}"
         )
     ratio = ""
-    if found.ratio and found.ratio_ci:
-        low, high = found.ratio_ci
-        interval = f"{low:.2f} to {high:.2f}" if scenario.seeds > 1 else "one sample"
+    if found.ratio:
+        interval = "one sample"
+        if found.ratio_ci:
+            low, high = found.ratio_ci
+            interval = f"{low:.2f} to {high:.2f}"
         ratio = f"{found.ratio:.2f} ({interval})"
     if found.is_close:
         return (

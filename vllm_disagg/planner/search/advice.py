@@ -76,7 +76,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     colocated: PlacementScore | None
     largest: PlacementScore | None  # of both kinds, by the goodput of all GPUs together
     ratio: float | None
-    ratio_ci: tuple[float, float] | None
+    ratio_ci: tuple[float, float] | None  # None: one sample shows no interval
     curves: list[RateCurve]
     crossovers: dict[str, Crossover]
     considered: int
@@ -125,7 +125,7 @@ def advise(result: SearchResult, draws: bool = False) -> Advice:
         ratio = best.value(units) / base.value(units)
         scale = ratio / (best.goodput / base.goodput)
         ratios = [scale * a / b for a, b in zip(best.rates, base.rates, strict=True) if b > 0]
-        ratio_ci = confidence_interval(ratios) if ratios else None
+        ratio_ci = confidence_interval(ratios) if len(ratios) > 1 else None
     missing = result.missing
     is_large = scenario.requests > LARGE_REQUESTS
     curves = []

@@ -54,6 +54,7 @@ class DemandResult(msgspec.Struct, frozen=True):
     least_units: float | None  # of placements whose bound admits the rate; None: of none
     most_rate: float  # the highest bound of all placements, in requests/s
     considered: int
+    is_feasible: bool = True  # whether a placement meets the objective at some rate
     missing: int = 0  # requests that a sample needs; 0 if it has them
 
 
@@ -116,6 +117,7 @@ def _cheapest(scenario: Scenario, rate: float, tell: TrialCallback) -> DemandRes
         least_units=min(admitted, default=None),
         most_rate=max(bounds.rate(place) for place in everything),
         considered=len(everything),
+        is_feasible=any(all(bounds.feasible(place)) for place in everything),
     )
 
 

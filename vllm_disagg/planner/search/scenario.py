@@ -330,7 +330,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     criterion: Criterion = Criterion()
     price: Criterion | None = None
     max_model_len: int = 0  # tokens of the longest request; 0: the model's own
-    nics: float = 0.0  # links of each GPU of a node; 0: each instance has one link
+    nics: float = 0.0  # links of each GPU of P's nodes; 0: each instance has one link
+    decode_nics: float = 0.0  # the same of D's
 
     def samples(self) -> list[WorkloadSample]:
         """Draws one sample of requests for each seed.  DistServe's rules count all of them."""
@@ -394,11 +395,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         return source, source
 
     def _link_of(self, prefill: ReplicaGroup, decode: ReplicaGroup) -> NetworkLink:
-        """Returns the link of a pair: the NICs of its GPUs together, of the smaller instance."""
+        """Returns the link of a pair: the NICs of its GPUs together, of the slower instance."""
         if not self.nics:
             return self.link
-        gpus = min(prefill.tp * prefill.pp, decode.tp * decode.pp)
-        return msgspec.structs.replace(self.link, bandwidth=self.link.bandwidth * gpus * self.nics)
+        links = min(prefill.tp * prefill.pp * self.nics, decode.tp * decode.pp * self.decode_nics)
+        return msgspec.structs.replace(self.link, bandwidth=self.link.bandwidth * links)
 
     def _handoff(self, prefill: ReplicaGroup, decode: ReplicaGroup) -> Handoff:
         """Builds the hand-off of the model's KV; without a model it has no bytes."""

@@ -1610,4 +1610,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("facts: weights in one file are compared by its path", "kv_connectors/compatibility.py", "if place.exists() else", "if place.is_dir() else", "tests/connector/test_compatibility.py::test_weights_in_a_single_file_differ"),
     ("a worker without memory is not started again", "proxy/workers/supervisor.py", "        except OSError as error:  # as", "        except EOFError as error:  # as", "tests/proxy/workers/test_supervisor.py::test_a_process_that_cannot_be_started_is_tried_again"),
     ("a worker that starts as the proxy ends outlives it", "proxy/workers/supervisor.py", "    if stop.is_set():  # meanwhile", "    if False:  # meanwhile", "tests/proxy/workers/test_supervisor.py::test_a_process_that_cannot_be_started_is_tried_again"),
+    ("a probe closes the circuit breaker of an engine that fails", "proxy/routing/fleet.py", "        return not self.up or before !=", "        return True or before !=", "tests/proxy/routing/test_pairing.py"),
+    ("another process inherits an open circuit breaker", "proxy/routing/fleet.py", "        return not self.up or before != (engine.incarnation if engine else \"\")\n", "        return not self.up\n", "tests/proxy/routing/test_pairing.py"),
 ]

@@ -142,6 +142,32 @@ def test_the_backoff_doubles_with_each_failure() -> None:
     assert p.can_prefill(40.0)
 
 
+def test_a_probe_closes_the_breaker_of_another_process_only() -> None:
+    """A D that failed all requests and answered all probes got 28 of 146 requests, not 4."""
+    d = instance("decode")
+    for at in (1.0, 2.0):
+        d.on_leg_failed("5xx", at)
+    d.on_probe_answered("m", d.engine)
+    d.on_leg_failed("5xx", 3.0)
+    assert d.consecutive_failures == 3 and not d.is_usable(4.9), "its backoff has doubled"
+    d.on_probe_answered("m", engine())
+    assert d.is_usable(3.0) and d.consecutive_failures == 0
+    for at in (4.0, 5.0):
+        d.on_leg_failed("5xx", at)
+    d.mark_down("refuses connections")
+    d.on_probe_answered("m", d.engine)
+    assert d.is_usable(5.0)
+
+
+def test_a_probe_of_an_engine_without_connector_leaves_the_breaker_alone() -> None:
+    d = instance("decode")
+    d.on_probe_answered("m", None)
+    for at in (1.0, 2.0):
+        d.on_leg_failed("5xx", at)
+    d.on_probe_answered("m", None)
+    assert not d.is_usable(2.5)
+
+
 def test_an_instance_may_fail_for_days() -> None:
     p = instance("prefill")
     for at in range(0, 6000, 2):

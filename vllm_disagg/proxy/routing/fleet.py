@@ -10,6 +10,8 @@ Circuit breaker. After two consecutive failures an `up` instance is skipped for 
     half-open  now >= open_until: one trial request; sending it opens the breaker again
                success closes it; failure doubles the backoff, from 1 s up to MAX_BACKOFF_SECONDS
 
+A probe closes it only if the instance was down, or is another process.
+
 An open breaker is a preference, not a lock: without any other instance, an open one is used all the
 same. A failure counts only if its request was sent after the last verdict: the last success, or the
 last failure that counted. So requests that were in flight together count once, and never beside a
@@ -108,6 +110,9 @@ class Instance:
         `engine`: the connector's answer. `models`: other names of the served model. `nixl`: the
         answer was NixlConnector's. `refusal`: why the connector has described no engine.
         """
+        if self._was_replaced(engine):
+            self.consecutive_failures = 0
+            self.open_until = 0.0
         if self._is_new_incarnation(engine):
             self.cache_identity = object()
             self.unsupported_paths = set() if self.rank is None else set(RANKLESS)
@@ -115,8 +120,6 @@ class Instance:
         self.needs_probe = False
         self.unavailable_reason = ""
         self.failed_probes = 0
-        self.consecutive_failures = 0
-        self.open_until = 0.0
         self.model = model
         self.engine = engine
         if not self.takes_both_roles:
@@ -155,6 +158,14 @@ class Instance:
         if self.rank is None or self.engine is None or self.engine.label is None:
             return self.rank
         return self.engine.label
+
+    def _was_replaced(self, engine: EngineInfo | None) -> bool:
+        """Whether earlier failures are void: it was down, or another process answers now.
+
+        A process that answers all probes may still fail all requests.
+        """
+        before = self.engine.incarnation if self.engine else ""
+        return not self.up or before != (engine.incarnation if engine else "")
 
     def _is_new_incarnation(self, engine: EngineInfo | None) -> bool:
         """Whether another process may run than at the last probe; True if either is unknown."""

@@ -1612,4 +1612,5 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a worker that starts as the proxy ends outlives it", "proxy/workers/supervisor.py", "    if stop.is_set():  # meanwhile", "    if False:  # meanwhile", "tests/proxy/workers/test_supervisor.py::test_a_process_that_cannot_be_started_is_tried_again"),
     ("a probe closes the circuit breaker of an engine that fails", "proxy/routing/fleet.py", "        return not self.up or before !=", "        return True or before !=", "tests/proxy/routing/test_pairing.py"),
     ("another process inherits an open circuit breaker", "proxy/routing/fleet.py", "        return not self.up or before != (engine.incarnation if engine else \"\")\n", "        return not self.up\n", "tests/proxy/routing/test_pairing.py"),
+    ("profile: a prompt goes out as a list of one", "bench/stream.py", "prompts[0] if len(prompts) == 1 else prompts", "prompts", "tests/bench/test_bench_profile.py::test_a_handoff_is_measured_through_a_proxy"),
 ]

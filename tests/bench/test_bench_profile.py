@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,12 @@ TOKEN = 5e-5  # seconds more for each token of a prompt in the step
 LONGEST_PROFILE_SECONDS = 60.0
 
 
+def prompts_of(body: dict[str, Any]) -> list[list[int]]:
+    """Returns the prompts of a completion, which has one or a list of them."""
+    prompts: list[Any] = body["prompt"]
+    return [prompts] if isinstance(prompts[0], int) else prompts
+
+
 class Scripted(BaseHTTPRequestHandler):
     """Engine that computes the first prompt of a request alone, then the others together.
 
@@ -42,6 +49,7 @@ class Scripted(BaseHTTPRequestHandler):
     refuse: str
     fingerprint: str | None = "vllm-0.32.0+cpu-tp2-pp2-0123abcd"
     asked: list[int]  # of each request, the tokens of its first prompt
+    is_list: list[bool]  # of each request, whether it has a list of prompts
 
     def do_GET(self) -> None:
         page = self.pages.get(self.path)
@@ -55,14 +63,15 @@ class Scripted(BaseHTTPRequestHandler):
         if not body.get("stream"):
             self._answer(200, json.dumps({"system_fingerprint": self.fingerprint}))
             return
-        self.asked.append(len(body["prompt"][0]))
+        self.is_list.append(not isinstance(body["prompt"][0], int))
+        prompts = prompts_of(body)
+        self.asked.append(len(prompts[0]))
         if self.refuse:
             self._answer(400, json.dumps({"error": {"message": self.refuse}}))
             return
         self.send_response(200)
         self.send_header("transfer-encoding", "chunked")
         self.end_headers()
-        prompts = body["prompt"]
         for group in (range(1), range(1, len(prompts))):
             if group:
                 time.sleep(STEP + TOKEN * sum(len(prompts[at]) for at in group))
@@ -98,7 +107,9 @@ def serving() -> Iterator[tuple[str, type[Scripted]]]:
         "/version": {"version": "0.32.0"},
         "/metrics": INFO,
     }
-    engine = type("Serving", (Scripted,), {"pages": pages, "refuse": "", "asked": []})
+    engine = type(
+        "Serving", (Scripted,), {"pages": pages, "refuse": "", "asked": [], "is_list": []}
+    )
     server = ThreadingHTTPServer(("127.0.0.1", 0), engine)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}", engine
@@ -387,6 +398,7 @@ def test_a_handoff_is_measured_through_a_proxy(
         0.001 + 1e-4 * statistics.mean(neighbour[1].asked), rel=0.1
     )
     assert set(neighbour[1].asked) == {94, 47, 24}, "prompts of several lengths, and 2 tokens more"
+    assert set(neighbour[1].is_list) == {False}, "a proxy sends lists of prompts whole"
     assert "hand-off after the prefill: " in capsys.readouterr().out
     fleet.counted = handoff.MIN_HANDOFFS + len(neighbour[1].asked) - 1
     assert cli.main(["profile", engine[0], *words]) == 2
@@ -488,7 +500,7 @@ class Stepping(Scripted):
         if self.refuse:
             self._answer(400, json.dumps({"error": {"message": self.refuse}}))
             return
-        steps_of = self.engine.submit(body["prompt"], body["max_tokens"])
+        steps_of = self.engine.submit(prompts_of(body), body["max_tokens"])
         self.send_response(200)
         self.send_header("transfer-encoding", "chunked")
         self.end_headers()

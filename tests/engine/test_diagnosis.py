@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 from conftest import Main
-from engines import ADMIN, BIN, BLOCK, ROOT, RUNNER
+from engines import ADMIN, BIN, ROOT, RUNNER
+from test_exact import BLOCK_BYTES
 
 from vllm_disagg.fleet.keys import ADMIN_KEY
 
 pytestmark = pytest.mark.skipif(
     RUNNER.is_interpreted, reason="the doctor's limits are for engines that are not interpreted"
 )
-BLOCK_BYTES = 4 * 2 * 2 * 32 * 2 * BLOCK  # as in test_exact.py
 MAX_SECONDS = 10.0
 # Other tests have made loads of these engines fail on purpose.
 FAILED_LOADS = "have failed since its start"

@@ -47,7 +47,8 @@ def complete(
     body = msgspec.json.encode(
         {
             "model": model,
-            "prompt": prompts,
+            # A list of prompts, even of one, is never handed over: one engine computes it whole.
+            "prompt": prompts[0] if len(prompts) == 1 else prompts,
             "max_tokens": answer,
             "ignore_eos": True,
             "temperature": 0,

@@ -376,6 +376,7 @@ async def test_an_engine_whose_model_does_not_generate_is_up() -> None:
             assert (reply.status, reply.json()) == (200, {"data": [path]})
         (report,) = await w.instances()
         assert report["usable"] and "does not generate" in report["why_not"]
+        assert w.d.probes == 1, "it is not probed all the time"
         # Nothing can prove that its transcriptions are whole.
         form = {"content_type": "multipart/form-data; boundary=x"}
         reply = await w.ask("POST", "/v1/audio/transcriptions", b"--x--\r\n", **form)
@@ -388,6 +389,54 @@ async def test_an_engine_whose_model_does_not_generate_is_up() -> None:
         await w.until_ready()
         reply = await w.ask("POST", "/v1/audio/transcriptions", b"--x--\r\n", **form)
         assert reply.status == 200
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_an_engine_that_has_generated_is_down_while_its_probes_get_404(role: str) -> None:
+    """P was taken for a model that does not generate, for good."""
+    async with world() as w:
+        engine = w.p if role == "prefill" else w.d
+        engine.probe_status = 404
+        engine.drop_connections()
+
+        async def is_down() -> bool:
+            row = await instance(w, engine.url)
+            return not row["usable"] and "has generated" in str(row["why_not"])
+
+        await until(is_down)
+        probes = engine.probes
+        await until(lambda: engine.probes > probes + 1)
+        assert await is_down()
+        engine.probe_status = 200
+        await w.until_ready()
+        assert (await w.post()).json()["leg"] == "decode"
+
+
+async def test_an_engine_whose_first_probe_gets_404_is_probed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(discovery, "GENERATION_PROBE_SECONDS", 0.2)
+    async with world(prepare=lambda w: setattr(w.p, "probe_status", 404), ready=False) as w:
+        await until(lambda: w.p.probes > 1)
+        assert (await w.post()).json()["leg"] == "whole"
+        w.p.probe_status = 200
+        await w.until_ready()
+        assert (await w.post()).json()["leg"] == "decode"
+
+
+async def test_another_model_at_an_address_may_not_generate() -> None:
+    async with world(prefill=0) as w:
+        await w.d.stop()
+        w.d.models = ["embeddings"]
+        w.d.probe_status = 404
+        await asyncio.sleep(0.1)
+        await w.d.start()
+
+        async def is_other() -> bool:
+            row = await instance(w, w.d.url)
+            return bool(row["usable"]) and "does not generate" in str(row["why_not"])
+
+        await until(is_other)
 
 
 async def test_a_lack_of_descriptors_here_is_not_a_failure_of_the_instances(

@@ -72,11 +72,14 @@ REPORT_POLL_SECONDS = 10.0  # of one that can only prefill, whose figures only o
 CLOCK_REFRESH_SECONDS = 3600.0  # age at which the reading of an engine's clock is renewed
 # Between two probes after ends of kept connections: a server's patience with them may be short.
 RESTART_PROBE_SECONDS = 10.0
+# Between two probes of an engine without /v1/completions: a gateway may lack it only for a moment.
+GENERATION_PROBE_SECONDS = 5.0
 BUSY_HEALTH_SECONDS = 30.0  # for /health while streams show that the instance lives
 STEP_CHECK_RATIO = 4  # an engine has prefill_timeout / this for a step while it owes an answer
 NO_NAME = "DNS does not know its name"
 STALLED = "its engine makes no steps"
 NO_GENERATION = "its model does not generate"
+HAS_GENERATED = "/v1/completions answers 404, and its model has generated"
 MAX_REASON_CHARACTERS = 200  # of an instance's own words
 WATCH_RETRY_SECONDS = 5.0  # until a watch that failed begins anew
 
@@ -290,6 +293,7 @@ class Discovery:
         poll: asyncio.Task[None] | None = None
         last_well = loop.time()
         last_poll = loop.time()
+        last_probe = loop.time()
         pool = self._pools[instance.url]
         restart_signs = _RestartSigns(pool)
         chunks_seen = 0
@@ -312,7 +316,8 @@ class Discovery:
                 if not instance.up and trouble:
                     if probe:
                         probe.cancel()
-                elif self._is_probe_due(instance) and _is_over(probe):
+                elif self._is_probe_due(instance, loop.time() - last_probe) and _is_over(probe):
+                    last_probe = loop.time()
                     probe = asyncio.create_task(self._probe(instance))
                 elif self._is_poll_due(instance, loop.time() - last_poll) and _is_over(poll):
                     last_poll = loop.time()
@@ -363,8 +368,9 @@ class Discovery:
         is_frequent = instance.role == "decode" or instance.takes_both_roles
         return since_poll > (CACHE_POLL_SECONDS if is_frequent else REPORT_POLL_SECONDS)
 
-    def _is_probe_due(self, instance: Instance) -> bool:
-        return instance.needs_probe or self._is_clock_old(instance)
+    def _is_probe_due(self, instance: Instance, since_probe: float) -> bool:
+        may_generate = not instance.generates and since_probe > GENERATION_PROBE_SECONDS
+        return instance.needs_probe or may_generate or self._is_clock_old(instance)
 
     def _is_clock_old(self, instance: Instance) -> bool:
         """Returns whether the engine's clock must be read again; clocks drift."""
@@ -454,6 +460,8 @@ class Discovery:
         except _UnexpectedAnswer as error:
             if error.status != 404:
                 raise
+            if instance.generates and instance.model == names[0]:
+                raise _UnexpectedAnswer(HAS_GENERATED) from None
             # vLLM has no /v1/completions for a model that does not generate. /health decides
             # whether it lives: such an engine has 503 there after the first request that it refuses
             # while it stops.

@@ -132,11 +132,13 @@ class SchedulerSide:
         failure_policy: str = "",
         *,
         plain_chat: bool = False,
+        drains: bool = False,
     ) -> None:
         """Describes this engine from the handshakes of all its ranks, in the order of ranks.
 
         `failure_policy`: vLLM's setting for failed loads.
         `plain_chat`: no parser takes reasoning out of the text of its chats.
+        `drains`: SIGTERM lets its running requests finish.
         """
         engine = engine_description.describe(
             handshakes,
@@ -148,7 +150,9 @@ class SchedulerSide:
             plain_chat=plain_chat,
         )
         computes_last_token = not self._legs.cache.tokens_left_out
-        engine = msgspec.structs.replace(engine, computes_last_token=computes_last_token)
+        engine = msgspec.structs.replace(
+            engine, computes_last_token=computes_last_token, drains=drains
+        )
         self._admission.set_engine(engine)
         log.info(
             "engine %s (role %s): ready for KV transfers with %d workers",

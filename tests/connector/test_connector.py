@@ -103,6 +103,19 @@ def test_an_engine_that_drops_kv_at_sigterm_logs_it(
     assert ("--shutdown-timeout of 10 or more" in caplog.text) == is_logged
 
 
+@pytest.mark.parametrize(("seconds", "drains"), [(0, False), (1, True)])
+def test_an_engine_with_a_shutdown_timeout_lets_requests_finish(seconds: int, drains: bool) -> None:
+    told: list[bool] = []
+    scheduler = SimpleNamespace(
+        set_workers=lambda *_, drains, **others: told.append(drains), engine=None
+    )
+    transfer = SimpleNamespace(kv_load_failure_policy="recompute")
+    vllm_config = SimpleNamespace(shutdown_timeout=seconds, kv_transfer_config=transfer)
+    engine: Any = SimpleNamespace(_scheduler=scheduler, _vllm_config=vllm_config)
+    DisaggConnector.set_xfer_handshake_metadata_pp_aware(engine, {})
+    assert told == [drains]
+
+
 DRAFTS = SimpleNamespace(method="ngram", num_speculative_tokens=4)
 
 

@@ -787,6 +787,14 @@ def test_the_description_says_whether_chats_are_plain(plain_chat: bool) -> None:
     assert made.engine and made.engine.plain_chat is plain_chat
 
 
+@pytest.mark.parametrize("drains", [True, False])
+def test_the_description_says_whether_running_requests_finish(drains: bool) -> None:
+    made = SchedulerSide(KEY, "decode", {}, GROUPS)
+    worker = peers.WorkerInfo("me/0", "", "", holds=HOLDS)
+    made.set_workers([Handshake(worker, ["a", "b"])], drains=drains)
+    assert made.engine and made.engine.drains is drains
+
+
 def test_a_lookup_starts_at_arrival_and_its_limit_at_the_first_turn(
     clock: list[float],
 ) -> None:

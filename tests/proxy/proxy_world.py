@@ -156,6 +156,9 @@ async def refuse_as_stopping(call: Call) -> None:
 class ScriptedEngine:
     """Serves HTTP: answers probes as an engine, and other requests by `script`."""
 
+    version = ""  # of vLLM
+    drains = False  # was started with --shutdown-timeout
+
     def __init__(self, name: str, role: EngineRole, script: Script = answer) -> None:
         self.name = name
         self.role = role
@@ -237,6 +240,8 @@ class ScriptedEngine:
             two_way=self.two_way,
             plain_chat=self.plain_chat,
             computes_last_token=self.computes_last_token,
+            version=self.version,
+            drains=self.drains,
             label=None if rank is None else self.first_rank + rank,
         )
         return msgspec.to_builtins(engine) | {"clock": self.clock}

@@ -50,6 +50,9 @@ class EngineInfo(msgspec.Struct, frozen=True):
     # Whether its prefill legs compute the last token of a prompt: only then is the token that they
     # sample the answer's first.  False of an older engine, which does not report it.
     computes_last_token: bool = False
+    # Whether SIGTERM lets its running requests finish: its `--shutdown-timeout` is not 0.  False of
+    # an older engine, which does not report it.
+    drains: bool = False
     label: int | None = None  # with a rank: the value of `engine` in its API server's metrics
 
     @property

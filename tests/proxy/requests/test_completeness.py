@@ -8,8 +8,9 @@ import json
 import pytest
 
 from proxy_world import LAST_EVENTS, Call, ScriptedEngine, World, answer, world
+from vllm_disagg.protocol.peers import EngineInfo
 from vllm_disagg.proxy.requests import completeness
-from vllm_disagg.proxy.requests.completeness import doubtful
+from vllm_disagg.proxy.requests.completeness import doubtful, doubtful_stream
 from vllm_disagg.proxy.requests.streams import StreamRecorder
 from vllm_disagg.proxy.routing.fleet import Instance
 
@@ -373,6 +374,66 @@ def test_nothing_overtakes_a_held_event() -> None:
             feed(chunk)
         assert b"".join(sent) == b"".join(chunks).partition(end)[0]
         assert recorder.finish() and b"".join(sent) == b"".join(chunks)
+
+
+async def take_no_more(call: Call) -> None:
+    """Sends the end of a tool's call after SIGTERM; refuses the token that is requested then."""
+    call.engine.is_stopping = True
+    if call.body.get("stream"):
+        call_of_tool, end, last = TOOL_STREAMS[call.path]
+        await call.stream()
+        await call.chunk(call_of_tool + end)
+        await call.chunk(last)
+        await call.end()
+    else:
+        await as_vllm(call, TOOL_ENDS[call.path])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", TOOL_ENDS)
+async def test_an_engine_that_drains_cuts_no_tools_call(path: str, stream: bool) -> None:
+    """SIGTERM lets running requests finish, and the engine refuses new ones."""
+
+    def drain(w: World) -> None:
+        w.d.drains = True
+
+    async with world(prefill=0, prepare=drain) as w:
+        w.d.script = take_no_more
+        reply = await w.ask("POST", path, body(stream=stream))
+        assert reply.status == 200 and reply.complete and b'"error"' not in reply.body
+        assert not w.d.refused, "it needs no check"
+
+
+@pytest.mark.parametrize(("version", "is_cut"), [("0.32.0+cpu", False), ("0.30.0", True)])
+@pytest.mark.parametrize("path", TOOL_STREAMS)
+async def test_vllm_031_shows_aborts_in_streams(path: str, version: str, is_cut: bool) -> None:
+    def has_version(w: World) -> None:
+        w.d.version = version
+
+    async with world(prefill=0, prepare=has_version) as w:
+        w.d.script = take_no_more
+        reply = await w.ask("POST", path, body(stream=True))
+        assert reply.status == 200 and reply.complete
+        assert (b'"error"' in reply.body) is is_cut
+        assert (TOOL_STREAMS[path][1] in reply.body) is not is_cut
+        assert w.d.refused == is_cut
+        whole = await w.ask("POST", path, body())
+        assert whole.status in (502, 503), "of a whole answer it is not shown"
+
+
+def test_a_chats_fingerprint_states_the_version() -> None:
+    def end(fingerprint: str) -> bytes:
+        return b'data: {"system_fingerprint":"%b"}' % fingerprint.encode()
+
+    path = "/v1/chat/completions"
+    older = EngineInfo("i", "decode", [], {}, version="0.30.0")
+    for engine in (None, older):
+        assert not doubtful_stream(path, False, end("vllm-0.32.0+cpu-tp2-1a2b"), engine)
+        assert doubtful_stream(path, True, end("vllm-0.32.0-1a2b"), engine)
+        for other in ("vllm-0.30.1-1a2b", "vllm-0.31.0rc1-1a2b", "vllm-my-own", "mine"):
+            assert doubtful_stream(path, False, end(other), engine)
+    escaped = json.dumps({"text": end("vllm-9-1").decode()}).encode()
+    assert doubtful_stream(path, False, escaped, None)
 
 
 async def test_one_question_serves_all_answers_before_it() -> None:

@@ -1,21 +1,31 @@
 """Verifies that answers which their engine calls complete were not cut off.
 
-An engine that gets SIGTERM aborts its requests at once. Most endpoints report that; those in
-`END_MARKS` do not, and a cut answer looks complete there. Nor is it reported of an answer with a
-tool's call, nor of a choice without a token in a stream of several. But a stopping engine takes no
-new request. So one more token from it, requested *after* an answer, proves that the answer was
-whole. Such answers are held until then: for about one step of the engine. One such request serves
-all answers that were there before it.
+An engine that gets SIGTERM aborts its requests at once, or drains: it lets them finish and aborts
+new ones. Most endpoints report an abort. A cut answer looks complete
+
+* in `END_MARKS`,
+* behind a tool's call in a whole answer; before vLLM 0.31 in a stream, too,
+* where a stream of several choices lacks one that has no token.
+
+But a stopping engine takes no new request. So one more token from it, requested *after* an answer,
+proves that the answer was whole. Such answers are held until then: for about one step of the
+engine. One such request serves all answers that were there before it.
+
+An engine that drains refuses that token, too, although its answers are whole. An answer with a
+tool's call had a token, so it was running and was not cut there: it needs no proof.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import re
 
 import msgspec
+from packaging.version import InvalidVersion, Version
 
+from ...protocol.peers import EngineInfo
 from ..http.connection_pool import FULL_STATUSES, ConnectionPool, pool_of
 from ..http.endpoint_schema import SCHEMAS
 from ..http.headers import Headers
@@ -41,12 +51,17 @@ END_MARKS = {
     "/v1/audio/translations": _DONE,
 }
 
-# By path: what vLLM writes over an abort, once an answer has a tool's call. It does so in whole
-# answers, before 0.31 in streams too. An engine may stop after the first of several calls.
+# By path: what vLLM writes over an abort, once an answer has a tool's call. An engine may stop
+# after the first of several calls.
 TOOL_MARKS = {
     "/v1/chat/completions": re.compile(rb'"finish_reason":"tool_calls"'),
     "/v1/messages": re.compile(rb'"stop_reason":"tool_use"'),
 }
+
+# The first one that writes it in streams only over the model's own end.
+_SHOWS_ABORTS_IN_STREAMS = Version("0.31")
+# In the last events of a chat, unless vLLM's `--fingerprint-mode` leaves it out.
+_FINGERPRINT = re.compile(rb'"system_fingerprint":"vllm-([^"-]+)-')
 
 # By path: matches the event that ends a stream of several choices.
 CHOICES_END_MARKS = dict.fromkeys(("/v1/completions", "/v1/chat/completions"), _DONE)
@@ -63,10 +78,20 @@ class _CompleteAnswer(msgspec.Struct):
 _decode_answer = msgspec.json.Decoder(_CompleteAnswer).decode
 
 
-def doubtful(path: str, answer: bytes) -> bool:
-    """Whether a complete-looking answer with status 200 may have been cut off."""
+def end_mark_of(path: str, has_several_choices: bool = False) -> re.Pattern[bytes] | None:
+    """Returns what matches the first event that a stream's end is held from; None to hold none."""
+    end_mark = END_MARKS.get(path) or TOOL_MARKS.get(path)
+    return CHOICES_END_MARKS.get(path, end_mark) if has_several_choices else end_mark
+
+
+def doubtful(path: str, answer: bytes, engine: EngineInfo | None = None) -> bool:
+    """Whether a complete-looking answer with status 200 may have been cut off.
+
+    `engine`: the one that gave it; None if it is not known.
+    """
     if path in TOOL_MARKS:
-        return bool(TOOL_MARKS[path].search(answer))
+        drains = engine is not None and engine.drains
+        return not drains and bool(TOOL_MARKS[path].search(answer))
     if path not in END_MARKS:
         return False
     try:
@@ -74,6 +99,30 @@ def doubtful(path: str, answer: bytes) -> bool:
         return _decode_answer(answer).status not in ("queued", "in_progress", "failed")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return True  # has no status
+
+
+def doubtful_stream(
+    path: str, has_several_choices: bool, end: bytes, engine: EngineInfo | None
+) -> bool:
+    """Whether a stream may have been cut off, although it has an end.
+
+    `end`: its events from the one of `end_mark_of` on; empty if it needs none.
+    """
+    if path not in TOOL_MARKS or has_several_choices:
+        return bool(end)
+    if not end or (engine and engine.drains):
+        return False
+    found = _FINGERPRINT.search(end)
+    version = found[1].decode(errors="replace") if found else engine.version if engine else ""
+    return not _shows_aborts_in_streams(version)
+
+
+@functools.lru_cache
+def _shows_aborts_in_streams(version: str) -> bool:
+    try:
+        return Version(version) >= _SHOWS_ABORTS_IN_STREAMS
+    except InvalidVersion:
+        return False
 
 
 class CompletenessCheck:

@@ -16,11 +16,10 @@ from ..http.upstream_response import Unreachable, UpstreamResponse
 from ..routing.fleet import Fleet
 from .attempt import Attempt, AttemptFailure, Leg
 from .completeness import (
-    CHOICES_END_MARKS,
-    END_MARKS,
     PATHS_WITH_LAST_EVENT,
-    TOOL_MARKS,
     CompletenessCheck,
+    doubtful_stream,
+    end_mark_of,
 )
 from .streams import StreamRecorder
 
@@ -55,7 +54,7 @@ class Delivery:
             return False
         client.start(answer.status, end_to_end(answer.headers))
         path = attempt.context.request.path
-        recorder = StreamRecorder(client.write, True, END_MARKS.get(path), path)
+        recorder = StreamRecorder(client.write, True, end_mark_of(path), path)
         attempt.progress.recorder = recorder
         recorder.start_answer(answer.reject)(events)
         return True
@@ -97,10 +96,13 @@ class Delivery:
             if not recorder.is_complete:
                 return attempt.record_failure(leg, error.reason, str(error))
         else:
-            may_end = attempt.context.request.path not in PATHS_WITH_LAST_EVENT
+            path = attempt.context.request.path
+            may_end = path not in PATHS_WITH_LAST_EVENT
             if not (may_end or compressed or recorder.has_ended):
                 return attempt.record_failure(leg, "reset", CUT_OFF_DETAIL)
-            if recorder.held and not await self._completeness.is_engine_running(server):
+            several = attempt.context.body.has_several_choices
+            is_doubtful = doubtful_stream(path, several, bytes(recorder.held), server.engine)
+            if is_doubtful and not await self._completeness.is_engine_running(server):
                 return attempt.record_failure(leg, "stopping", STOPPING_DETAIL)
             if not recorder.finish():
                 return AttemptFailure("decode", "diverged", "the answer made again is shorter")
@@ -118,9 +120,7 @@ class Delivery:
             and not compressed
             and any(decode is not attempt.server for decode in decodes)
         )
-        end_mark = END_MARKS.get(path) or TOOL_MARKS.get(path)
-        if context.body.has_several_choices:
-            end_mark = CHOICES_END_MARKS.get(path, end_mark)
+        end_mark = end_mark_of(path, context.body.has_several_choices)
         return StreamRecorder(context.client.write, record, end_mark, path)
 
 

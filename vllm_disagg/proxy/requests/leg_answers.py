@@ -100,7 +100,7 @@ def _is_doubtful(
     if answer.status != 200 or answer.is_stream:
         return False
     for_client = leg.name == "decode" or context.body.one_token
-    return for_client and doubtful(context.request.path, content)
+    return for_client and doubtful(context.request.path, content, leg.instance.engine)
 
 
 def _error_detail(event: bytes) -> str:

@@ -48,6 +48,7 @@ LIMIT_FACTOR = 5  # of the time without a fault
 HEALTHY_SECONDS = 1200.0  # for each 100 seeds: the limit of tests without a fault
 SHARED_FAULTS = 4  # from so many on that a file looks for, it runs whole without one
 SHARED_SECONDS = 15.0  # for that; slower files run test by test
+INTERNAL_ERROR = 3  # exit status of pytest
 PASSED = re.compile(r"^\d+ passed", re.MULTILINE)
 SKIPPED = re.compile(r"^\d+ skipped", re.MULTILINE)
 # Behind one space: lines of logs have more.
@@ -312,10 +313,12 @@ class Verdict(NamedTuple):
 def outcome_from(status: int | None, output: str, command: Sequence[str]) -> Outcome:
     """Read what a run of pytest has ended with; exit if it could not run.
 
-    None: it was killed at its limit. Below 0: Python has died. A thread's exception behind the last
-    test gives another status after a failed one.
+    None: it was killed at its limit. Below 0: Python has died.
     """
-    if status is None or status == 1 or status < 0 or FAILED.search(output):
+    if status is None or status == 1 or status < 0:
+        return Outcome.CAUGHT
+    # Of a thread's exception that reaches pytest behind its last test, after one that has failed.
+    if status == INTERNAL_ERROR and FAILED.search(output):
         return Outcome.CAUGHT
     if PASSED.search(output) and status == 0:
         return Outcome.MISSED

@@ -274,6 +274,7 @@ sys.exit(sys.dont_write_bytecode)
     [
         (1, "1 failed, 2 passed in 0.10s\n", Outcome.CAUGHT),
         (0, "3 passed in 0.10s\n", Outcome.MISSED),
+        (0, "3 passed in 0.10s\nERROR 11-26 15:22:47 [core.py:12] x\n", Outcome.MISSED),
         (0, "3 passed, 2 skipped in 0.10s\n", Outcome.MISSED),
         (0, "s\n1 skipped in 0.10s\n", Outcome.SKIPPED),
         (5, "1 skipped in 0.10s\n", Outcome.SKIPPED),  # a whole module
@@ -290,6 +291,7 @@ def test_skipped_tests_neither_catch_nor_miss(
 
 def test_a_run_that_cannot_be_read_ends_all() -> None:
     logged = "ERROR    asyncio:streams.py:251 x\n"
-    for status, output in ((2, "error\n"), (4, "no tests\n"), (0, ""), (3, logged)):
+    unread = "ERROR tests/x.py - SyntaxError\n1 error in 0.1s\n"
+    for status, output in ((2, unread), (4, "no tests\n"), (0, ""), (3, logged)):
         with pytest.raises(SystemExit):
             mutants.outcome_from(status, output, ["pytest"])

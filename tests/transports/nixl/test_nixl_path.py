@@ -106,11 +106,13 @@ def test_a_late_answer_is_ignored() -> None:
     assert probe.step is ProbeStep.QUIET and probe.tries == 0
 
 
-def test_a_small_read_takes_some_of_each_registration() -> None:
-    """KV may be where CUDA exports nothing, beside a test region that it does export."""
+def test_a_small_read_takes_both_ends_of_each_registration() -> None:
+    """KV may be where CUDA exports nothing, or the first part only, unlike the test region."""
     nonce = notes.NONCE_BYTES
     test = (9 << 20, notes.TEST_REGION_BYTES)
     info = notes.AgentInfo("a#1", b"", [(4096, 1 << 20), (8 << 20, 8), test], test, b"n" * nonce)
     last = (test[0] + test[1] - nonce, nonce)
-    expected = [(test[0], nonce), (4096, nonce), (8 << 20, 8), (test[0], nonce), last]
+    large = [(4096, nonce), (4096 + (1 << 20) - nonce, nonce)]
+    small = [(8 << 20, 8), (8 << 20, 8)]
+    expected = [(test[0], nonce), *large, *small, (test[0], nonce), last, last]
     assert notes.sampled_runs(info).tolist() == [list(run) for run in expected]

@@ -210,14 +210,18 @@ def registered(info: AgentInfo) -> Runs:
 
 
 def sampled_runs(info: AgentInfo) -> Runs:
-    """Returns the begin of each registration, between the nonces at both ends of the test region.
+    """Returns both ends of each registration, between the nonces at both ends of the test region.
 
-    KV may be of an allocator whose memory CUDA exports to no process, unlike the test region.
+    KV may be of an allocator whose memory CUDA exports to no process, unlike the test region. Or
+    CUDA exports its first part only, as of memory that was mapped in pieces.
     """
     address, size = info.test
-    begins = [(start, min(length, NONCE_BYTES)) for start, length in info.regions]
+    ends = []
+    for start, length in info.regions:
+        sample = min(length, NONCE_BYTES)
+        ends += [(start, sample), (start + length - sample, sample)]
     last = (address + size - NONCE_BYTES, NONCE_BYTES)
-    return runs_of([(address, NONCE_BYTES), *begins, last])
+    return runs_of([(address, NONCE_BYTES), *ends, last])
 
 
 def decode_runs(note: PieceRuns) -> Runs:

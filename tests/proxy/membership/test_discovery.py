@@ -380,7 +380,7 @@ async def test_an_engine_whose_model_does_not_generate_is_up() -> None:
         # Nothing can prove that its transcriptions are whole.
         form = {"content_type": "multipart/form-data; boundary=x"}
         reply = await w.ask("POST", "/v1/audio/transcriptions", b"--x--\r\n", **form)
-        assert reply.status == 501 and b"does not generate" in reply.body
+        assert reply.status == 501 and b"has no /v1/completions" in reply.body
         w.d.health = 503
         await until(down)
         assert (await w.post("/v1/embeddings")).status == 503

@@ -494,6 +494,41 @@ async def test_an_engine_that_is_gone_is_not_waited_for(monkeypatch: pytest.Monk
     assert not await asks.is_engine_running(instance)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/cohere/v2/chat"])
+async def test_an_engine_without_completions_verifies_nothing(path: str, stream: bool) -> None:
+    """A gateway may have some paths only: its 404 was taken for the end of its engine."""
+
+    async def not_found(call: Call) -> None:
+        await call.json({"detail": "Not Found"}, 404)
+
+    def prepare(w: World) -> None:
+        for d in w.decodes:
+            d.probe_status, d.one_more = 404, not_found
+
+    async def serve(call: Call) -> None:
+        if call.body.get("stream"):
+            await call.stream()
+            for part in PARTS.get(path, (b"data: {}\n\n", LAST_EVENTS["/v1/chat/completions"])):
+                await call.chunk(part)
+            await call.end()
+        else:
+            await as_vllm(call, {"status": "completed", **call.body.get("told", {})})
+
+    async with world(prefill=0, decode=2, prepare=prepare) as w:
+        for d in w.decodes:
+            d.script = serve
+        fields: dict[str, object] = {"told": TOOL_ENDS.get(path, {}), "n": 1 + stream}
+        reply = await w.ask("POST", path, body(stream=stream, **fields))
+        error = json.loads(reply.body.split(b"data: ")[-2] if stream else reply.body)["error"]
+        assert error["code"] == 501 and reply.status == (200 if stream else 501)
+        assert "has no /v1/completions" in error["message"]
+        assert sum(len(d.calls) for d in w.decodes) == 1, "another one verifies it no more"
+        assert all(row["usable"] and not row["last_failure"] for row in await w.instances())
+        # A chat of one choice without a tool's call is complete by itself.
+        assert (await w.ask("POST", "/v1/chat/completions", body())).status == 200
+
+
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions/batch"])
 async def test_forwarded_answers_are_checked_too(path: str) -> None:
     """No other instance has the id, so the client gets an error."""

@@ -39,6 +39,7 @@ from ..telemetry.meter import TrafficCounters, now
 from ..telemetry.record import RequestRecorder
 from . import bodies
 from .admin import DRAIN_PATH, INSTANCES_PATH, Admin
+from .completeness import UNVERIFIABLE
 from .forward import MAX_RETRIES
 from .relay import Relay
 
@@ -393,11 +394,7 @@ def _verifiable(candidates: list[Instance]) -> list[Instance]:
     """
     found = [instance for instance in candidates if instance.generates]
     if candidates and not found:
-        message = (
-            "a transcription is verified by one more token of its engine, and this model does not"
-            " generate: ask an engine itself"
-        )
-        raise RequestFailed(501, message)
+        raise RequestFailed(501, UNVERIFIABLE)
     return found
 
 

@@ -28,6 +28,7 @@ from packaging.version import InvalidVersion, Version
 from ...protocol.peers import EngineInfo
 from ..http.connection_pool import FULL_STATUSES, ConnectionPool, pool_of
 from ..http.endpoint_schema import SCHEMAS
+from ..http.error_replies import RequestFailed
 from ..http.headers import Headers
 from ..http.upstream_response import Unreachable
 from ..routing.fleet import Instance
@@ -38,6 +39,10 @@ log = logging.getLogger(__name__)
 CHECK_TIMEOUT_SECONDS = 300.0  # the request waits behind the engine's other work
 # Interval of checks that the engine is up, and of retries while the engine is full.
 RETRY_SECONDS = 5.0
+UNVERIFIABLE = (
+    "such an answer is verified by one more token of its engine, which has no /v1/completions:"
+    " ask the engine itself"
+)
 
 # No text of an answer matches: within JSON no line ends, and quotes are escaped. Marks that begin
 # with plain bytes are searched ten times as fast as those that begin with a line.
@@ -133,21 +138,29 @@ class CompletenessCheck:
         self._headers: Headers = [(b"content-type", b"application/json")]
         if api_key:
             self._headers.append((b"authorization", b"Bearer " + api_key.encode()))
-        self._running: dict[str, asyncio.Task[bool]] = {}  # by URL
+        self._running: dict[str, asyncio.Task[bool | None]] = {}  # by URL
         # By URL: not sent yet, so they will be later than all answers that wait for them.
-        self._next: dict[str, asyncio.Task[bool]] = {}
+        self._next: dict[str, asyncio.Task[bool | None]] = {}
 
     async def is_engine_running(self, instance: Instance) -> bool:
-        """Whether an engine still works after its answer, so that the answer was whole."""
+        """Whether an engine still works after its answer, so that the answer was whole.
+
+        Raises RequestFailed for an engine without /v1/completions: that shows no end of it.
+        """
         url = instance.url
         if url not in self._next:
             self._next[url] = asyncio.create_task(
                 self._check_after(self._running.get(url), instance)
             )
         # Shielded: other answers wait for the same check.
-        return await asyncio.shield(self._next[url])
+        is_running = await asyncio.shield(self._next[url])
+        if is_running is None:
+            raise RequestFailed(501, UNVERIFIABLE)
+        return is_running
 
-    async def _check_after(self, previous: asyncio.Task[bool] | None, instance: Instance) -> bool:
+    async def _check_after(
+        self, previous: asyncio.Task[bool | None] | None, instance: Instance
+    ) -> bool | None:
         if previous:
             await asyncio.wait((previous,))
         url = instance.url
@@ -158,7 +171,7 @@ class CompletenessCheck:
                 # One request only: after a restart a second one would meet another process.
                 while not request.done() and instance.up:
                     await asyncio.wait((request,), timeout=RETRY_SECONDS)
-            return request.done() and request.result()
+            return request.result() if request.done() else False
         except TimeoutError:
             log.warning(
                 "completeness: %s did not produce one more token within %.0f s;"
@@ -171,8 +184,11 @@ class CompletenessCheck:
             request.cancel()
             del self._running[url]
 
-    async def _request_token(self, url: str, model: str) -> bool:
-        """Requests one token, again while the engine is full; returns whether it was produced."""
+    async def _request_token(self, url: str, model: str) -> bool | None:
+        """Requests one token, again while the engine is full; returns whether it was produced.
+
+        None if the engine has no /v1/completions.
+        """
         body = msgspec.json.encode(
             {"model": model, "prompt": "probe", "max_tokens": 1, "temperature": 0}
         )
@@ -182,6 +198,8 @@ class CompletenessCheck:
                     "POST", "/v1/completions", self._headers, body
                 )
                 try:
+                    if answer.status == 404:
+                        return None
                     if answer.status not in FULL_STATUSES:
                         return answer.status == 200 and not aborted(await answer.read())
                 finally:

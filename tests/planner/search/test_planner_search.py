@@ -385,21 +385,22 @@ def test_prefill_first_is_a_schedule_of_distserves_rules() -> None:
 def test_commands_limit_requests_where_the_kv_holds_none_of_the_models_length() -> None:
     """vLLM ends at its start with less KV: an L4 holds 33,000 tokens, Llama 3.1 takes 131,072."""
     one = Placement(ReplicaGroup(1, 1, 1), ReplicaGroup(1, 1, 1))
+    # More than the workload's longest: a tokenizer adds tokens to a text.
+    fits = int(_of_gpus("l4", "l4").prefill.kv(1, 1) / 1.02)
     for names, flag in (
         (("h100", "h100"), ""),
-        (("l4", "l4"), " --max-model-len 600"),
-        (("h100", "l4"), " --max-model-len 600"),  # both sides take the same requests
+        (("l4", "l4"), f" --max-model-len {fits} "),
+        (("h100", "l4"), f" --max-model-len {fits} "),  # both sides take the same requests
     ):
         scenario = msgspec.structs.replace(_of_gpus(*names), workload=workload.load("500:100"))
         lines = [line for line in output.commands(scenario, one, "m") if "vllm serve" in line]
         assert len(lines) == 2
-        assert all((flag in line) if flag else ("model-len" not in line) for line in lines)
+        assert all((flag in f"{line} ") if flag else ("model-len" not in line) for line in lines)
         notes = [note for note in output.remarks(scenario, one) if "own length" in note]
         assert bool(notes) == bool(flag)
     long = msgspec.structs.replace(_of_gpus("l4", "l4"), workload=workload.load("60000:100"))
-    fits = long.prefill.kv(1, 1)
     together = output.commands(long, Placement(ReplicaGroup(1, 1, 1), None, 2048), "m")[0]
-    assert f" --max-model-len {int(fits / 1.02)} " in together
+    assert f" --max-model-len {fits} " in together
     given = msgspec.structs.replace(long, max_model_len=30_000)
     assert output.commands(given, one, "m")[0].endswith(" --max-model-len 30000")
     assert not any("own length" in note for note in output.remarks(given, one))
@@ -409,8 +410,8 @@ def test_commands_have_the_kv_limit_in_bytes_of_a_gpu() -> None:
     placement = Placement(ReplicaGroup(2, 1, 1), ReplicaGroup(2, 1, 1))
     limited = msgspec.structs.replace(_of_gpus("h100", "h100"), kv_limit=50_000)
     line = output.commands(limited, placement, "m")[0]
-    # The sharegpt-like requests fit it, and one of the model's own length does not.
-    assert f"--kv-cache-memory-bytes {50_000 * 131_072 // 2} --max-model-len 2047" in line
+    # One request of the model's own length does not fit it.
+    assert f"--kv-cache-memory-bytes {50_000 * 131_072 // 2} --max-model-len 49019" in line
     assert "utilization" not in line
 
 

@@ -149,7 +149,7 @@ def _length_and_schedule_remarks(scenario: Scenario, placement: Placement) -> li
     if length:
         found.append(
             f"an instance's KV holds no request of the model's own length: --max-model-len {length}"
-            " is what this workload needs, or what fits; longer requests are refused"
+            " is what fits; longer requests are refused"
         )
     if not placement.chunked:
         found.append(
@@ -245,7 +245,7 @@ def _fitting_length(scenario: Scenario, placement: Placement) -> int:
     ):
         return 0
     kv = min(scenario.kv_tokens(source, group) for source, group in sides)
-    return min(scenario.workload.longest, int(kv / KV_MARGIN_RATIO))
+    return int(kv / KV_MARGIN_RATIO)
 
 
 def _draft_flags(source: PerformanceSource) -> list[str]:

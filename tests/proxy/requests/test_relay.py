@@ -19,7 +19,7 @@ from proxy_world import (
     world,
 )
 from vllm_disagg.proxy.http.upstream_response import UpstreamResponse
-from vllm_disagg.proxy.requests import legs
+from vllm_disagg.proxy.requests import failover, legs
 from vllm_disagg.proxy.requests.attempt import AttemptFailure, LegOutcome
 
 
@@ -261,7 +261,26 @@ async def test_decode_decides_what_prefill_refuses(
         assert decode_status == 200 or reply.json() == "of D"
         assert sum(len(p.calls) for p in w.prefills) == 1 and len(w.d.legs("whole")) == 1
         assert all(row["usable"] for row in await w.instances())
-        assert await w.metric("vllm_disagg_fallbacks_total", 'reason="prefill_declined"') == 1
+        for name, label in (("fallbacks", 'reason="prefill_declined"'), ("failovers", "")):
+            counted = await w.metric(f"vllm_disagg_{name}_total", label)
+            assert counted == (decode_status == 200), "what D refuses, too, is no fallback"
+
+
+async def test_refusals_of_prefill_cost_no_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one client's invalid requests would use up the retries of all."""
+    monkeypatch.setattr(failover.RetryBudget, "spend", lambda *_: False)
+    async with world() as w:
+
+        async def refuse(call: Call) -> None:
+            await call.json("of P", 400)
+
+        async def alone(call: Call) -> None:
+            if call.leg == "decode":
+                await call.forever()
+            await answer(call)
+
+        w.p.script, w.d.script = refuse, alone
+        assert (await w.post()).json() == {"text": "d0", "leg": "whole"}
 
 
 @pytest.mark.parametrize(("script", "reason"), [(fail, "5xx"), (reset, "reset")])

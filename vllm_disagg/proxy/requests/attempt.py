@@ -85,6 +85,8 @@ class RequestProgress(msgspec.Struct, eq=False):
     failed_instances: list[Instance] = []  # not tried again
     suspects: list[SuspectLeg] = []
     recorder: StreamRecorder | None = None  # once a stream was started at the client
+    # The rung that followed when P declined the request; "" if none did.
+    declined_rung: str = ""
 
     def on_attempt_failed(self, reason: Reason, answer_started: bool) -> None:
         """Brings the history up to date after a failed attempt."""

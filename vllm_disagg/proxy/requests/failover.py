@@ -15,7 +15,7 @@ request. Three bounds keep failing requests from multiplying:
 * `RetryBudget`, for the whole fleet. Failures of instances that are alive (5xx, no answer in time)
   are retried for at most a fifth of the requests, since then the fleet is busy rather than broken.
   Deaths are not charged: a death ends each request of the dead instance once, all in the same
-  moment, and must cost none of them its answer.
+  moment, and must cost none of them its answer. Nor is a refusal (4xx) of P.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ MAX_PAIR_ATTEMPTS = 3  # attempts with two legs; after these a D alone is tried
 MAX_DEATHS = 2
 
 # The instance seems to be alive, so the failure may be a sign of overload; "local": of the proxy.
-CHARGED_REASONS = frozenset(("garbled", "timeout", "5xx", "busy", "declined", "local"))
+# Not "declined": it leads to one step, and invalid requests of one client would use up the budget.
+CHARGED_REASONS = frozenset(("garbled", "timeout", "5xx", "busy", "local"))
 # An answer of P is left for the client, and nothing has failed.
 REFUSALS = frozenset(("busy", "declined"))
 

@@ -29,7 +29,7 @@ from ..routing.prefill_queue import QueueFull, QueueTimeout
 from ..routing.queues import Queues
 from ..settings import ProxySettings
 from ..telemetry.metrics import Metrics
-from .attempt import Attempt, AttemptFailure, AttemptPlan, RequestContext
+from .attempt import Attempt, AttemptFailure, AttemptPlan, RequestContext, RequestProgress
 from .failover import (
     CHARGED_REASONS,
     DEATH_REASONS,
@@ -166,12 +166,21 @@ class AttemptPlans:
                 self._metrics.failed_over("none")
                 context.request.rung = "none"
             return None
-        self._metrics.failed_over(step.value)
         context.request.rung = step.value
-        self._metrics.fell_back(_fallback_reason(failure, progress.history))
+        if failure.reason == "declined":
+            progress.declined_rung = step.value  # D may refuse it, too: `on_served` counts
+        else:
+            self._metrics.failed_over(step.value)
+            self._metrics.fell_back(_fallback_reason(failure, progress.history))
         if step is NextStep.PAIR and isinstance(pair, InstancePair):
             return pair
         return attempt.decode if step is NextStep.SAME_DECODE else other_decode
+
+    def on_served(self, progress: RequestProgress) -> None:
+        """Counts the fallback of a request that was served although P has declined it."""
+        if progress.declined_rung:
+            self._metrics.failed_over(progress.declined_rung)
+            self._metrics.fell_back("prefill_declined")
 
     def _can_afford(self, failure: AttemptFailure, now: float) -> bool:
         """Pays for the next attempt; returns False if the retry budget is exhausted."""

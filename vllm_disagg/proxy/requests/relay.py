@@ -129,6 +129,8 @@ class Relay:
             ) as attempt:
                 result = await self._run(attempt)
                 if isinstance(result, int):
+                    if result == 200:
+                        self._plans.on_served(progress)
                     return result
                 next_plan = self._plans.next_plan(attempt, result)
                 if next_plan is None:

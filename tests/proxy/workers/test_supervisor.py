@@ -263,6 +263,39 @@ async def test_a_process_that_cannot_be_started_is_tried_again(
     os.close(table)
 
 
+@pytest.mark.parametrize("failure", ["connection", "end"])
+async def test_a_process_that_has_started_is_awaited(
+    failure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error after its start left it running beside its successor."""
+    start = supervisor.start_worker
+    started: list[asyncio.subprocess.Process] = []
+    stop = asyncio.Event()
+
+    async def start_worker(command: list[str], place: WorkerPlace) -> asyncio.subprocess.Process:
+        process = await start(command, place)
+        started.append(process)
+        if failure == "end":  # before the supervisor can end it
+            await process.wait()
+            stop.set()
+        return process
+
+    async def lack(**_: object) -> None:
+        raise OSError("no memory")
+
+    monkeypatch.setattr(supervisor, "start_worker", start_worker)
+    if failure == "connection":
+        monkeypatch.setattr(asyncio, "open_unix_connection", lack)
+    table = os.memfd_create("test")
+    hub = BusHub(1)
+    place = WorkerPlace(0, 1, 0, table, 0, "c")
+    command = ["sleep", "60"] if failure == "connection" else ["true"]
+    async with asyncio.timeout(30):
+        status = await _run_process(hub.workers[0], hub, command, place, stop)
+    assert status == started[0].returncode == (-signal.SIGKILL if failure == "connection" else 0)
+    os.close(table)
+
+
 IMPORTING = """
 import os, signal, sys, time
 print("importing", flush=True)

@@ -293,11 +293,7 @@ async def _keep_running(
     """Runs one worker and restarts it; returns the exit status with which it ended for good."""
     pause = RESTART_SECONDS
     while True:
-        try:
-            status = await _run_process(worker, hub, command, place, stop)
-        except OSError as error:  # as without memory or file descriptors
-            log.error("supervisor: worker %d cannot be started: %s", worker.index, error)
-            status = 1
+        status = await _run_process(worker, hub, command, place, stop)
         if stop.is_set():
             return 0 if status in (0, -signal.SIGTERM) else status
         was_ready = worker.ready.is_set()
@@ -354,30 +350,64 @@ async def _run_process(
 ) -> int:
     """Runs one process of a worker to its end; returns its exit status.
 
-    Raises OSError if it cannot be started.
+    1 if it cannot be started. A started one is always awaited.
+    """
+    try:
+        process, ours = await _start_with_socket(command, place, hub.challenge)
+    except OSError as error:  # as without memory or file descriptors
+        log.error("supervisor: worker %d cannot be started: %s", worker.index, error)
+        return 1
+    worker.process = process
+    if stop.is_set():  # meanwhile: `supervise` has ended the processes that it knew
+        with suppress(ProcessLookupError):
+            process.terminate()
+    try:
+        await _handle_messages(worker, hub, ours)
+    except (OSError, ValueError) as error:
+        log.error(
+            "supervisor: the connection to worker %d failed, which is killed: %s",
+            worker.index,
+            error,
+        )
+        with suppress(ProcessLookupError):
+            process.kill()
+    return await process.wait()
+
+
+async def _start_with_socket(
+    command: list[str], place: WorkerPlace, challenge: str
+) -> tuple[asyncio.subprocess.Process, socket.socket]:
+    """Starts one process of a worker; returns it and this side of their connection.
+
+    Raises OSError.
     """
     ours, theirs = socket.socketpair()
     with theirs:
-        place = msgspec.structs.replace(place, hub=theirs.fileno(), challenge=hub.challenge)
+        place = msgspec.structs.replace(place, hub=theirs.fileno(), challenge=challenge)
         try:
-            worker.process = await start_worker(command, place)
+            return await start_worker(command, place), ours
         except OSError:
             ours.close()
             raise
-    if stop.is_set():  # meanwhile: `supervise` has ended the processes that it knew
-        worker.process.terminate()
-    reader, worker.writer = await asyncio.open_unix_connection(sock=ours)
+
+
+async def _handle_messages(worker: WorkerProcess, hub: BusHub, ours: socket.socket) -> None:
+    """Handles a worker's messages until it ends its connection.
+
+    Raises OSError for a broken connection, and ValueError for an invalid message.
+    """
     loop = asyncio.get_running_loop()
+    try:
+        reader, worker.writer = await asyncio.open_unix_connection(sock=ours)
+    except OSError:
+        ours.close()
+        raise
     try:
         while message := await receive(reader):
             hub.on_message(worker, message, loop.time())
-    except (ConnectionError, ValueError) as error:
-        log.error("supervisor: worker %d sent an invalid message: %s", worker.index, error)
-        worker.process.kill()
     finally:
         worker.writer.close()
         worker.writer = None
-    return await worker.process.wait()
 
 
 def run(argv: list[str], count: int, host: str, port: int, ready: Callable[[int], None]) -> int:

@@ -1631,4 +1631,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("an engine without /v1/completions verifies all answers", "proxy/requests/completeness.py", "            raise RequestFailed(501, UNVERIFIABLE)\n", "            return True\n", "tests/proxy/requests/test_completeness.py::test_an_engine_without_completions_verifies_nothing"),
     ("a worker without a connection is left running", "proxy/workers/supervisor.py", "    except (OSError, ValueError) as error:\n", "    except ValueError as error:\n", "tests/proxy/workers/test_supervisor.py::test_a_process_that_has_started_is_awaited"),
     ("a worker that has ended already is an error", "proxy/workers/supervisor.py", "        with suppress(ProcessLookupError):\n            process.terminate()\n", "        process.terminate()\n", "tests/proxy/workers/test_supervisor.py::test_a_process_that_has_started_is_awaited"),
+    ("a scheme's own port makes another instance", "proxy/http/addresses.py", "    has_own_port = port is None or int(port) == _DEFAULT_PORTS[scheme]\n", "    has_own_port = port is None\n", "tests/proxy/http/test_addresses.py"),
+    ("a URL of https with port 80 loses its port", "proxy/http/addresses.py", "== _DEFAULT_PORTS[scheme]", "in _DEFAULT_PORTS.values()", "tests/proxy/http/test_addresses.py"),
 ]

@@ -17,11 +17,11 @@ GOOD = [
     "https://gpu1.cluster",
     "http://gpu1.cluster.:1",
     "http://10.0.0.1",
-    "http://[::1]:80",
+    "http://[::1]:81",
     "http://a_b-c.d:65535",
     "http://[fe80::1%eth0]:1",
-    "http://xn--bcher-kva.example:80@3",
-    f"http://{'x' * 63}.{'y' * 63}:80",
+    "http://xn--bcher-kva.example:443@3",
+    f"https://{'x' * 63}.{'y' * 63}:80",
 ]
 BAD = [
     "http://gpu1..cluster:8200",
@@ -85,6 +85,8 @@ def test_good_urls(url: str) -> None:
         ("HTTP://Gpu1.Cluster:8200/", "http://gpu1.cluster:8200"),
         ("http://h:08200@3", "http://h:8200@3"),
         ("http://[0:0::A]:1", "http://[::a]:1"),
+        ("HTTP://h:080", "http://h"),
+        ("https://[::1]:443@3", "https://[::1]@3"),
         ("http://[FE80::1%Eth0]:1", "http://[fe80::1%Eth0]:1"),
     ],
 )

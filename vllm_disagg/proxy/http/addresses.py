@@ -19,13 +19,14 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 MAX_HOST_NAME_CHARACTERS = 253  # RFC 1035
-# Of services that give credentials to whoever runs on a machine, beside the link-local ones.
+# Of services that give credentials to each program of a machine, beside the link-local ones.
 METADATA_SERVICES = (
     ipaddress.ip_network("fd00:ec2::/32"),  # AWS
     ipaddress.ip_network("fd20:ce::254/128"),  # Google Cloud
     ipaddress.ip_network("168.63.129.16/32"),  # Azure
     ipaddress.ip_network("100.100.100.200/32"),  # Alibaba Cloud
 )
+_DEFAULT_PORTS = {"http": 80, "https": 443}
 _NAT64_PREFIX = ipaddress.IPv6Network("64:ff9b::/96")  # RFC 6052
 _URL = re.compile(r"(https?)://(\[[^][/?#@]+\]|[^][/?#@:]+)(?::([0-9]+))?/*", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
@@ -42,8 +43,10 @@ def split_rank(url: str) -> tuple[str, int | None]:
 def check_url(given: str, where: str) -> str:
     """Returns an instance's URL in its one spelling; raises ConfigError.
 
-    Scheme and host are in lower case, the port without zeros in front, and no slash ends it. So an
-    instance under two spellings is one. `where`: the place of the URL, for the error's text.
+    Scheme and host are in lower case. The port has no zeros in front, and the scheme's own port is
+    left out. No slash ends it. So an instance under two spellings is one. A final dot of a name
+    stays: DNS looks up such a name without search domains. `where`: the place of the URL, for the
+    error's text.
     """
     url, rank = split_rank(given.rstrip("/"))
     if not url.isascii() or not url.isprintable() or " " in url:
@@ -54,6 +57,7 @@ def check_url(given: str, where: str) -> str:
             f"{where}: {given!r} is not an instance's URL; it looks like http://HOST:PORT"
         )
     scheme, host, port = found.groups()
+    scheme = scheme.lower()
     if port is not None and not is_port(port):
         raise ConfigError(f"{where}: {given!r} has no valid port")
     if host.startswith("["):
@@ -65,8 +69,9 @@ def check_url(given: str, where: str) -> str:
         raise ConfigError(f"{where}: {given!r}: {problem}")
     else:
         host = host.lower()
-    end = "" if port is None else f":{int(port)}"
-    return f"{scheme.lower()}://{host}{end}" + ("" if rank is None else f"@{rank}")
+    has_own_port = port is None or int(port) == _DEFAULT_PORTS[scheme]
+    end = "" if has_own_port else f":{int(port)}"
+    return f"{scheme}://{host}{end}" + ("" if rank is None else f"@{rank}")
 
 
 def is_port(text: str) -> bool:

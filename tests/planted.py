@@ -1633,4 +1633,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a worker that has ended already is an error", "proxy/workers/supervisor.py", "        with suppress(ProcessLookupError):\n            process.terminate()\n", "        process.terminate()\n", "tests/proxy/workers/test_supervisor.py::test_a_process_that_has_started_is_awaited"),
     ("a scheme's own port makes another instance", "proxy/http/addresses.py", "    has_own_port = port is None or int(port) == _DEFAULT_PORTS[scheme]\n", "    has_own_port = port is None\n", "tests/proxy/http/test_addresses.py"),
     ("a URL of https with port 80 loses its port", "proxy/http/addresses.py", "== _DEFAULT_PORTS[scheme]", "in _DEFAULT_PORTS.values()", "tests/proxy/http/test_addresses.py"),
+    ("NCCL: each link takes a stream more", "kv_connectors/gpu/nccl.py", "        if self._free:\n            return", "        if False:\n            return", "tests/connector/test_nccl.py::test_links_take_the_streams_of_those_that_are_gone"),
+    ("NCCL: a link's stream has the work of one that hangs", "kv_connectors/gpu/nccl.py", "        self._is_closing = True\n        self._inbox.put(None)\n", "        self._is_closing = True\n        self._streams.give_back(self.stream)\n        self._inbox.put(None)\n", "tests/connector/test_nccl.py::test_links_take_the_streams_of_those_that_are_gone"),
 ]

@@ -55,6 +55,7 @@ log = logging.getLogger("vllm_disagg.nccl")
 SUCCESS = 0  # ncclResult_t
 IN_PROGRESS = 7
 UINT8 = 1  # ncclDataType_t
+LINK_STREAMS = 16  # of torch's 32 a device: the others are for vLLM and for copies
 UNIQUE_ID_BYTES = 128
 API_MAGIC = 0xCAFEBEEF
 UNDEFINED_INT = -(2**31)  # NCCL_CONFIG_UNDEF_INT
@@ -185,6 +186,33 @@ class NcclCall:
     size: int
 
 
+class LinkStreams:
+    """Streams of a worker's links: each link has one, and returns it when its work has ended.
+
+    torch gives out 32 streams of a device, and then the first one again. If each link took a new
+    one, some would share those of vLLM or of our copies, which a frozen peer's call would stop.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        """Creates no stream yet."""
+        self.runtime = runtime
+        self._made = 0
+        self._free: deque[Any] = deque()
+
+    def take(self) -> Any:
+        """Returns a stream without work. Raises NcclError if there is none."""
+        if self._free:
+            return self._free.popleft()
+        if self._made == LINK_STREAMS:
+            raise NcclError(f"all {LINK_STREAMS} streams of links have work")
+        self._made += 1
+        return self.runtime.new_stream()
+
+    def give_back(self, stream: Any) -> None:
+        """Takes a stream whose work has ended, from any thread."""
+        self._free.append(stream)
+
+
 class NcclLink:
     """One end of a link; see `collective.worker.CollectiveLink`.
 
@@ -196,19 +224,23 @@ class NcclLink:
     def __init__(
         self,
         library: NcclLibrary,
-        runtime: Runtime,
+        streams: LinkStreams,
         rank: int,
         report: Callable[[LinkEvent], None],
         epoch: int,
     ) -> None:
-        """Starts to connect. `rank`: 0 is P's end, which makes the unique id."""
+        """Starts to connect. `rank`: 0 is P's end, which makes the unique id.
+
+        Raises NcclError if all streams have work.
+        """
         self._library = library
-        self._runtime = runtime
+        self._runtime = streams.runtime
+        self._streams = streams
         self._rank = rank
         self._report = report
         self._epoch = epoch
         self.is_gone = False
-        self.stream = runtime.new_stream()
+        self.stream = streams.take()
         self._comm = ctypes.c_void_p()
         self._is_closing = False
         # Calls and the other end's blob; None wakes the thread for the close.
@@ -326,8 +358,9 @@ class NcclLink:
             if self._comm:
                 self._library.call("ncclCommAbort", self._comm)
             self._runtime.record_event(self.stream).synchronize()
+            self._streams.give_back(self.stream)
             self.is_gone = True
-        # The slots are kept forever then: memory is lost, which is better than wrong bytes.
+        # Slots and stream are kept forever then: memory is lost, which is better than wrong bytes.
         except Exception as error:
             log.error(
                 "nccl: aborting a communicator failed: %r; the memory of its slots stays in use",
@@ -360,8 +393,10 @@ def transport_factory(
                 " transport to zmq or gloo"
             )
 
+        streams = LinkStreams(memory.runtime)
+
         def make_link(rank: int, report: Callable[[LinkEvent], None], epoch: int) -> NcclLink:
-            return NcclLink(library, memory.runtime, rank, report, epoch)
+            return NcclLink(library, streams, rank, report, epoch)
 
         piece_bytes = max(PIECE_BYTES, config.piece_bytes)
         return CollectiveTransport("nccl", port, DeviceStaging(memory), make_link, piece_bytes)

@@ -159,13 +159,15 @@ def wait(condition: Callable[[], object]) -> None:
 class LinkUnderTest:
     """A link over a scripted library, and what it has reported."""
 
-    def __init__(self, rank: int, *, is_stuck: bool = False) -> None:
+    def __init__(
+        self, rank: int, *, is_stuck: bool = False, streams: nccl.LinkStreams | None = None
+    ) -> None:
         self.library = Scripted()
         # Before the link: the thread of rank 0 waits for no blob.
         self.library.is_stuck = is_stuck
         self.reported: list[object] = []
-        runtime = ScriptedRuntime()
-        self.link = nccl.NcclLink(self.library, runtime, rank, self.reported.append, 3)
+        self.streams = streams or nccl.LinkStreams(ScriptedRuntime())
+        self.link = nccl.NcclLink(self.library, self.streams, rank, self.reported.append, 3)
 
     def has_reported(self, *reports: object) -> Callable[[], bool]:
         return lambda: self.reported[-len(reports) :] == list(reports)
@@ -179,8 +181,8 @@ class LinkUnderTest:
 def make_link() -> Iterator[Callable[..., LinkUnderTest]]:
     made: list[LinkUnderTest] = []
 
-    def make(rank: int, *, is_stuck: bool = False) -> LinkUnderTest:
-        made.append(LinkUnderTest(rank, is_stuck=is_stuck))
+    def make(rank: int, **how: Any) -> LinkUnderTest:
+        made.append(LinkUnderTest(rank, **how))
         return made[-1]
 
     yield make
@@ -210,6 +212,21 @@ def test_a_link_opens_sends_in_order_and_reports_each_end(make_link: MakeLink) -
     wait(made.has_reported(channel.SlotCompleted(3, 0)))
     made.link.stream.ended = 2
     wait(made.has_reported(channel.SlotCompleted(3, 0), channel.SlotCompleted(3, 1)))
+
+
+def test_links_take_the_streams_of_those_that_are_gone(make_link: MakeLink) -> None:
+    """torch has 32, which vLLM and our copies use as well."""
+    streams = nccl.LinkStreams(ScriptedRuntime())
+    hung = make_link(0, streams=streams)
+    hung.link.stream.can_end = False
+    hung.link.close()
+    used = {make_link(0, streams=streams).link.stream for _ in range(nccl.LINK_STREAMS - 1)}
+    assert hung.link.stream not in used and len(used) == nccl.LINK_STREAMS - 1
+    with pytest.raises(nccl.NcclError, match="all 16 streams of links have work"):
+        make_link(0, streams=streams)
+    hung.link.stream.can_end = True
+    wait(lambda: hung.link.is_gone)
+    assert make_link(0, streams=streams).link.stream is hung.link.stream
 
 
 def test_an_end_is_reported_while_the_next_call_is_taken_up(make_link: MakeLink) -> None:

@@ -330,8 +330,8 @@ class Connection(asyncio.Protocol):
     async def _handle(self, request: HttpRequest) -> None:
         """Runs the handler of a request, then goes on with the next request.
 
-        The last step is part of this task, not a callback of its end: for most clients the next
-        request would otherwise arrive before the callback, and would have to be kept.
+        The last step is part of this task, not a callback of its end. The next request of most
+        clients would arrive before such a callback, and would have to be kept.
         """
         try:
             await self._server.handler(request, self)

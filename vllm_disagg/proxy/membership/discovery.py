@@ -70,7 +70,7 @@ PROBE_TIMEOUT_SECONDS = 30.0  # a probe waits behind the engine's other work
 CACHE_POLL_SECONDS = 2.0  # between two polls of a decode instance's metrics
 REPORT_POLL_SECONDS = 10.0  # of one that can only prefill, whose figures only operators read
 CLOCK_REFRESH_SECONDS = 3600.0  # age at which the reading of an engine's clock is renewed
-# Between two probes after ends of kept connections: a server's patience with them may be short.
+# Between two probes after ends of kept connections: some servers keep none for long.
 RESTART_PROBE_SECONDS = 10.0
 # Between two probes of an engine without /v1/completions: a gateway may lack it only for a moment.
 GENERATION_PROBE_SECONDS = 5.0
@@ -215,20 +215,23 @@ class _UnexpectedAnswer(Exception):
 
 
 class _RestartSigns:
-    """Tells when ends of kept connections ask for a probe, since another process may answer."""
+    """Decides when the end of a kept connection makes a probe necessary.
+
+    Another process may answer at the instance's URL since then.
+    """
 
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
         self._ends_seen = 0
-        self._asked_at = float("-inf")
+        self._needed_at = float("-inf")
 
-    def ask_for_probe(self, now: float) -> bool:
+    def is_probe_needed(self, now: float) -> bool:
         """Returns whether a connection has ended, at most once in RESTART_PROBE_SECONDS."""
-        is_early = now - self._asked_at < RESTART_PROBE_SECONDS
+        is_early = now - self._needed_at < RESTART_PROBE_SECONDS
         if is_early or self._pool.unused_ends == self._ends_seen:
             return False
         self._ends_seen = self._pool.unused_ends
-        self._asked_at = now
+        self._needed_at = now
         return True
 
 
@@ -303,7 +306,7 @@ class Discovery:
                 _raise_failures(probe, poll)
                 chunks_before = chunks_seen
                 chunks_seen = pool.chunks_received
-                if restart_signs.ask_for_probe(loop.time()):
+                if restart_signs.is_probe_needed(loop.time()):
                     instance.needs_probe = True
                 shows_life = trouble == NO_NAME and chunks_seen != chunks_before
                 if self._judge(instance, trouble) or shows_life:

@@ -18,9 +18,7 @@ from proxy_world import (
     until,
     world,
 )
-from vllm_disagg.proxy.http.upstream_response import UpstreamResponse
-from vllm_disagg.proxy.requests import failover, legs
-from vllm_disagg.proxy.requests.attempt import AttemptFailure, LegOutcome
+from vllm_disagg.proxy.requests import failover
 
 
 async def hang(call: Call) -> None:
@@ -201,36 +199,28 @@ async def test_a_soon_refusal_of_decode_replaces_that_of_prefill(
         w.p.script, w.d.script = refuse, answer_later
         reply = await w.post()
         assert (reply.status, reply.json()) == answered
-        # A failure behind P's refusal shows nothing about the request.
-        assert len(w.d.calls) == (2 if decode_status == 500 else 1)
+        assert len(w.d.calls) == 1
 
 
-def response(status: int) -> LegOutcome:
-    made = UpstreamResponse(None)  # type: ignore[arg-type]  # without a connection
-    made.status = status
-    return made
+async def test_a_death_behind_a_refusal_of_prefill_is_a_death() -> None:
+    """A request under which two instances died gets no third, and none of them twice."""
+    async with world(decode=3) as w:
+        prefill_refused = asyncio.Event()
 
+        async def refuse(call: Call) -> None:
+            await call.json("of P", 400)
+            prefill_refused.set()
 
-@pytest.mark.parametrize(
-    ("prefill_outcome", "decode_status", "is_hidden"),
-    [(200, 200, False), (0, 200, False), (0, 422, False), (-1, 200, False)],
-)
-async def test_of_two_ends_in_one_turn_an_answer_stands(
-    prefill_outcome: int, decode_status: int, is_hidden: bool
-) -> None:
-    """0: P's leg has failed; -1: it has raised."""
+        async def die(call: Call) -> None:
+            await prefill_refused.wait()
+            await call.stream()  # without a head, a kept connection may just have been idle
+            call.reset()
 
-    async def run() -> LegOutcome:
-        if prefill_outcome < 0:
-            raise OSError("a fault of the proxy")
-        if not prefill_outcome:
-            return AttemptFailure("prefill", "5xx", "")
-        return response(prefill_outcome)
-
-    prefill = asyncio.create_task(run())
-    await asyncio.wait([prefill])
-    assert legs._hides(prefill, response(decode_status)) == is_hidden
-    assert legs._hides(prefill, AttemptFailure("decode", "5xx", "")) == (prefill_outcome != 200)
+        w.p.script = refuse
+        for d in w.decodes:
+            d.script = die
+        assert (await w.post()).status == 502
+        assert sorted(len(d.calls) for d in w.decodes) == [0, 1, 1]
 
 
 @pytest.mark.parametrize("status", [400, 401, 404])

@@ -1,6 +1,7 @@
 """Judges the answer of one leg: when it has started, and whether it is a failure.
 
-A refusal of the client's request (4xx) is an answer, not a failure: every instance would give it.
+D's refusal of the client's request (4xx) is an answer, not a failure: other D would give it, too. P
+may refuse what D serves, so D decides (`failover.py`).
 """
 
 from __future__ import annotations

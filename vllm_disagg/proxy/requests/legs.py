@@ -9,7 +9,7 @@ Concurrent legs. The first leg to end decides:
 
     D's answer has started, D fails or refuses   D's outcome
     P fails                                      P's failure
-    P refuses                                    D's refusal if it comes soon; otherwise D alone
+    P refuses                                    D's outcome if it comes soon; otherwise D alone
                                                  decides, since P's limits may be its own
     P has computed the prompt                    D's outcome, when it comes
 
@@ -43,8 +43,8 @@ from .bodies import whole_body
 from .completeness import CompletenessCheck
 from .leg_answers import find_problem, until_started, verify_prefill
 
-# After P's refusal, the time in which D may refuse too. Else D serves the request alone, or refuses
-# it then.
+# After P's refusal, the time in which D may refuse or fail too. Else D serves the request alone, or
+# refuses it then.
 DECODE_REFUSAL_SECONDS = 0.2
 # Of the expected time of a prefill leg: then a late decode leg is sent. The rest is for D's API
 # server and scheduler, and for the bytes of all but the last layers.
@@ -134,8 +134,7 @@ class LegRunner:
             outcome = await self._send(attempt, "decode", pair.decode, decode_body)
             if attempt.first_token and isinstance(outcome, UpstreamResponse):
                 attempt.first_token.on_decode_started()
-            if not prefill.done() or not _hides(prefill, outcome):
-                return outcome
+            return outcome  # also behind P's end: a D that has failed must not get it again
         return prefill.result()
 
     async def _prefill_leg(self, attempt: Attempt, pair: InstancePair, body: bytes) -> LegOutcome:
@@ -269,14 +268,6 @@ def _end_decode_leg(decode_leg: CancelScope, prefill: asyncio.Task[LegOutcome]) 
     else:
         loop = asyncio.get_running_loop()
         loop.call_later(DECODE_REFUSAL_SECONDS, decode_leg.cancel)
-
-
-def _hides(prefill: asyncio.Task[LegOutcome], outcome: LegOutcome) -> bool:
-    """Returns whether the end of a prefill leg replaces D's outcome.
-
-    It replaces no answer of D: that may have come in the same turn of the loop.
-    """
-    return not _is_computed(prefill) and isinstance(outcome, AttemptFailure)
 
 
 def _is_failed(prefill: asyncio.Task[LegOutcome]) -> bool:

@@ -210,7 +210,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a busy local link keeps the driver", "transports/local_links.py", "for _ in range(MESSAGES_PER_TURN):", "while True:"),
     ("silent connections at a local link are not bounded", "transports/local_links.py", "if len(self._pending) > MAX_PENDING:", "if False:"),
     ("local links to receivers are not bounded", "transports/local_links.py", "if len(self._receivers) > MAX_RECEIVERS:", "if False:"),
-    ("a long message on a local link is read without its end", "transports/local_links.py", "seal, frame = packet[:SEAL_BYTES], packet[SEAL_BYTES:]", "seal, frame = packet[:SEAL_BYTES], packet[SEAL_BYTES : SEAL_BYTES + MAX_FRAME_BYTES]"),
+    ("a long message on a local link is read without its end", "transports/local_links.py", "seal, frame = packet[:SEAL_BYTES], packet[SEAL_BYTES:]", "seal, frame = packet[:SEAL_BYTES], packet[SEAL_BYTES : SEAL_BYTES + MAX_FRAME_BYTES]", "tests/transports/test_local_links.py::test_the_longest_message_with_more_behind_it_ends_the_link"),
     ("a local link takes messages without a seal", "transports/local_links.py", "if not hmac.compare_digest(seal, self._seal(self._receives, self._received, frame)):", "if False:"),
     ("seals on a local link have no number", "transports/local_links.py", "salt = SEALED_COUNT.pack(number)", "salt = SEALED_COUNT.pack(0)"),
     ("seals on a local link have no direction", "transports/local_links.py", "salt=salt, person=direction", "salt=salt"),

@@ -230,6 +230,16 @@ def test_a_message_that_was_changed_on_its_way_ends_the_link(
     assert not p.links._receivers
 
 
+def test_the_longest_message_with_more_behind_it_ends_the_link(
+    pair: tuple[Worker, Worker], relay: Relay
+) -> None:
+    p, d = pair
+    assert d.links.send_to_sender(P.name, bytes(MAX_FRAME_BYTES))
+    relay.pass_on(lambda packet: packet + b"x" * 1000)
+    assert p.received() == ([], [])
+    assert not p.links._receivers
+
+
 def test_a_message_that_was_repeated_ends_the_link(
     pair: tuple[Worker, Worker], relay: Relay
 ) -> None:

@@ -1633,4 +1633,5 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a URL of https with port 80 loses its port", "proxy/http/addresses.py", "== _DEFAULT_PORTS[scheme]", "in _DEFAULT_PORTS.values()", "tests/proxy/http/test_addresses.py"),
     ("NCCL: each link takes a stream more", "kv_connectors/gpu/nccl.py", "        if self._free:\n            return", "        if False:\n            return", "tests/connector/test_nccl.py::test_links_take_the_streams_of_those_that_are_gone"),
     ("NCCL: a link's stream has the work of one that hangs", "kv_connectors/gpu/nccl.py", "        self._is_closing = True\n        self._inbox.put(None)\n", "        self._is_closing = True\n        self._streams.give_back(self.stream)\n        self._inbox.put(None)\n", "tests/connector/test_nccl.py::test_links_take_the_streams_of_those_that_are_gone"),
+    ("a source with a short lease is never silent", "protocol/receiver.py", "        if now >= t.retry_at + self.keepalive_interval:\n", "        if now >= t.retry_at + t.keepalive_interval:\n", "tests/protocol/test_receiver.py::test_a_short_lease_gives_a_silent_source_no_more_time"),
 ]

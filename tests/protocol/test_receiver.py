@@ -102,6 +102,22 @@ def test_keep_alives_come_at_least_three_times_a_lease(lease: float, interval: f
         assert said(side.handle(ClockTick(), at)) == ["TransferRequest", "TransferRequest"]
 
 
+def test_a_short_lease_gives_a_silent_source_no_more_time() -> None:
+    """The source chooses it. Ticks that come late for it are no sleep of this process."""
+    side = Receiver("d", "", 0, SHAPE, keepalive_interval=0.5, peer_timeout=2.0)
+    load = wanted("p")
+    load.sources[0] = msgspec.structs.replace(load.sources[0], lease=0.01)
+    side.handle(load, 0.0)
+    results = []
+    for tick in range(1, 20):
+        results += [
+            (tick, action.reason)
+            for action in side.handle(ClockTick(), 0.25 * tick)
+            if isinstance(action, LoadResult)
+        ]
+    assert results == [(8, Reason.PEER_TIMEOUT)]
+
+
 def test_nothing_is_settled_before_all_bytes_have_landed(side: Receiver) -> None:
     assert (
         side.handle(messages.Confirm(transfer="t", source="p", reader="d", valid=True), 0.1) == []

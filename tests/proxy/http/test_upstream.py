@@ -63,13 +63,14 @@ async def test_old_connections_are_not_reused(monkeypatch: pytest.MonkeyPatch) -
     await e.stop()
 
 
-async def test_a_reused_connection_that_is_reset_is_tried_once_more() -> None:
-    async def close_second(call: Call) -> None:
-        if len(call.engine.calls) == 2:
-            call.reset()
-        else:
-            await answer(call)
+async def close_second(call: Call) -> None:
+    if len(call.engine.calls) == 2:
+        call.reset()
+    else:
+        await answer(call)
 
+
+async def test_a_reused_connection_that_is_reset_is_tried_once_more() -> None:
     e, pool = await engine(close_second)
     await ask(pool)
     assert b"whole" in await ask(pool)
@@ -79,12 +80,6 @@ async def test_a_reused_connection_that_is_reset_is_tried_once_more() -> None:
 
 async def test_ends_of_kept_connections_are_counted() -> None:
     """Those that this side has closed are none of them, nor a connection with half an answer."""
-
-    async def close_second(call: Call) -> None:
-        if len(call.engine.calls) == 2:
-            call.reset()
-        else:
-            await answer(call)
 
     e, pool = await engine(close_second)
     await ask(pool)

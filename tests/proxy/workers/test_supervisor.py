@@ -129,6 +129,18 @@ def test_a_new_worker_hears_of_no_drain_that_has_ended() -> None:
     assert [m.change for m in said if m.change] == [resume]
 
 
+async def end_bus(
+    bus: WorkerBus, writer: asyncio.StreamWriter, listening: asyncio.Task[None]
+) -> None:
+    """Ends the supervisor's side of a bus, and with it the worker's."""
+    writer.close()
+    await listening
+    for end in (writer, bus._writer):
+        assert end
+        end.close()
+        await end.wait_closed()
+
+
 async def test_a_worker_applies_the_roles_of_the_first_one_and_tells_ends_of_drains() -> None:
     told: list[dict[str, Role]] = []
     hub_end, worker_end = socket.socketpair()
@@ -147,12 +159,7 @@ async def test_a_worker_applies_the_roles_of_the_first_one_and_tells_ends_of_dra
     assert await receive(reader) == BusMessage("change", change=resume)
     for roles in ({"http://d": "prefill"}, {}):
         writer.write(frame(BusMessage("roles", roles=roles)))  # type: ignore[arg-type]
-    writer.close()
-    await listening
-    for end in (writer, bus._writer):
-        assert end
-        end.close()
-        await end.wait_closed()
+    await end_bus(bus, writer, listening)
     assert told == [{"http://d": "prefill"}, {}]
     os.close(table)
 
@@ -641,12 +648,7 @@ async def test_a_worker_takes_the_challenge_of_all() -> None:
     listening = asyncio.create_task(bus.listen(members, known, lambda: None))
     assert await receive(reader) == BusMessage("ready")
     writer.write(frame(BusMessage("challenge", text="new")))
-    writer.close()
-    await listening
-    for end in (writer, bus._writer):
-        assert end
-        end.close()
-        await end.wait_closed()
+    await end_bus(bus, writer, listening)
     assert known.challenge == "new"
     os.close(table)
 

@@ -16,12 +16,13 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec.msgpack import Decoder, Encoder
 
+from ...config import MAX_PIECE_BYTES
 from ...errors import BadMessage
 from ...protocol.messages import Count, Name
 
-# Of one slot, as MAX_PIECE_BYTES of the settings: no sender serves a larger piece. The peer chooses
-# the size, and each channel allocates several slots of it.
-MAX_SLOT_BYTES = 64 << 20
+# Of one slot: no sender serves a larger piece. The peer chooses the size, and each channel
+# allocates several slots of it.
+MAX_SLOT_BYTES = MAX_PIECE_BYTES
 # As many as a Name has. A longer reason would not decode, and the peer would wait for a timeout.
 MAX_REASON_CHARACTERS = 256
 

@@ -666,11 +666,11 @@ class Receiver:
         if t.failure is not None:
             return []
         self._count_turns(t, now)
-        # By the interval of the settings: a source chooses its lease. With a short one each tick would
-        # count as sleep, and give a silent source more time.
         if now >= t.retry_at + self.keepalive_interval:
             # A whole interval was missed: this process slept, and so its peers seem silent.  They
             # get one more keep-alive, sent below, and the rest of `peer_timeout` to answer it.
+            # Not the transfer's own interval: sources choose their lease, and by a short one each
+            # tick would be sleep, so that a silent source were never given up.
             for source in t.open_sources:
                 source.last_seen = max(source.last_seen, now - self.keepalive_interval)
             # Nothing could be requested meanwhile, so the missed time is no stall of theirs.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from vllm_disagg.transports.machine_identity import machine_id
 from vllm_disagg.transports.zmq import link_watch
 from vllm_disagg.transports.zmq.control import Control, receive
 
-GIVE_UP_SECONDS = 0.2
+LIMIT_SECONDS = 60.0  # of each wait
 GONE = WorkerInfo("p/9", "tcp://127.0.0.1:9", "tcp://127.0.0.1:9", host="another")
 NOTES = 300
 NOTE_BYTES = 1000  # so that a link is full before the last one
@@ -61,17 +62,21 @@ class Worker:
             on_link_note(peer, note.data)
 
 
+def turns_until(is_done: Callable[[], bool], *workers: Worker) -> None:
+    end = time.monotonic() + LIMIT_SECONDS
+    while not is_done():
+        assert time.monotonic() < end
+        for worker in workers:
+            worker.turn()
+
+
 @pytest.fixture
 def linked() -> Iterator[tuple[Worker, Worker]]:
     """P and D with a link."""
     p, d = Worker("p/0"), Worker("d/0")
     address = p.control.address
     d.control.connect(WorkerInfo("p/0", address, address, host=machine_id()))
-    end = time.monotonic() + 20
-    while not p.control.local._receivers:
-        assert time.monotonic() < end
-        p.turn()
-        d.turn()
+    turns_until(lambda: bool(p.control.local._receivers), p, d)
     yield p, d
     for worker in (p, d):
         worker.control.close()
@@ -92,10 +97,7 @@ def test_notes_keep_their_order_where_a_link_is_full(
         else:
             p.control.send_to_receiver("d/0", note)
     reading = p if is_to_sender else d
-    end = time.monotonic() + 20
-    while len(reading.notes) < NOTES:
-        assert time.monotonic() < end
-        reading.turn()
+    turns_until(lambda: len(reading.notes) >= NOTES, reading)
     assert reading.notes == sent
 
 
@@ -104,7 +106,7 @@ def test_a_connection_that_has_nothing_to_say_is_a_members() -> None:
     p, d = Worker("p/0"), Worker("d/0")
     d.control.connect(WorkerInfo("p/0", p.control.address, p.control.address, host="another"))
     silent = p.control.silent_connections
-    end = time.monotonic() + 20
+    end = time.monotonic() + LIMIT_SECONDS
     was_accepted = False
     while not was_accepted or silent._accepted_at:
         assert time.monotonic() < end
@@ -116,73 +118,73 @@ def test_a_connection_that_has_nothing_to_say_is_a_members() -> None:
         worker.control.close()
 
 
+class Watched:
+    """Workers whose links are watched by a clock that the test moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._now = 1000.0
+        monkeypatch.setattr(link_watch, "time", SimpleNamespace(monotonic=lambda: self._now))
+        self.workers: list[Worker] = []
+
+    def make(self, name: str) -> Worker:
+        self.workers.append(Worker(name))
+        return self.workers[-1]
+
+    def wait(self, times: float) -> None:
+        """Lets so many times GIVE_UP_SECONDS pass, then each worker take a few turns."""
+        self._now += times * link_watch.GIVE_UP_SECONDS
+        for worker in 3 * self.workers:
+            worker.turn()
+
+
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Worker]]:
-    """Makes workers that give a link up after GIVE_UP_SECONDS."""
-    monkeypatch.setattr(link_watch, "GIVE_UP_SECONDS", GIVE_UP_SECONDS)
-    made: list[Worker] = []
-
-    def make(name: str) -> Worker:
-        made.append(Worker(name, peer_timeout=GIVE_UP_SECONDS, keepalive_interval=0.05))
-        return made[-1]
-
-    yield make
-    for worker in made:
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    made = Watched(monkeypatch)
+    yield made
+    for worker in made.workers:
         if not worker.control.context.closed:
             worker.control.close()
 
 
-def turns(*workers: Worker, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        for worker in workers:
-            worker.turn()
-
-
-def test_a_sender_that_refuses_connections_is_given_up(
-    impatient: Callable[[str], Worker],
-) -> None:
+def test_a_sender_that_refuses_connections_is_given_up(watched: Watched) -> None:
     """Else each restart of a peer leaves one more address that is dialled for ever."""
-    d = impatient("d/0")
-    began_at = time.monotonic()
+    d = watched.make("d/0")
     assert d.control.connect(GONE) is None
-    while not d.given_up:
-        assert time.monotonic() < began_at + 20
-        d.turn()
-    assert time.monotonic() >= began_at + GIVE_UP_SECONDS
+    watched.wait(0.9)
+    assert not d.given_up and list(d.control.links) == [GONE.name]
+    watched.wait(0.2)
     assert d.given_up == [GONE.name] and not d.control.links
     assert d.control.next_deadline() is None, "an idle worker wakes no thread"
     d.control.connect(GONE)
     assert list(d.control.links) == [GONE.name], "a transfer wants it again"
 
 
-def test_a_link_stays_while_its_sender_lives(impatient: Callable[[str], Worker]) -> None:
-    p, d = impatient("p/0"), impatient("d/0")
+def test_a_link_stays_while_its_sender_lives(watched: Watched) -> None:
+    p, d = Worker("p/0"), watched.make("d/0")
     d.control.connect(WorkerInfo("p/0", p.control.address, p.control.address, host="another"))
-    end = time.monotonic() + 20
-    while d.control.next_deadline() is not None:
-        assert time.monotonic() < end
-        turns(p, d, seconds=0.01)
-    turns(p, d, seconds=3 * GIVE_UP_SECONDS)
+    turns_until(lambda: d.control.next_deadline() is None, p, d)
+    watched.wait(3)
     assert list(d.control.links) == ["p/0"], "idle, and up"
     p.control.close()
-    while d.control.links:
-        assert time.monotonic() < end
-        d.turn()
+    turns_until(lambda: d.control.next_deadline() is not None, d)
+    watched.wait(0.9)
+    assert list(d.control.links) == ["p/0"]
+    watched.wait(0.2)
+    assert not d.control.links
 
 
-def test_a_link_that_a_transfer_wants_stays(impatient: Callable[[str], Worker]) -> None:
+def test_a_link_that_a_transfer_wants_stays(watched: Watched) -> None:
     """Its network may heal before the transfer ends."""
-    d = impatient("d/0")
+    d = watched.make("d/0")
     d.control.connect(GONE)
     keepalive = messages.TransferRequest("t", GONE.name, "d/0", "zmq:x", 1)
     note = messages.TransportNote(GONE.name, "d/0", "tcp", b"x")
     for _ in range(6):
-        turns(d, seconds=GIVE_UP_SECONDS / 2)
+        watched.wait(0.5)
         d.control.send_to_sender(GONE.name, keepalive)
     assert list(d.control.links) == [GONE.name]
     for _ in range(4):
-        turns(d, seconds=GIVE_UP_SECONDS / 2)
+        watched.wait(0.5)
         d.control.send_to_sender(GONE.name, note)
     assert not d.control.links, "a transport that tries again is no transfer"
 

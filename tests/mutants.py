@@ -49,6 +49,7 @@ HEALTHY_SECONDS = 1200.0  # for each 100 seeds: the limit of tests without a fau
 SHARED_FAULTS = 4  # from so many on that a file looks for, it runs whole without one
 SHARED_SECONDS = 15.0  # for that; slower files run test by test
 INTERNAL_ERROR = 3  # exit status of pytest
+UNHANDLED = "PytestUnhandled"  # begins the name of an exception of a thread
 PASSED = re.compile(r"^\d+ passed", re.MULTILINE)
 SKIPPED = re.compile(r"^\d+ skipped", re.MULTILINE)
 # Behind one space: lines of logs have more.
@@ -317,8 +318,8 @@ def outcome_from(status: int | None, output: str, command: Sequence[str]) -> Out
     """
     if status is None or status == 1 or status < 0:
         return Outcome.CAUGHT
-    # Of a thread's exception that reaches pytest behind its last test, after one that has failed.
-    if status == INTERNAL_ERROR and FAILED.search(output):
+    # Of a thread's exception that reaches pytest behind its last test. In time it fails that test.
+    if status == INTERNAL_ERROR and (FAILED.search(output) or UNHANDLED in output):
         return Outcome.CAUGHT
     if PASSED.search(output) and status == 0:
         return Outcome.MISSED

@@ -220,13 +220,20 @@ def _run_pytest(arguments: list[str], fault: Fault | None) -> int:
     return int(pytest.main(arguments))
 
 
-def _run_copy(arguments: list[str], fault: Fault | None, folder: Path) -> None:
-    """Runs pytest in a copy of the tree, in a new Python in this process's place."""
+def copy_tree(folder: Path) -> None:
+    """Copies what tests import; the rest are links."""
+    # Python writes bytecode under such a name first: it vanishes while other tests run.
+    unfinished = shutil.ignore_patterns("*.pyc.*")
     for entry in ROOT.iterdir():
         if entry.name in COPIED:
-            shutil.copytree(entry, folder / entry.name)
+            shutil.copytree(entry, folder / entry.name, ignore=unfinished)
         elif not entry.name.startswith(".") or entry.name == ".cache":
             (folder / entry.name).symlink_to(entry)
+
+
+def _run_copy(arguments: list[str], fault: Fault | None, folder: Path) -> None:
+    """Runs pytest in a copy of the tree, in a new Python in this process's place."""
+    copy_tree(folder)
     if fault is not None:
         path = folder / fault.path.relative_to(ROOT)
         path.write_text(path.read_text().replace(fault.old, fault.new))

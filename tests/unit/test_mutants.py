@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import mutants
 import pytest
+import warm_pytest
 from mutants import Mutant, Outcome
 from planting import ROOT
 from warm_pytest import Ended
@@ -183,6 +185,21 @@ def test_tests_that_were_killed_are_timed_at_the_load_of_that_time() -> None:
     assert again.fault is not None and again.limit_seconds == mutants.LIMIT_FACTOR * limit
 
 
+def test_a_test_that_hangs_without_the_fault_too_notices_none() -> None:
+    trying = mutants.try_mutant(Mutant("x", *VERSION, "tests/x.py"), mutants.Health())
+    trial = next(trying)
+    for is_cold in (False, True):
+        assert trial.fault is not None and trial.is_cold is is_cold
+        control = trying.send(Ended(None, "", trial.limit_seconds, 1.0))
+        assert control.fault is None and control.is_cold is is_cold
+        hung = Ended(None, "", control.limit_seconds, 1.0)
+        if not is_cold:
+            trial = trying.send(hung)
+    with pytest.raises(StopIteration) as ended:
+        trying.send(hung)
+    assert ended.value.value.outcome is Outcome.MISSED
+
+
 def test_a_single_test_runs_first_without_the_fault() -> None:
     """So it is killed sooner when it hangs; what has passed whole has passed with a parameter."""
     trying = mutants.try_mutant(Mutant("x", *VERSION, "tests/x.py::test_it"), mutants.Health())
@@ -252,6 +269,22 @@ assert ended.status is None and ended.seconds < 30
     assert done.returncode == 0, done.stderr
 
 
+def test_a_tree_is_copied_while_other_tests_write_bytecode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "tree/tests/__pycache__"
+    cache.mkdir(parents=True)
+    (cache / "x.cpython-311.pyc").touch()
+    (cache / "x.cpython-311.pyc.1234").symlink_to("vanished")
+    (tmp_path / "tree/docs").mkdir()
+    monkeypatch.setattr(warm_pytest, "ROOT", tmp_path / "tree")
+    warm_pytest.copy_tree(tmp_path)
+    assert [path.name for path in (tmp_path / "tests/__pycache__").iterdir()] == [
+        "x.cpython-311.pyc"
+    ]
+    assert (tmp_path / "docs").is_symlink()
+
+
 def test_forks_share_their_bytecode() -> None:
     """Whatever the environment says: without it each of them compiles all that it imports."""
     script = """
@@ -279,6 +312,7 @@ sys.exit(sys.dont_write_bytecode)
         (0, "s\n1 skipped in 0.10s\n", Outcome.SKIPPED),
         (5, "1 skipped in 0.10s\n", Outcome.SKIPPED),  # a whole module
         (3, "FAILED x.py::test_a - assert\n1 failed in 0.1s\nPytestUnhandled", Outcome.CAUGHT),
+        (3, "1 passed in 0.1s\nPytestUnhandledThreadExceptionWarning: x", Outcome.CAUGHT),
         (-11, "", Outcome.CAUGHT),  # Python has died
         (None, "", Outcome.CAUGHT),  # killed at its limit
     ],

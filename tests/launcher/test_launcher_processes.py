@@ -21,7 +21,7 @@ import pytest
 from vllm_disagg.launcher import flags, guard
 from vllm_disagg.protocol.peers import EngineInfo, WorkerInfo
 
-SECONDS = 20.0  # limit of every wait
+SECONDS = 60.0  # limit of every wait
 UP = ("up", "--model", "a/b", "--port", "0")
 
 STAND_IN = """#!{python}
@@ -56,6 +56,19 @@ port = int(sys.argv[sys.argv.index("--port") + 1])
 http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
+# The launcher learns about the proxy only when this is why the proxy is not ready.
+PATIENT_PROBE = """
+from vllm_disagg.launcher import main, processes
+import time
+def probe(command):
+    answer = processes.probe(command)
+    while command.name == "proxy" and "no decode instance can be used" not in answer[1]:
+        time.sleep(0.05)
+        answer = processes.probe(command)
+    return answer
+main.probe = probe
+"""
+
 FACTS = json.dumps(
     {
         role: msgspec.to_builtins(
@@ -74,6 +87,7 @@ class Up:
         folder: Path,
         *extra: str,
         ready_limit: float = 60.0,
+        more_code: str = "",
         flags: Any = (),
         cwd: bool = False,
         hangup: str = "SIG_DFL",
@@ -95,7 +109,7 @@ class Up:
             "machine.vllm_version = lambda: Version('0.32.0+cpu'); "
             "machine.check_plugin = lambda: None; "
             f"machine.executable = lambda name: {str(folder)!r} + '/' + name; "
-            "sys.exit(cli.main(sys.argv[1:]))"
+            f"exec({more_code!r}); sys.exit(cli.main(sys.argv[1:]))"
         )
         closing = "".join(f" {number}>&-" for number in closed)
         shell = ["sh", "-c", f'exec "$@"{closing}', "sh"] if closed else []
@@ -336,11 +350,14 @@ def test_a_child_that_ends_starts_again(up: Callable[..., Up]) -> None:
     assert guard.members([int(pid)]) == [], "the descendants of the dead one are ended, too"
     assert running.process.poll() is None
     assert running.process.stderr
+    ended = False
     for line in running.process.stderr:
         if line.startswith("vllm-disagg up: decode-0 was ended by SIGKILL"):
             assert line.endswith("it starts again in 0 s\n")
-        if line.startswith("vllm-disagg up: decode-0 is ready after"):
+            ended = True
+        if ended and line.startswith("vllm-disagg up: decode-0 is ready after"):
             break
+    assert ended
     again = running.leaders()
     running.process.send_signal(signal.SIGTERM)
     code, _ = running.end()
@@ -400,10 +417,10 @@ def test_a_child_that_ignores_sigterm_is_killed(
 
 def test_the_proxy_says_why_it_is_not_ready(up: Callable[..., Up]) -> None:
     """Stand-ins answer /health, but no probe."""
-    running = up("--mute", ready_limit=5.0)
+    running = up("--mute", ready_limit=1.0, more_code=PATIENT_PROBE)
     code, said = running.end()
     assert code == 1
-    assert "proxy is not ready after 5 s: " in said and "no decode instance can be used" in said
+    assert "proxy is not ready after 1 s: " in said and "no decode instance can be used" in said
     assert running.left() == []
 
 

@@ -98,7 +98,7 @@ def test_a_signal_ends_the_load_too(
     command = [sys.executable, "-m", "vllm_disagg", *words]
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # else these tests fail under nohup
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+        ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     finally:
         signal.signal(signal.SIGHUP, before)
     assert ended.returncode == 128 + getattr(signal, name), ended.stderr
@@ -364,14 +364,27 @@ def test_a_plot_without_matplotlib(
     assert "pip install 'vllm-disagg[plot]'" in capsys.readouterr().err
 
 
-def test_the_load_generator_never_outlives_its_run(tmp_path: Path) -> None:
+def test_the_load_generator_never_outlives_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = ["sh", "-c", "sleep 60 & echo $! > child; wait"]
     log = tmp_path / "log"
     mark = tmp_path / "child"
     script[2] = script[2].replace("child", str(mark))
+    end = time.monotonic() + 60
+
+    class Started(subprocess.Popen[bytes]):
+        """A process whose limit begins when it has a child."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            while not (mark.exists() and mark.read_text().endswith("\n")):
+                assert time.monotonic() < end, "no child was started"
+                time.sleep(0.01)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Started)
     assert load._wait(script, {"PATH": "/usr/bin:/bin"}, log, 0.3) is None
     state = Path(f"/proc/{mark.read_text().strip()}/stat")
-    end = time.monotonic() + 5
     while state.exists() and state.read_text().split()[2] != "Z":
         assert time.monotonic() < end, "the child still runs"
         time.sleep(0.01)

@@ -59,7 +59,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 def test_a_pod_runs_its_command_and_its_hook(cluster: Cluster) -> None:
     pod = cluster.start_pod("d", {})
-    pod.process.wait(10)
+    pod.process.wait(60)
     path, url, unknown, own, mode = pod.log.read_text().split()
     assert Path(path).name == "a.key" and Path(path).read_text() == "secret"
     assert (url, own, unknown, mode) == (pod.url, pod.url, "$(NONE)", "0o400")

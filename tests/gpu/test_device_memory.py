@@ -21,7 +21,7 @@ from vllm_disagg.protocol.events import PostRead, SendPiece
 from vllm_disagg.transports.collective.worker import CollectiveWorker
 
 EXTENT = Extent(0, 1, 0, 8)
-LIMIT_SECONDS = 10.0
+LIMIT_SECONDS = 60.0
 TRANSFER = "ab" * 16
 
 

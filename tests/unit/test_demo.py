@@ -38,7 +38,7 @@ def test_noise_of_the_end_goes_to_the_log_alone(
     with demo.started([sys.executable, "-c", STAND_IN]) as up:
         assert demo.addresses(up) == ("http://proxy", "http://decode")
         shown = ""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while "loading" not in shown:  # the thread that copies has its own pace
             assert time.monotonic() < deadline
             shown += capfd.readouterr().err

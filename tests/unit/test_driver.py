@@ -32,6 +32,7 @@ from vllm_disagg.transports.zmq.transport import ZmqTransport
 
 LAYERS, BLOCKS, BLOCK_SIZE = 4, 32, 16
 KEY = keys.FleetKey(b"k" * keys.KEY_BYTES)
+LIMIT_SECONDS = 60.0  # of each wait
 
 
 def memory(row: int, seed: int | None) -> HostMemory:
@@ -66,9 +67,9 @@ def start() -> Iterator[Callable[..., Driver]]:
 
 
 def outcome(
-    driver: Driver, seconds: float = 10.0
+    driver: Driver,
 ) -> events.ReleaseBlocks | events.LoadResult | events.LookupResult:
-    end = time.monotonic() + seconds
+    end = time.monotonic() + LIMIT_SECONDS
     while time.monotonic() < end:
         if taken := driver.take():
             assert len(taken) == 1
@@ -244,13 +245,15 @@ def test_another_fleets_key_gets_nothing(start: Callable[..., Driver]) -> None:
 
 
 def test_a_dead_source_is_noticed(start: Callable[..., Driver]) -> None:
+    """Long before the load's own limit."""
     p, d = start(memory(64, 1)), start(memory(64, None))
     p.close()
     began = time.monotonic()
-    d.submit([wanted(p, d, "ef" * 16, [1], 0, 3)])
+    load = wanted(p, d, "ef" * 16, [1], 0, 3)
+    d.submit([msgspec.structs.replace(load, stall_timeout=10 * LIMIT_SECONDS)])
     report = outcome(d)
     assert isinstance(report, events.LoadResult) and report.reason is events.Reason.PEER_TIMEOUT
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < LIMIT_SECONDS / 2
 
 
 def test_a_source_whose_vllm_stands_still_is_given_up_and_one_that_steps_is_not(
@@ -259,19 +262,19 @@ def test_a_source_whose_vllm_stands_still_is_given_up_and_one_that_steps_is_not(
     """The driver of the stalled source lives and answers."""
     p, d = (
         start(memory(64, 1)),
-        start(memory(64, None), peer_timeout=0.9, keepalive_interval=0.3, engine_stall_timeout=1.5),
+        start(memory(64, None), peer_timeout=0.9, keepalive_interval=0.3, engine_stall_timeout=3.0),
     )
     d.submit([wanted(p, d, "ef" * 16, [1, 2], 0, 20)])
     p.submit(
         [events.BlocksScheduled("ef" * 16, 10, [[1]]), events.LayersComputed("ef" * 16, LAYERS)]
     )
-    end = time.monotonic() + 3
-    while time.monotonic() < end:  # steps of other requests
+    end = time.monotonic() + 4
+    while (last_step := time.monotonic()) < end:  # steps of other requests
         assert not p.take() and not d.take()
         time.sleep(0.05)
     report = outcome(d)
     assert isinstance(report, events.LoadResult) and report.reason is events.Reason.ENGINE_STALLED
-    assert 1.2 < time.monotonic() - end < 4
+    assert 2.5 < time.monotonic() - last_step < LIMIT_SECONDS / 2
 
 
 def test_a_member_is_no_stranger_at_either_port(start: Callable[..., Driver]) -> None:
@@ -281,7 +284,7 @@ def test_a_member_is_no_stranger_at_either_port(start: Callable[..., Driver]) ->
     d.submit([wanted(p, d, "ab" * 16, [1, 2], 0, 20)])
     report = outcome(d)
     assert isinstance(report, events.LoadResult) and report.reason is None
-    end = time.monotonic() + 4
+    end = time.monotonic() + LIMIT_SECONDS
     while any(silent._accepted_at for silent in p._control._silent_of_listeners):
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -292,13 +295,15 @@ def test_strangers_are_bounded_where_nothing_else_happens(
 ) -> None:
     """No message and no other deadline wakes the driver when their grace period ends."""
     monkeypatch.setattr(half_open, "MAX_SILENT_CONNECTIONS", 2)
+    for module in (control, half_open):  # else ZMQ ends them itself
+        monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 2 * LIMIT_SECONDS)
     p = start(memory(64, 1))
     address = urlsplit(p.worker.control)
     strangers = [
         socket.create_connection((str(address.hostname), int(address.port or 0))) for _ in range(6)
     ]
     try:
-        end = time.monotonic() + half_open.HANDSHAKE_SECONDS - 1  # then ZMQ ends them itself
+        end = time.monotonic() + LIMIT_SECONDS
         while [has_ended(stranger) for stranger in strangers] != [True] * 4 + [False] * 2:
             assert time.monotonic() < end
             time.sleep(0.01)
@@ -323,7 +328,7 @@ def test_a_reader_may_come_back_while_its_old_connections_seem_alive(
     start: Callable[..., Driver],
 ) -> None:
     """As after a freeze: P has not noticed yet that the old ones are dead."""
-    p, d = start(memory(64, 1)), start(memory(64, None), peer_timeout=0.9, keepalive_interval=0.3)
+    p, d = start(memory(64, 1)), start(memory(64, None))
     held: list[object] = []  # connections: forgotten by D, open at P
     for turn, transfer in enumerate(("89" * 16, "8a" * 16)):
         prefill(p, transfer, [1], 3)
@@ -339,7 +344,7 @@ def test_a_sender_that_is_gone_is_not_dialled_for_ever(
 ) -> None:
     """As after a restart of P: its successor has another name."""
     monkeypatch.setattr(link_watch, "GIVE_UP_SECONDS", 0.2)
-    d = start(memory(64, None), peer_timeout=0.3, keepalive_interval=0.1)
+    d = start(memory(64, None), peer_timeout=1.0, keepalive_interval=0.1)
     for seed in range(2):
         p, transfer = start(memory(64, seed)), f"8{seed}" * 16
         prefill(p, transfer, [1], 3)
@@ -347,7 +352,7 @@ def test_a_sender_that_is_gone_is_not_dialled_for_ever(
         report = outcome(d)
         assert isinstance(report, events.LoadResult) and report.reason is None, report
         p.close()
-        end = time.monotonic() + 10
+        end = time.monotonic() + LIMIT_SECONDS
         while d._control.links or d._transports["zmq"].links:  # type: ignore[attr-defined]
             assert time.monotonic() < end
             time.sleep(0.01)
@@ -458,11 +463,10 @@ def test_peers_that_answer_no_handshake_delay_no_other_load(start: Callable[...,
             )
             d.submit([msgspec.structs.replace(load, sources=[hung])])
         prefill(p, "ab" * 16, [1], 3)
-        began = time.monotonic()
         d.submit([wanted(p, d, "ab" * 16, [1], 0, 3)])
         report = outcome(d)
-        assert isinstance(report, events.LoadResult) and report.transfer == "ab" * 16, report
-        assert report.reason is None and time.monotonic() - began < 3.0
+        assert isinstance(report, events.LoadResult) and report.reason is None, report
+        assert report.transfer == "ab" * 16, "it ends before those that came first"
         found = outcomes(d, 8)
         assert {one.reason for one in found} == {events.Reason.PEER_TIMEOUT}, found
 
@@ -470,7 +474,7 @@ def test_peers_that_answer_no_handshake_delay_no_other_load(start: Callable[...,
 def outcomes(driver: Driver, count: int) -> list[events.LoadResult]:
     """Returns this many ended loads, which may come in one turn."""
     found: list[events.LoadResult] = []
-    end = time.monotonic() + 10
+    end = time.monotonic() + LIMIT_SECONDS
     while len(found) < count:
         assert time.monotonic() < end, found
         found += [one for one in driver.take() if isinstance(one, events.LoadResult)]
@@ -483,8 +487,10 @@ def test_an_idle_pair_does_not_wake_up(start: Callable[..., Driver]) -> None:
     prefill(p, "01" * 16, [1], 3)
     d.submit([wanted(p, d, "01" * 16, [1], 0, 3)])
     outcome(d), outcome(p)
-    time.sleep(0.05)  # the trackers of what was sent
-    assert p._timeout() is None and d._timeout() is None, "polls although nothing is due"
+    end = time.monotonic() + LIMIT_SECONDS
+    while p._timeout() is not None or d._timeout() is not None:  # the trackers of what was sent
+        assert time.monotonic() < end, "polls although nothing is due"
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("lands", ["nothing", "until it is closed", "for ever"])
@@ -509,7 +515,7 @@ def test_a_broken_driver_becomes_a_plain_vllm(
     monkeypatch.setattr(d._transports["zmq"], "close", close)
     p = start(memory(64, 1))
     d.submit([wanted(p, d, "23" * 16, [1], 0, 3)])
-    d._thread.join(5)
+    d._thread.join(LIMIT_SECONDS)
     d.submit([wanted(p, d, "45" * 16, [1], 0, 3), events.PrefillFinished("67" * 16)])
     assert len(told) == (lands == "nothing")
     assert not d._inbox, "facts are kept although no thread reads them"
@@ -534,7 +540,7 @@ def test_what_has_ended_does_not_end_again_when_the_thread_fails(
     for driver in (p, d):
         monkeypatch.setattr(driver, "_turn", lambda: 1 / 0)
         driver.submit([events.LoadCancelled("nothing")])
-        driver._thread.join(5)
+        driver._thread.join(LIMIT_SECONDS)
         assert driver._outcomes.are_failing and not driver.take()
 
 
@@ -589,7 +595,7 @@ def test_a_worker_reads_from_one_that_reads_from_it(start: Callable[..., Driver]
 def wait_until_idle(*drivers: Driver) -> None:
     for driver in drivers:
         driver.submit([events.LoadCancelled("be" * 16)])
-        end = time.monotonic() + 5
+        end = time.monotonic() + LIMIT_SECONDS
         while (
             driver._receiver.transfers or driver._sender.transfers or driver._receiver.lookups.open
         ):
@@ -776,7 +782,7 @@ def test_a_reader_that_wants_its_pieces_by_what_is_not_here_harms_nobody(
     d._receiver.addresses[p.name] = "pigeon:1"
     prefill(p, "ac" * 16, [1], 3)
     d.submit([wanted(p, d, "ac" * 16, [2], 0, 3)])
-    end = time.monotonic() + 5
+    end = time.monotonic() + LIMIT_SECONDS
     while not p.counters.bad_messages:
         assert time.monotonic() < end, "P took it for something else"
         time.sleep(0.01)
@@ -825,8 +831,10 @@ def test_blocks_are_compared_before_a_load_is_reported(
     start: Callable[..., Driver], is_torn: bool
 ) -> None:
     ours, theirs = memory(48, None), memory(48, 1)
-    p = start(theirs, summer=SlowSummer(theirs))
-    d = start(ours, summer=SlowSummer(ours))
+    # Only a look at the sums wakes a driver before the first keep-alive.
+    rare = {"keepalive_interval": 5.0, "peer_timeout": 15.0, "lease": 15.0}
+    p = start(theirs, summer=SlowSummer(theirs), **rare)
+    d = start(ours, summer=SlowSummer(ours), **rare)
     transfer, source, target = "ab" * 16, [3, 4, 5], [0, 2, 4]
     sums = [SummedBlocks(0, block_sums(theirs, layer, source)) for layer in range(LAYERS)]
     if is_torn:
@@ -836,7 +844,7 @@ def test_blocks_are_compared_before_a_load_is_reported(
     p.submit([events.BlocksSummed(transfer, 40, sums)])
     p.submit([events.LayersComputed(transfer, LAYERS), events.PrefillFinished(transfer)])
     report = outcome(d)
-    assert isinstance(report, events.LoadResult) and report.seconds < 0.5
+    assert isinstance(report, events.LoadResult) and report.seconds < 4.0
     assert report.is_verified == (not is_torn)
     if is_torn:
         assert report.reason is events.Reason.KV_MISMATCH

@@ -31,7 +31,7 @@ BLOCKS_PER_TRANSFER = 0.2  # of Python's memory: a table that forgets nothing ha
 
 def outcome(driver: Driver) -> object:
     """Returns the driver's next outcome."""
-    end = time.monotonic() + 10.0
+    end = time.monotonic() + 60.0
     while not (taken := driver.take()):
         assert time.monotonic() < end, "nothing came"
         time.sleep(0.0002)

@@ -578,8 +578,8 @@ def test_a_killed_plan_leaves_no_process(number: signal.Signals) -> None:
         workers = psutil.Process(plan.pid).children(recursive=True)
         assert len(workers) >= 2
         plan.send_signal(number)
-        plan.wait(20)
-        _, alive = psutil.wait_procs(workers, timeout=20)
+        plan.wait(60)
+        _, alive = psutil.wait_procs(workers, timeout=60)
         assert not alive
 
 

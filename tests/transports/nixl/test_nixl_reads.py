@@ -5,6 +5,7 @@ tests/transports/processes/test_nixl.py has the real ones.
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -41,14 +42,16 @@ def test_finish_waits_for_all_other_work_within_ucx() -> None:
     closings = Closings()
     closings.give_up(reads(lambda: (time.sleep(0.05), ended.append("closed")), None))
     closings.finish([Job(lambda: (time.sleep(0.1), ended.append("made")))])
-    assert ended == ["closed", "made"]
+    assert sorted(ended) == ["closed", "made"]
 
 
 def test_reads_end_when_their_agent_is_gone() -> None:
     closings = Closings()
-    closings.give_up(reads(lambda: time.sleep(0.05)))
+    may_end = threading.Event()
+    closings.give_up(reads(may_end.wait))
     assert list(closings.ended_reads()) == [], "it is being closed"
-    end = time.monotonic() + 5
+    may_end.set()
+    end = time.monotonic() + 60
     while not (ended := list(closings.ended_reads())):
         assert time.monotonic() < end
     assert ended == [POSTED]
@@ -77,4 +80,4 @@ def test_finish_waits_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> Non
     began = time.monotonic()
     with pytest.raises(NixlError):
         closings.finish()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20

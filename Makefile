@@ -175,11 +175,12 @@ fuzz: setup
 	PYTHONPATH=$(FUZZ_PATH) $(BIN)/python tests/fuzz/fuzz.py \
 		--seed $(or $(SEED),$$(date +%s)) --frames $(FRAMES) --port-seconds $(or $(SECONDS),300)
 
-# A prefill and a decode engine, a proxy and a plain vLLM; SECONDS of hostile frames at every port.
+# A prefill and a decode engine, a proxy and a plain vLLM; SECONDS of hostile frames at every port,
+# then FLOOD more without a pause.
 fuzz-engines: setup
 	@test -f .cache/models/dense/config.json || $(BIN)/python scripts/tiny_model.py dense .cache/models/dense
 	PYTHONPATH=$(FUZZ_PATH):tests/engine $(BIN)/python tests/fuzz/fuzz_engines.py \
-		--seed $(or $(SEED),$$(date +%s)) --seconds $(or $(SECONDS),300)
+		--seed $(or $(SEED),$$(date +%s)) --seconds $(or $(SECONDS),300) --flood $(or $(FLOOD),0)
 
 mutants: setup
 	$(BIN)/python tests/mutants.py

@@ -25,9 +25,9 @@ from vllm_disagg.fleet.used_grants import UsedGrants
 from vllm_disagg.kv.reshard import ReshardPlan
 from vllm_disagg.protocol.peers import EngineInfo
 from vllm_disagg.protocol.request_leg import LegFacts
+from vllm_disagg.warning_limit import WarningLimit
 
 from . import compat, prompt_digest
-from .warning_limit import WarningLimit
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

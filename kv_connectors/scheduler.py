@@ -21,6 +21,7 @@ from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.protocol.legs import EngineLegs
 from vllm_disagg.protocol.peers import EngineCard, EngineInfo
 from vllm_disagg.protocol.request_leg import Blocks, CacheFacts
+from vllm_disagg.warning_limit import WarningLimit
 
 from . import compat, engine_description
 from .admission import Admission, AdmittedRequest
@@ -28,7 +29,6 @@ from .data_parallel import SharedServerRank
 from .metadata import Handshake, StepMetadata
 from .metrics import ConnectorStats
 from .step_profile import StepProfile
-from .warning_limit import WarningLimit
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -309,7 +309,7 @@ class Driver:
         if len(message) == 1:
             self._receive_one(message[0].bytes, decode, handle)
         else:
-            self._drop(BadMessage(f"{len(message)} frames instead of one"))
+            self.counters.count_bad_message(f"{len(message)} frames instead of one")
 
     def _receive_one(
         self, frame: bytes, decode: Callable[[bytes], T], handle: Callable[[T], None]
@@ -317,7 +317,7 @@ class Driver:
         try:
             decoded = decode(frame)
         except BadMessage as error:
-            self._drop(error)
+            self.counters.count_bad_message(str(error))
             return
         # Again, for each message. vLLM may have taken blocks back since the poll, and the sender
         # must not confirm them (rule 1 of ARCHITECTURE.md).
@@ -350,11 +350,6 @@ class Driver:
                 self._handle_receiver(self._selection.on_transport_changed(name, event))
             case _:
                 assert_never(event)
-
-    def _drop(self, error: BadMessage) -> None:
-        # No exception: a peer of another version, or a faulty one, must not end all transfers.
-        self.counters.bad_messages += 1
-        log.warning("dropped a message: %s", error)
 
     # Actions --------------------------------------------------------------------------------------
     def _handle_sender(self, event: events.SenderEvent) -> None:
@@ -413,7 +408,7 @@ class Driver:
         transport = self._transports.get(action.address.partition(":")[0])
         if transport is None:
             text = f"{action.reader} asks for pieces at {action.address!r}: no such transport here"
-            self._drop(BadMessage(text))
+            self.counters.count_bad_message(text)
             # Without this event the sender would hold the blocks for the piece.
             self._handle_sender(action.completed())
         else:

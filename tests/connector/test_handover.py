@@ -16,10 +16,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from kv_connectors import scheduler
 from kv_connectors.metadata import Handshake
 from kv_connectors.scheduler import SchedulerSide, TransferLimits
-from kv_connectors.warning_limit import WARNING_INTERVAL_SECONDS, WarningLimit
 from vllm_disagg.fleet import grants, handovers, keys
 from vllm_disagg.fleet.used_grants import RELEASED_SECONDS
 from vllm_disagg.protocol import events, peers
+from vllm_disagg.warning_limit import WARNING_INTERVAL_SECONDS, WarningLimit
 
 Params = dict[str, Any]
 PREFILL: Params = {

@@ -1,6 +1,6 @@
 """Real vLLM engines and their proxy under hostile bytes at every port: `make fuzz-engines`.
 
-    python tests/fuzz/fuzz_engines.py [--seconds SECONDS] [--seed SEED]
+    python tests/fuzz/fuzz_engines.py [--seconds SECONDS] [--flood FRAMES] [--seed SEED]
 
 Strangers send bytes to every port of P, D and the proxy, the listener of P's TCP transport among
 them, but none to those of vLLM's process groups (Gloo, on the loopback): by such bytes a plain vLLM
@@ -8,7 +8,8 @@ dies, too (docs/benchmarks/fuzzing.md). Members of the
 fleet send messages of any content to the workers of P and D. In between, and beside them, good
 requests go through the proxy; each answer must be that of a plain vLLM. The last line is JSON.
 Fails after a death, a leak, another answer, or a median of good answers under fire above twice that
-without.
+without. A flood at the end sends FRAMES more, as fast as they are taken: good answers beside it are
+late, and must still be right.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from vllm_disagg.fleet.keys import KEY_BYTES
 WINDOW_SECONDS = 10.0
 PROMPT_TOKENS = 300
 LOG_LINES = 40
+FLOOD_PAUSE_SECONDS = 2.0  # between two good answers
 LAST_ANSWERS = 20  # when the fire is over
 KEY = (b"k" * KEY_BYTES).hex()  # of the hostile members
 
@@ -130,7 +132,7 @@ def _pid(server: Process) -> int:
 
 
 def hostile_processes(
-    fleet: Fleet, ports: Mapping[str, list[int]], seed: int
+    fleet: Fleet, ports: Mapping[str, list[int]], seed: int, *how: str
 ) -> list[HostileProcess]:
     """Starts strangers at these ports, and members at the workers of P and of D."""
     print(f"fuzz: {json.dumps(ports)}", flush=True)
@@ -139,7 +141,7 @@ def hostile_processes(
     for number, engine in enumerate((fleet.prefill, fleet.decode)):
         (worker,) = probe(fleet.key, engine.url).workers
         endpoints = f"{worker.control},{worker.data}"
-        words = (listed, endpoints, worker.name, seed + number)
+        words = (listed, endpoints, worker.name, seed + number, *how)
         made.append(HostileProcess("hostile_peers.py", *words))
     return made
 
@@ -180,8 +182,8 @@ class AllHostile:
             part.kill()
 
 
-def fire(seconds: float, seed: int) -> PortTally:
-    """Runs the campaign."""
+def fire(seconds: float, flood_frames: int, seed: int) -> PortTally:
+    """Runs the campaign, and a flood of so many frames behind it."""
     tally = PortTally()
     with ExitStack() as stack:
         fleet = Fleet(stack)
@@ -207,8 +209,28 @@ def fire(seconds: float, seed: int) -> PortTally:
         print(f"fuzz: {tally.frames} frames were sent", flush=True)
         print(f"fuzz: by port, of strangers: {json.dumps(hostile.by_port)}", flush=True)
         expect_frames(hostile.by_port, {port for held in ports.values() for port in held})
+        if flood_frames:
+            _flood(fleet, ports, flood_frames, seed, tally)
         _judge(fleet, watched, received, tally)
     return tally
+
+
+def _flood(
+    fleet: Fleet, ports: Mapping[str, list[int]], frames: int, seed: int, tally: PortTally
+) -> None:
+    """Sends frames without a pause, with good answers beside them; no time is judged."""
+    hostile = AllHostile(hostile_processes(fleet, ports, seed + 1000, "flood"))
+    with ExitStack() as stack:
+        stack.callback(hostile.kill)
+        while hostile.frames < frames:
+            if not hostile.is_alive:
+                raise RuntimeError("the flood has ended")
+            fleet.good_answer()
+            tally.good += 1
+            print(f"fuzz: flood: {hostile.frames} of {frames} frames", flush=True)
+            time.sleep(FLOOD_PAUSE_SECONDS)
+        tally.frames += hostile.frames
+    fleet.good_answer()
 
 
 def _has_no_blocks(engine: Engine) -> bool:
@@ -239,10 +261,11 @@ def main() -> int:
     """Runs what the command line asks for."""
     parser = argparse.ArgumentParser(description="fires at the ports of real engines")
     parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--flood", type=int, default=0, help="frames of a flood at the end")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     args = parser.parse_args()
     print(f"fuzz: seed {args.seed}", flush=True)
-    tally = fire(args.seconds, args.seed)
+    tally = fire(args.seconds, args.flood, args.seed)
     for text in (*tally.deaths, *tally.leaks):
         print(f"fuzz: {text}")
     calm, hot = (statistics.median(tally.seconds[is_hot]) for is_hot in (False, True))

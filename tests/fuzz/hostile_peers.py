@@ -1,9 +1,10 @@
 """Hostile peers of a worker's ports, in a process of their own: strangers and members.
 
-    python hostile_peers.py STRANGERS_PORTS MEMBERS_ENDPOINTS WORKER SEED
+    python hostile_peers.py STRANGERS_PORTS MEMBERS_ENDPOINTS WORKER SEED [flood]
 
 Both lists are joined by commas. Strangers send bytes to any port. Members have the fleet's key and
-send messages of any content to the worker of this name. Prints one line of JSON every second.
+send messages of any content to the worker of this name. Prints one line of JSON every second. In a
+flood nothing pauses, and members send messages that they have made before, some of them changed.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from vllm_disagg.transports.zmq import control as zmq_control
 KEY = FleetKey(b"k" * KEY_BYTES)
 CONNECTIONS = 24  # of strangers, at a time
 MESSAGES_PER_ROUND = 8  # of members
+FLOOD_MESSAGES = 4096  # different ones, at a time
+MESSAGES_PER_FLOOD_ROUND = 16
 ROUND_SECONDS = 0.004  # a member is limited by its network, too
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"
 CURVE = GREETING + b"CURVE".ljust(20, b"\0") + bytes(32)
@@ -121,26 +124,44 @@ class Members:
         self._control = control
         kinds = (*messages.AtSender.__args__, messages.PieceHeader)
         self._makers = [values_of(kind) for kind in kinds]
+        self._made: list[bytes] = []  # for a flood
         self.frames = 0
 
     def step(self) -> None:
         """Sends some messages, and drops what comes."""
-        random = self._random
         for _ in range(MESSAGES_PER_ROUND):
-            message = random.choice(self._makers)(random)
-            changes = {}
-            if hasattr(message, "source"):
-                changes = {"source": self._worker, "reader": "hostile/0"}
-            frame = messages.encode(msgspec.structs.replace(message, **changes))
-            if random.random() < 0.3:
-                frame = mutated(random, frame)
-            link = random.choice(self._links)
-            frames = [frame, *(random_bytes(random) for _ in range(random.choice((0, 0, 0, 2))))]
-            try:
-                link.send_multipart(frames, zmq.NOBLOCK)
-                self.frames += 1
-            except zmq.Again:
-                pass
+            self._send(self._make())
+        self._drop_answers()
+
+    def flood(self) -> None:
+        """Sends many messages, few of them new, and drops what comes."""
+        random = self._random
+        self._made = [*self._made[-FLOOD_MESSAGES:], self._make()]
+        for _ in range(MESSAGES_PER_FLOOD_ROUND):
+            frame = random.choice(self._made)
+            self._send(mutated(random, frame) if random.random() < 0.1 else frame)
+        self._drop_answers()
+
+    def _make(self) -> bytes:
+        random = self._random
+        message = random.choice(self._makers)(random)
+        changes = {}
+        if hasattr(message, "source"):
+            changes = {"source": self._worker, "reader": "hostile/0"}
+        frame = messages.encode(msgspec.structs.replace(message, **changes))
+        return mutated(random, frame) if random.random() < 0.3 else frame
+
+    def _send(self, frame: bytes) -> None:
+        random = self._random
+        link = random.choice(self._links)
+        frames = [frame, *(random_bytes(random) for _ in range(random.choice((0, 0, 0, 2))))]
+        try:
+            link.send_multipart(frames, zmq.NOBLOCK)
+            self.frames += 1
+        except zmq.Again:
+            pass
+
+    def _drop_answers(self) -> None:
         for link in self._links:
             for _ in zmq_control.receive(link):
                 pass
@@ -154,10 +175,14 @@ def main() -> None:
     strangers = Strangers(ports, random)
     members = Members(endpoints, sys.argv[3], random)
     reported = 0.0
+    is_flood = sys.argv[5:] == ["flood"]
     while True:
         strangers.step()
-        members.step()
-        time.sleep(ROUND_SECONDS)
+        if is_flood:
+            members.flood()
+        else:
+            members.step()
+            time.sleep(ROUND_SECONDS)
         if time.monotonic() > reported + 1.0:
             reported = time.monotonic()
             counts = {"frames": strangers.frames + members.frames, "by_port": strangers.by_port}

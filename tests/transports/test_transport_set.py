@@ -202,7 +202,18 @@ def test_an_invalid_note_about_a_link_is_dropped(
     else:
         transports.on_sender_note(messages.TransportNote("p/0", name, "link", b"?"))
     assert transports._counters.bad_messages == 1
-    assert "dropped an invalid note of" in caplog.text
+    assert "dropped 1 invalid messages of peers; the latest: a note of " in caplog.text
+
+
+def test_a_flood_of_invalid_notes_is_one_line_in_the_log(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    transports = make()
+    for _ in range(1000):
+        note = messages.TransportNote(transports._control.name, "d/1", "link", b"?")
+        transports.on_receiver_note(note)
+    assert transports._counters.bad_messages == 1000
+    assert len([line for line in caplog.records if line.levelname == "WARNING"]) == 1
 
 
 def test_a_worker_of_this_machine_is_asked_for_a_link(

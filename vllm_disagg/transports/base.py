@@ -14,6 +14,8 @@ No method here blocks, and none raises for what a peer does.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -32,6 +34,9 @@ from ..protocol.events import (
     TransportChanged,
 )
 from ..protocol.peers import WorkerInfo
+from ..warning_limit import WarningLimit
+
+log = logging.getLogger("vllm_disagg.transports")
 
 MAX_DOUBLINGS = 32  # of a pause between attempts
 
@@ -52,10 +57,23 @@ class Counters(msgspec.Struct):
     # bad network shows here before loads fail.
     damaged_pieces: int = 0
     received: dict[str, int] = {}
+    _bad_messages_limit: WarningLimit = msgspec.field(default_factory=WarningLimit)
 
     def count_received(self, transport: str, size: int) -> None:
         """Adds `size` bytes, received by this transport and written into blocks."""
         self.received[transport] = self.received.get(transport, 0) + size
+
+    def count_bad_message(self, text: str) -> None:
+        """Counts a message of a peer that was dropped; `text` is from whom, and the reason.
+
+        Logs one a minute: a peer of another version, or a faulty one, may send many.
+        """
+        self.bad_messages += 1
+        count = self._bad_messages_limit.note(time.monotonic())
+        if count:
+            log.warning("dropped %d invalid messages of peers; the latest: %s", count, text)
+        else:
+            log.debug("dropped an invalid message of a peer: %s", text)
 
 
 @dataclass

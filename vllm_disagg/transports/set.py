@@ -174,8 +174,7 @@ class TransportSet(Mapping[str, Transport]):
         try:
             yield
         except BadMessage as error:
-            self._counters.bad_messages += 1
-            log.warning("dropped an invalid note of %s: %s", peer, error)
+            self._counters.count_bad_message(f"a note of {peer}: {error}")
 
     def transfers_being_written(self) -> set[str]:
         """Returns the transfers into whose blocks a transport may be writing."""

@@ -486,9 +486,7 @@ class CollectiveTransport:
             self._wake_up.send(b"\0")
 
     def _count_bad(self, peer: str, error: BadMessage) -> None:
-        self._port.counters.bad_messages += 1
-        dropped = "%s: dropped an invalid note of %s: %s"
-        log.warning(dropped, self._name, peer, error)
+        self._port.counters.count_bad_message(f"{self._name}: a note of {peer}: {error}")
 
 
 def _overdue(ends: Mapping[str, ChannelEnd], now: float) -> list[str]:

@@ -80,8 +80,7 @@ class NixlSender:
         try:
             note = notes.decode_receiver_note(data)
         except BadMessage as error:
-            self._port.counters.bad_messages += 1
-            log.warning("nixl: dropped an invalid note of %s: %s", receiver, error)
+            self._port.counters.count_bad_message(f"nixl: a note of {receiver}: {error}")
             return
         match note:
             case notes.ProbeLook():

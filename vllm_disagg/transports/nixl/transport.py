@@ -294,8 +294,7 @@ class NixlTransport:
         try:
             self._on_note(source, notes.decode_sender_note(data))
         except BadMessage as error:
-            self._port.counters.bad_messages += 1
-            log.warning("nixl: dropped an invalid note of %s: %s", sender, error)
+            self._port.counters.count_bad_message(f"nixl: a note of {sender}: {error}")
             # Once: a sender that goes on with such notes must not prolong the pause with each.
             if source.state is not PathState.DOWN:
                 self._lose(source, f"invalid note ({error})")

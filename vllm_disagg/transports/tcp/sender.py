@@ -121,8 +121,7 @@ class TcpSender:
         try:
             note = notes.decode_receiver_note(data)
         except BadMessage as error:
-            self._port.counters.bad_messages += 1
-            log.warning("tcp: dropped an invalid note of %s: %s", receiver, error)
+            self._port.counters.count_bad_message(f"tcp: a note of {receiver}: {error}")
             return
         try:
             if not self._listeners:

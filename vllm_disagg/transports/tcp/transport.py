@@ -288,12 +288,7 @@ class TcpTransport:
         )
 
     def _count_bad(self, source: TcpSource, error: BadMessage) -> None:
-        self._port.counters.bad_messages += 1
-        log.warning(
-            "tcp: dropped invalid data of sender %s: %s",
-            source.worker.name,
-            error,
-        )
+        self._port.counters.count_bad_message(f"tcp: data of {source.worker.name}: {error}")
 
     # Receiving half: pieces -----------------------------------------------------------------------
     def post_read(self, read: PostRead) -> None:

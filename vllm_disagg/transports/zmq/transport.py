@@ -273,8 +273,7 @@ class ZmqTransport:
         try:
             header = messages.decode_header(message[0].bytes)
         except BadMessage as error:
-            self._port.counters.bad_messages += 1
-            log.warning("zmq: dropped a piece with an invalid header: %s", error)
+            self._port.counters.count_bad_message(f"zmq: the header of a piece: {error}")
             return
         # Before the checksum: nothing is computed for bytes that are not wanted.
         read = self._posted.begin(sender, header.transfer, header.number)

@@ -42,7 +42,12 @@ FLAGS += ["--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
 TOOLS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 BLOCK, CHUNK, LIMIT = 128, 256, 2048  # tokens: of a KV block on CPU, of a step, of a request
-START = 600.0  # seconds; only ends a start that hangs, on a busy machine too
+# These limits end what hangs; they are no claims, and hold on a crowded machine too.
+START = 600.0  # seconds; of a start
+WAIT_SECONDS = 120.0  # until a condition holds that must come
+PAGE_SECONDS = 60.0  # of an answer without a forward pass, such as the metrics
+# Blocks of requests that have ended: P's lease of 10 s with a margin, and no other time limit.
+HELD_SECONDS = 30.0
 ADMIN = "root"  # the proxies' admin key
 
 
@@ -72,17 +77,14 @@ class EngineRunner:
         return found
 
     @property
-    def proxy_env(self) -> dict[str, str]:
-        """The environment of proxies beside these engines."""
-        if not self.is_interpreted:
-            return {}
-        paths = filter(None, [str(STEADY), os.environ.get("PYTHONPATH", "")])
-        return {"PYTHONPATH": os.pathsep.join(paths), "ENGINE_CHANGES": "patient"}
+    def patient_env(self) -> dict[str, str]:
+        """The environment of an engine that takes no delay of a crowded machine for a failure."""
+        return {"ENGINE_CHANGES": self.env.get("ENGINE_CHANGES", "patient")}
 
 
 _V2_ENV = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
 SLOWNESS = 6.0  # of Triton's interpreter
-PEER_TIMEOUT_SECONDS = 10.0  # of its engines, whose processes share two cores with it
+PEER_TIMEOUT_SECONDS = 10.0  # of patient engines, which share two cores with much else
 _V2_CHANGES = "v2_runner async_steps patient"
 _V2_LINES = ("Using V2 Model Runner", "asynchronous scheduling is True")
 _DEVICE_LINES = (
@@ -110,25 +112,34 @@ RUNNERS = {
 }
 RUNNER = RUNNERS[os.environ.get("ENGINE_RUNNER", "")]
 _PDEATHSIG = 1
+_given_ports: set[int] = set()  # by `free_port`
 
 
 def free_port() -> int:
-    """Returns a free port outside the kernel's range for automatic ports.
+    """Returns a free port outside the kernel's range for automatic ports, each port once.
 
-    An engine binds its port half a minute later, so the kernel must not give the port away.
+    An engine binds its port half a minute later, so neither the kernel nor this may give it away.
     """
-    for port in random.sample(range(20000, 30000), 100):
+    for port in random.sample(range(20000, 29000), 100):  # torch and vLLM use 29500 and 29550
+        if port in _given_ports:
+            continue
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
-                return port
             except OSError:
                 continue
+        _given_ports.add(port)
+        return port
     raise RuntimeError("100 ports are all in use")
 
 
-def wait(what: str, done: Callable[[], bool], seconds: float, every: float = 0.1) -> None:
-    """Returns as soon as `done` returns true; fails if that takes longer than these seconds."""
+def wait(
+    what: str, done: Callable[[], bool], seconds: float = WAIT_SECONDS, every: float = 0.1
+) -> None:
+    """Returns as soon as `done` returns true; fails if that takes longer than these seconds.
+
+    Give `seconds` only where the time is what the test claims.
+    """
     seconds *= RUNNER.slowness
     end = time.monotonic() + seconds
     while not done():
@@ -201,6 +212,11 @@ class Process:
 
     def is_alive(self) -> bool:
         return self.runs() and self.is_ready()
+
+    def expect_alive(self) -> None:
+        """Fails if the process has ended, or does not become ready."""
+        wait(f"{self.name} is ready", lambda: self.is_ready() or not self.runs())
+        assert self.runs(), f"{self.name} died:\n{self.tail()}"
 
     def runs(self) -> bool:
         """Returns whether the process exists, ready or not."""
@@ -346,7 +362,7 @@ class Engine(Process):
 
     def metric(self, name: str, label: str = "") -> float:
         """Returns the sum of a metric over all its lines, or those with a label; 0 without any."""
-        text = get(self.url, "/metrics", 10.0)[1]
+        text = get(self.url, "/metrics", PAGE_SECONDS)[1]
         found = re.findall(rf"^{re.escape(name)}(\{{.*\}})? (\S+)$", text, re.MULTILINE)
         return sum(float(value) for labels, value in found if label in labels)
 
@@ -354,9 +370,16 @@ class Engine(Process):
     def usage(self) -> float:
         return self.metric("vllm:kv_cache_usage_perc")
 
+    def wait_free(self) -> None:
+        """Waits until no request holds KV blocks."""
+        wait(f"{self.name} gives all its blocks back", lambda: self.usage == 0, HELD_SECONDS)
+
     @property
     def received(self) -> int:
-        """KV bytes that arrived by transfers."""
+        """KV bytes that arrived by transfers.
+
+        They are counted before the answer of the request that needs them.
+        """
         return int(self.metric("vllm:disagg_received_bytes_total"))
 
 
@@ -377,6 +400,8 @@ def beside(other: dict[str, object], role: str, key: str) -> list[str]:
 
 
 class Proxy(Process):
+    """The proxy, as users start it unless it is patient."""
+
     def __init__(
         self,
         folder: Path,
@@ -385,7 +410,12 @@ class Proxy(Process):
         *flags: str,
         name: str = "proxy",
         port: int = 0,
+        is_patient: bool = RUNNER.is_interpreted,
     ) -> None:
+        """Prepares the command.
+
+        `is_patient`: it takes no delay of a crowded machine for the death of an engine.
+        """
         port = port or free_port()
         command = [
             sys.executable,
@@ -402,25 +432,28 @@ class Proxy(Process):
             for engine in engines if isinstance(engines, list) else [engines]:
                 for url in engine.urls:
                     command += [flag, url]
-        env = {keys.ADMIN_KEY: ADMIN, **RUNNER.proxy_env}
+        env = {keys.ADMIN_KEY: ADMIN}
+        if is_patient:
+            paths = filter(None, [str(STEADY), os.environ.get("PYTHONPATH", "")])
+            env |= {"PYTHONPATH": os.pathsep.join(paths), "ENGINE_CHANGES": "patient"}
         super().__init__(name, command, folder, port, env)
 
     def members(self) -> dict[str, bool]:
         """Returns by URL whether each instance can be used."""
         return {
             row["url"]: row["usable"]
-            for row in json.loads(get(self.url, "/disagg/instances", 5.0, ADMIN)[1])
+            for row in json.loads(get(self.url, "/disagg/instances", PAGE_SECONDS, ADMIN)[1])
         }
 
     def is_drained(self, url: str) -> bool:
         """Returns whether an instance has left, or is drained and has no request."""
-        rows = json.loads(get(self.url, "/disagg/instances", 5.0, ADMIN)[1])
+        rows = json.loads(get(self.url, "/disagg/instances", PAGE_SECONDS, ADMIN)[1])
         found = [row for row in rows if row["url"] == url]
         return all(row["leaving"] and not row["in_flight"] for row in found)
 
     def change(self, method: str, path: str, **fields: str) -> None:
         """Changes the fleet by the admin API."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PAGE_SECONDS)
         try:
             headers = {"content-type": "application/json", "authorization": f"Bearer {ADMIN}"}
             connection.request(method, path, json.dumps(fields), headers)

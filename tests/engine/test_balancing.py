@@ -92,7 +92,7 @@ class Pair:
         machine.start(self.prefill, *self.parts)
         machine.start(self.proxy)
         urls = [url for server in [self.prefill, *self.servers] for url in server.urls]
-        wait("every rank is known", lambda: self.proxy.members() == dict.fromkeys(urls, True), 20)
+        wait("every rank is known", lambda: self.proxy.members() == dict.fromkeys(urls, True))
 
     def received(self) -> list[float]:
         """Returns the bytes that each rank of D has received."""

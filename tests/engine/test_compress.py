@@ -25,7 +25,7 @@ def test_half_the_bytes_and_nearly_the_answers(machine: Machine) -> None:
         f"{prefill.url} and {other.url} are never paired:"
         " compress is fp8 on one side and off on the other"
     )
-    wait("the pair that does not fit is named", lambda: words in proxy.log.read_text(), 10)
+    wait("the pair that does not fit is named", lambda: words in proxy.log.read_text())
     machine.stop(other)
     wait(
         "the pair that fits is ready",
@@ -54,7 +54,7 @@ def test_half_the_bytes_and_nearly_the_answers(machine: Machine) -> None:
     assert prefill.metric("vllm:disagg_sent_bytes_total") * 2 == decode.received
     assert not decode.metric("vllm:disagg_damaged_pieces_total")
     for engine in (prefill, decode):
-        wait(f"{engine.name} gives all its blocks back", lambda e=engine: e.usage == 0, 15)
+        engine.wait_free()
         assert "answers are NOT exactly a plain vLLM's" in engine.log.read_text()
     machine.stop()
 

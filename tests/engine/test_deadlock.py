@@ -38,7 +38,7 @@ def test_loads_that_fail_when_they_hold_the_pool(machine: Machine) -> None:
     plain = [ask(p.url, one) for one in asked]  # ordinary requests there
     talk = Legs(machine.key, p, d)
     legs = [talk.send_decode(one, grants.new_transfer(), patience=60.0) for one in asked]
-    wait("loads hold the pool", lambda: d.usage > 0.8, 20)
+    wait("loads hold the pool", lambda: d.usage > 0.8)
     p.signal(signal.SIGKILL)
     end = time.monotonic() + SECONDS
     while not all(leg.done() for leg in legs) and time.monotonic() < end:

@@ -54,7 +54,7 @@ class Transfers:
         if kind is None:
             target = self.before + self.expected
             try:
-                wait(f"{self.expected} bytes arrive", lambda: self.decode.received >= target, 5)
+                wait(f"{self.expected} bytes arrive", lambda: self.decode.received >= target)
             except AssertionError as late:
                 raise AssertionError(f"{late}; {self.main.exceptional_counts()}") from None
             assert self.decode.received == target
@@ -190,7 +190,7 @@ def test_32_at_once(main: Main, kind: str) -> None:
     asked = [body(prompt, 24) for prompt in prompts]
     before = main.decode.received
     check_at_once(main, asked)
-    wait("KV arrives", lambda: main.decode.received > before, 5)
+    wait("KV arrives", lambda: main.decode.received > before)
     if kind == "distinct":
         assert main.decode.received - before == needed(len(prompt) for prompt in prompts)
 
@@ -200,7 +200,7 @@ def test_requests_with_one_id(main: Main) -> None:
     before = main.decode.received
     asked = [body(tokens(300 + 40 * at, f"one id {at}"), 24, request_id="same") for at in range(8)]
     at_once(main.check, asked)
-    wait("KV is transferred", lambda: main.decode.received > before, 5)
+    wait("KV is transferred", lambda: main.decode.received > before)
 
 
 @pytest.mark.skipif(not RUNNER.transport, reason="ENGINE_RUNNER chooses no transport")

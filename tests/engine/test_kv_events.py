@@ -106,8 +106,8 @@ def test_d_announces_what_a_plain_engine_announces(fleet: Fleet) -> None:
     assert decode.metric("vllm:disagg_load_seconds_count") >= REQUESTS - 1  # one has no block
     for name in ("P", "D", "plain"):
         stored = fleet.events[name].stored
-        wait(f"{name} announces all prompts", lambda s=stored: expected <= s, 10)
+        wait(f"{name} announces all prompts", lambda s=stored: expected <= s)
     # With the blocks of the answers.
     plain = fleet.events["plain"].stored
-    wait("D announces the same blocks", lambda: fleet.events["D"].stored == plain, 10)
+    wait("D announces the same blocks", lambda: fleet.events["D"].stored == plain)
     assert len(plain) > len(expected)

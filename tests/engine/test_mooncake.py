@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from asking import Body, ask, body, expect_same, tokens
 from conftest import Machine
-from engines import Engine, Process, Proxy, beside, free_port, wait
+from engines import Engine, Process, Proxy, beside, free_port
 from test_topologies import several
 
 pytestmark = pytest.mark.wide
@@ -111,5 +111,5 @@ def test_answers_with_a_store_of_kv_beside(pair: Pair) -> None:
     stored = pair.prefill.metric(MOVED)
     assert stored > 0, "the store was not used"
     for one in (pair.prefill, pair.decode):
-        wait(f"{one.name} gives all its blocks back", lambda e=one: e.usage == 0, 15)
+        one.wait_free()
         assert one.is_alive()

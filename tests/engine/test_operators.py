@@ -95,7 +95,7 @@ def follow(fleet: Fleet) -> None:
         killed.stop(gently=0)
         statuses = [answer.result() for answer in answers]
     assert statuses == [200] * REQUESTS
-    wait("the access log is written", lambda: names[-1] in fleet.proxy.log.read_text(), 10)
+    wait("the access log is written", lambda: names[-1] in fleet.proxy.log.read_text())
     servers = (fleet.proxy, fleet.prefill, killed, other)
     logs = {server.name: server.log.read_text() for server in servers}
     for name in names:

@@ -33,7 +33,7 @@ def test_one_prefix_many_tails(main: Main, where: str, prefix: int) -> None:
         missing = -(-len(prompt) // BLOCK) - min(cached, (len(prompt) - 1) // BLOCK)
         travels = 0 if cached and len(prompt) - cached * BLOCK <= BLOCK else missing * BLOCK_BYTES
         if at:
-            wait(f"{travels} bytes arrive", lambda n=before + travels: main.decode.received >= n, 5)
+            wait(f"{travels} bytes arrive", lambda n=before + travels: main.decode.received >= n)
             assert main.decode.received - before == travels, (where, prefix, tail)
         cached = prefix // BLOCK  # this request has warmed D
 
@@ -62,4 +62,4 @@ def test_cache_salts_keep_prompts_apart(main: Main) -> None:
     for salt in ("one", "other"):
         before = main.decode.received
         main.check(body(prompt, 24, cache_salt=salt))
-        wait("all of it arrives", lambda n=before + 3 * BLOCK_BYTES: main.decode.received == n, 5)
+        wait("all of it arrives", lambda n=before + 3 * BLOCK_BYTES: main.decode.received == n)

@@ -36,7 +36,7 @@ def test_zamba_is_exact_with_overlap(machine: Machine) -> None:
     ]
     assert not wrong, f"{len(wrong)} of {count} answers are wrong: {wrong[0]}"
     loads = sum(len(one["prompt"]) > 1 for one in asked)  # D computes the last token
-    wait("all are loaded", lambda: pair.decode.metric("vllm:disagg_load_seconds_count") == loads, 5)
+    wait("all are loaded", lambda: pair.decode.metric("vllm:disagg_load_seconds_count") == loads)
     assert not pair.decode.metric("vllm:disagg_damaged_pieces_total")
     pair.legs.close()
     machine.stop()

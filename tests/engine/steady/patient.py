@@ -1,7 +1,8 @@
-"""Gives engines the time that Triton's interpreter needs, when imported at the start of Python.
+"""Gives engines more time than their users give them, when imported at the start of Python.
 
-A step takes up to half a second there, and more on a busy machine. P's lookup at D is answered at
-the end of a step, and an engine that computes answers no probe of the proxy.
+A step takes up to half a second in Triton's interpreter, and any may on a crowded machine. P's
+lookup at D is answered at the end of a step, and an engine that computes answers no probe of the
+proxy.
 """
 
 from __future__ import annotations

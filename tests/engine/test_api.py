@@ -6,7 +6,16 @@ from typing import Any
 
 import openai
 import pytest
-from asking import Record, ask, body, english, expect_same, tokens, until_the_end
+from asking import (
+    TIMEOUT_SECONDS,
+    Record,
+    ask,
+    body,
+    english,
+    expect_same,
+    tokens,
+    until_the_end,
+)
 from conftest import Main
 from engines import BLOCK, wait
 
@@ -14,7 +23,8 @@ CHAT = "/v1/chat/completions"
 
 
 def client(url: str) -> openai.OpenAI:
-    made = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+    base = f"{url}/v1"
+    made = openai.OpenAI(base_url=base, api_key="none", max_retries=0, timeout=TIMEOUT_SECONDS)
     return until_the_end(made)
 
 
@@ -91,7 +101,7 @@ def test_chats(main: Main, characters: int) -> None:
     messages = conversation(characters)
     before = main.decode.received
     main.check(body(messages, 24, logprobs=True, top_logprobs=4, return_token_ids=True), CHAT)
-    wait("KV arrives", lambda: main.decode.received > before, 5)
+    wait("KV arrives", lambda: main.decode.received > before)
     main.check(
         {"model": "tiny", "messages": messages, "temperature": 0, "max_completion_tokens": 24}, CHAT
     )

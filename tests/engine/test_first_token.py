@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from asking import TIMEOUT_SECONDS, at_once, body, english, expect_same, record, tokens
 from conftest import Main
-from engines import ADMIN, BLOCK, Proxy, get
+from engines import ADMIN, BLOCK, PAGE_SECONDS, Proxy, get
 
 COMPLETIONS = "/v1/completions"
 CHATS = "/v1/chat/completions"
@@ -111,7 +111,7 @@ def proxy(main: Main) -> Iterator[Proxy]:
 
 
 def count(proxy: Proxy, outcome: str) -> int:
-    page = get(proxy.url, "/metrics", 10.0, ADMIN)[1]
+    page = get(proxy.url, "/metrics", PAGE_SECONDS, ADMIN)[1]
     found = re.findall(
         rf'^vllm_disagg_first_tokens_total{{outcome="{outcome}"}} (\S+)$', page, re.MULTILINE
     )

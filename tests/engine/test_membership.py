@@ -47,32 +47,38 @@ def test_instances_come_and_go_under_load(main: Main) -> None:
     with load(main):
         time.sleep(QUIET)
         proxy.change("POST", "/disagg/instances/drain", url=prefill)
-        wait("the drained one is idle", lambda: proxy.is_drained(prefill), 30)
+        wait("the drained one is idle", lambda: proxy.is_drained(prefill))
         time.sleep(QUIET)
         proxy.change("POST", "/disagg/instances", url=prefill, role="prefill")
-        wait("it is back", lambda: proxy.members().get(prefill, False), 15)
+        wait("it is back", lambda: proxy.members().get(prefill, False))
         time.sleep(QUIET)
         proxy.change(
             "DELETE", "/disagg/instances", url=prefill
         )  # a flag still names it, so this drains it
-        wait("it is idle again", lambda: proxy.is_drained(prefill), 30)
+        wait("it is idle again", lambda: proxy.is_drained(prefill))
         proxy.change("POST", "/disagg/instances", url=prefill, role="prefill")
-        wait("it is back again", lambda: proxy.members().get(prefill, False), 15)
+        wait("it is back again", lambda: proxy.members().get(prefill, False))
     main.expect_well(2)
 
 
 def test_engines_make_themselves_known(main: Main) -> None:
     """The proxy has no configured instances; both engines try to register since their start."""
     proxy = Proxy(
-        main.machine.folder, [], [], "--allow-registration", name="meeting", port=main.meeting
+        main.machine.folder,
+        [],
+        [],
+        "--allow-registration",
+        name="meeting",
+        port=main.meeting,
+        is_patient=True,
     )
     main.machine.start(proxy)
     try:
         both = {main.prefill.url: True, main.decode.url: True}
-        wait("both are known", lambda: proxy.members() == both, 15)
+        wait("both are known", lambda: proxy.members() == both)
         before = main.decode.received
         job = body(tokens(500, time.monotonic()))
         expect_same(ask(proxy.url, job), ask(main.plain.url, job))
-        wait("KV is transferred", lambda: main.decode.received > before, 5)
+        wait("KV is transferred", lambda: main.decode.received > before)
     finally:
         main.machine.stop(proxy)

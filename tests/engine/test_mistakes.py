@@ -11,6 +11,15 @@ from test_readme import MODEL
 
 # 15 s on an idle machine; not of the clock, since other processes may use this one.
 MAX_CPU_SECONDS = 25.0
+# But they make a second of CPU do less: on a crowded machine vLLM's imports alone took 13.7 s.
+MAX_IMPORTS = 3.0
+IMPORTS = "import vllm.entrypoints.openai.api_server"
+
+
+def child_cpu_seconds() -> float:
+    """Returns the CPU time of all child processes that have ended."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def test_a_mistake_is_the_last_line(machine: object) -> None:
@@ -22,18 +31,19 @@ def test_a_mistake_is_the_last_line(machine: object) -> None:
     }
     command = [BIN / "vllm", "serve", MODEL, "--port", str(free_port())]
     command += ["--kv-transfer-config", json.dumps(transfer)]
-    before = os.times()
+    started = child_cpu_seconds()
+    subprocess.run([BIN / "python", "-c", IMPORTS], check=True, capture_output=True, timeout=600)
+    before = child_cpu_seconds()
     done = subprocess.run(
         command,
         env={**os.environ, "PYTHONPATH": str(ROOT), "VLLM_NO_USAGE_STATS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=600,  # only ends a start that hangs
     )
-    after = os.times()
+    used = child_cpu_seconds() - before
     assert done.returncode, done.stdout
     assert "did you mean lease?" in done.stdout.splitlines()[-1], done.stdout
     assert "Starting to load model" not in done.stdout, done.stdout
-    used = after.children_user + after.children_system
-    assert used - before.children_user - before.children_system < MAX_CPU_SECONDS
+    assert used < max(MAX_CPU_SECONDS, MAX_IMPORTS * (before - started))

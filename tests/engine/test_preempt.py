@@ -8,13 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from asking import ask, at_once, body, expect_same, tokens
 from conftest import Machine, Main
-from engines import RUNNER, Engine, Proxy, wait
+from engines import RUNNER, Engine, Proxy
 
 POOL = {"P": 24, "D": 28}  # blocks; a request may need 16
 # In tokens. In Triton's interpreter they are as long as preemption takes.
 LONG_ANSWER = 250 if RUNNER.is_interpreted else 500
 OWN_ANSWER = 400 if RUNNER.is_interpreted else 600
 MIXED_ANSWER = 60 if RUNNER.is_interpreted else 150
+# Of an answer: preempted again and again, the last one waits for most of the others.
+ANSWER_SECONDS = 600.0 * RUNNER.slowness
 FLAGS = [
     "--no-scheduler-reserve-full-isl",
     "--num-gpu-blocks-override",
@@ -41,8 +43,8 @@ class Small:
 
     def expect_idle(self) -> None:
         for engine in (self.prefill, self.decode):
-            wait(f"{engine.name} gives all its blocks back", lambda e=engine: e.usage == 0, 15)
-            assert engine.is_alive(), engine.tail()
+            engine.wait_free()
+            engine.expect_alive()
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +61,8 @@ def crowd(
         body(tokens(length, f"{what} {at}"), max_tokens, ignore_eos=True)
         for at, length in enumerate(lengths)
     ]
-    plain = at_once(lambda one: ask(main.plain.url, one), asked)
-    ours = at_once(lambda one: ask(small.proxy.url, one), asked)
+    plain = at_once(lambda one: ask(main.plain.url, one, timeout=ANSWER_SECONDS), asked)
+    ours = at_once(lambda one: ask(small.proxy.url, one, timeout=ANSWER_SECONDS), asked)
     for one, expected, length in zip(ours, plain, lengths, strict=True):
         expect_same(one, expected, f"{what}, {length} tokens:")
     if idle:
@@ -77,9 +79,9 @@ def test_the_prefill_side_preempts(main: Main, small: Small) -> None:
     """P's own growing requests take blocks away from the prefill legs, which are younger."""
     before, _ = small.preemptions()
     own = [body(tokens(100 + at, f"own {at}"), OWN_ANSWER, ignore_eos=True) for at in range(6)]
-    plain = at_once(lambda one: ask(main.plain.url, one), own)
+    plain = at_once(lambda one: ask(main.plain.url, one, timeout=ANSWER_SECONDS), own)
     with ThreadPoolExecutor(len(own)) as pool:
-        growing = [pool.submit(ask, small.prefill.url, one) for one in own]
+        growing = [pool.submit(ask, small.prefill.url, one, timeout=ANSWER_SECONDS) for one in own]
         crowd(main, small, [1000 + 37 * at for at in range(16)], 24, "long prompts", idle=False)
         for one, expected in zip(growing, plain, strict=True):
             expect_same(one.result(), expected)

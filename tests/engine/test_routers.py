@@ -34,7 +34,7 @@ from asking import (
     tokens,
 )
 from conftest import Main
-from engines import ROOT, Process, free_port, get, wait
+from engines import PEER_TIMEOUT_SECONDS, ROOT, Process, free_port, get, wait
 from test_api import stream
 from test_exact import LENGTHS, LONG, Transfers, needed
 from two_legs import ask_both, send_decode, send_prefill
@@ -133,7 +133,7 @@ def test_a_hundred_answers_behind_a_router(main: Main, router: Router) -> None:
         expect_same(ask(router.url, asked, path), ask(main.plain.url, asked, path))
         prompt = tokens(300 + 40 * at, f"{router.name} stream {at}")
         expect_same(stream(router.url, prompt, 24), stream(main.plain.url, prompt, 24))
-    wait("their KV arrives, too", lambda: main.decode.received > before, 5)
+    wait("their KV arrives, too", lambda: main.decode.received > before)
 
 
 def ask_in_trouble(url: str, asked: Body) -> Record:
@@ -186,7 +186,7 @@ def test_a_p_that_is_killed_and_started_again_behind_a_router(main: Main, router
     for at in range(4):
         asked = body(tokens(700 + at, f"after {router.name} {at}"), 24)
         expect_same(ask(router.url, asked), ask(main.plain.url, asked))
-    wait("KV of the new P arrives", lambda: main.decode.received > before, 5)
+    wait("KV of the new P arrives", lambda: main.decode.received > before)
 
 
 def test_p_between_the_legs(main: Main) -> None:
@@ -200,7 +200,7 @@ def test_p_between_the_legs(main: Main) -> None:
     def check(name: str) -> None:
         began = time.monotonic()
         expect_same(send_decode(main.decode.url, asked[name], params[name]), plain[name], name)
-        assert time.monotonic() - began < 15, name
+        assert time.monotonic() - began < PEER_TIMEOUT_SECONDS + 13, name
 
     main.prefill.signal(signal.SIGSTOP)
     check("frozen")

@@ -9,7 +9,7 @@ import pytest
 from asking import Record, ask, at_once, body, difference, tokens
 from conftest import Machine, Main
 from direct import Legs
-from engines import BLOCK, Engine, wait
+from engines import BLOCK, PEER_TIMEOUT_SECONDS, Engine, wait
 from test_exact import needed
 
 PROMPTS = 8
@@ -24,8 +24,9 @@ class Faulty:
         self.rounds = 0
         env = {"PYTHONPATH": str(Path(__file__).parent / "faulty"), "FAULT": str(self.fault)}
         settings: dict[str, object] = {
-            "transport": "zmq"
-        }  # the fault is in `write`, which others go without
+            "transport": "zmq",  # the fault is in `write`, which others go without
+            "peer_timeout": PEER_TIMEOUT_SECONDS,
+        }
         self.decode = Engine(
             "faulty-D", machine.folder, role="kv_consumer", cpu="1", env=env, settings=settings
         )
@@ -44,7 +45,7 @@ class Faulty:
         target = self.decode.received + needed(len(one["prompt"]) for one in asked)
         ours: list[Record] = [self.legs.ask(one) for one in asked]
         plain = at_once(lambda one: ask(self.main.plain.url, one), asked)
-        wait("all KV arrives", lambda: self.decode.received == target, 5)
+        wait("all KV arrives", lambda: self.decode.received == target)
         return sum(
             bool(difference(one, expected)) for one, expected in zip(ours, plain, strict=True)
         )

@@ -13,11 +13,14 @@ from typing import Any, ClassVar, Literal, cast
 
 import httptools
 import msgspec
+import pytest
 
 from vllm_disagg.fleet.grants import MAX_VALIDITY_SECONDS, Grant, verify
 from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.protocol.peers import EngineInfo, WorkerInfo
+from vllm_disagg.proxy.http.cancel_scope import TimeLimit
 from vllm_disagg.proxy.main import serve
+from vllm_disagg.proxy.requests import api
 from vllm_disagg.proxy.settings import ProxySettings
 
 KEY = FleetKey(b"k" * 32)
@@ -595,6 +598,33 @@ class World:
         reply = await self.get("/disagg/instances", **key)
         assert reply.status == 200, reply.body
         return reply.json()  # type: ignore[no-any-return]
+
+
+class HeldTimeLimits:
+    """Makes time limits whose time is over when a test says so, however slow the machine is."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[float, TimeLimit]] = []
+
+    def make(self, seconds: float) -> TimeLimit:
+        """Replaces the class of time limits."""
+        made = TimeLimit(3600.0)
+        self._made.append((seconds, made))
+        return made
+
+    def expire(self, seconds: float) -> None:
+        """Ends the blocks that run within limits of this length."""
+        for length, limit in self._made:
+            for scope in list(limit._deadlines) if length == seconds else ():
+                limit.remove(scope)
+                scope.cancel()
+
+
+def hold_time_limit(monkeypatch: pytest.MonkeyPatch) -> HeldTimeLimits:
+    """Holds the time limits of requests in proxies that start from now on."""
+    held = HeldTimeLimits()
+    monkeypatch.setattr(api, "TimeLimit", held.make)
+    return held
 
 
 async def settle() -> None:

@@ -7,12 +7,12 @@ import json
 
 import pytest
 
-from proxy_world import Call, answer, world
+from proxy_world import Call, answer, settle, until, world
 from vllm_disagg.proxy.http.connection_pool import ConnectionPool, pool_of
 from vllm_disagg.proxy.http.upstream_response import Unreachable
 from vllm_disagg.proxy.membership.discovery import Discovery
 from vllm_disagg.proxy.membership.members import Members, MembershipChange
-from vllm_disagg.proxy.requests import bodies
+from vllm_disagg.proxy.requests import bodies, legs
 from vllm_disagg.proxy.routing.fleet import Fleet
 
 EVENT = b'data: {"id":"x","object":"c","created":1,"choices":[{"index":0,"delta":%s%s}]}\n\n'
@@ -70,13 +70,17 @@ async def test_a_drain_ends_with_its_instance() -> None:
     assert not members.is_drained("http://a")
 
 
-async def test_a_refusal_is_in_words_about_what_the_client_asked() -> None:
+async def test_a_refusal_is_in_words_about_what_the_client_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """P refuses a request for one token; D, a little later, one for the client's number."""
+    monkeypatch.setattr(legs, "DECODE_REFUSAL_SECONDS", 60.0)
     async with world() as w:
 
         async def refuse(call: Call) -> None:
             if call.leg != "prefill":
-                await asyncio.sleep(0.05)
+                await until(lambda: w.p.calls)
+                await settle()
             data = json.dumps({"error": {"message": f"{call.leg} refuses", "code": 400}})
             call.raw_write(
                 f"HTTP/1.1 400 X\r\ncontent-type: application/json\r\n"

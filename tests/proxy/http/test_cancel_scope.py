@@ -83,10 +83,10 @@ async def test_each_block_has_its_own_deadline() -> None:
 
 
 async def test_a_block_in_time_leaves_nothing() -> None:
-    limit = TimeLimit(0.05)
+    limit = TimeLimit(3600.0)
     with limit.start():
         await asyncio.sleep(0)
     assert not limit._deadlines
-    await asyncio.sleep(0.1)  # its timer is due, and has no effect
     with limit.start():
-        await asyncio.sleep(0.01)
+        limit._cancel_late_blocks()  # as the timer of the first block
+        await asyncio.sleep(0)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from proxy_world import Call, ScriptedEngine, answer, until
+from proxy_world import Call, ScriptedEngine, answer, settle, until
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.proxy.http import connection_pool, upstream
 from vllm_disagg.proxy.http.addresses import AllowedNetworks
@@ -86,11 +86,11 @@ async def test_ends_of_kept_connections_are_counted() -> None:
     await ask(pool)
     assert pool.unused_ends == 1, "its second request has met the end"
     e.drop_connections()
-    await until(lambda: not pool.connections, 5)
+    await until(lambda: not pool.connections)
     assert pool.unused_ends == 2, "it was idle"
     await ask(pool)
     pool.abort()
-    await until(lambda: not pool.connections, 5)
+    await until(lambda: not pool.connections)
     assert pool.unused_ends == 2
     await e.stop()
 
@@ -111,8 +111,7 @@ async def test_a_reset_after_the_first_byte_is_not_tried_again() -> None:
         if len(call.engine.calls) == 1:
             return await answer(call)
         call.raw_write("HTTP/1.1 2")
-        await call.writer.drain()
-        await asyncio.sleep(0.02)
+        await settle()
         call.reset()
 
     e, pool = await engine(part)
@@ -171,7 +170,7 @@ async def test_an_answer_that_nobody_asked_for_ends_the_connection() -> None:
 
     e, pool = await engine(twice)
     await ask(pool)
-    await asyncio.sleep(0.05)
+    await until(lambda: not pool.connections)
     await ask(pool)
     assert e.connections == 2
     await e.stop()
@@ -189,11 +188,11 @@ async def test_bytes_before_the_first_request_close_the_connection(
     port = server.sockets[0].getsockname()[1]
     pool = ConnectionPool(f"http://127.0.0.1:{port}")
     connection = await pool._connect()
-    await asyncio.sleep(0.05)
-    assert not connection.is_open and not pool.connections
+    await until(lambda: not connection.is_open)
+    assert not pool.connections
     answer = connection.send_request(b"GET / HTTP/1.1\r\n\r\n", b"")
     with pytest.raises(Unreachable, match="reset"):
-        await asyncio.wait_for(answer.head(), 1)
+        await answer.head()
     assert not caplog.records  # no traceback of the event loop
     server.close()
 

@@ -15,7 +15,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.frames import Frame, Opcode
 from websockets.server import ServerProtocol
 
-from proxy_world import ScriptedEngine, World, until, world
+from proxy_world import ScriptedEngine, World, hold_time_limit, until, world
 from vllm_disagg.proxy.http import websocket
 from vllm_disagg.proxy.http.limits import Limits
 from vllm_disagg.proxy.http.websocket import FrameReader
@@ -239,8 +239,10 @@ async def test_silence_ends_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
         assert await code_of(ws) == 1011 and "nobody said anything" in (ws.close_reason or "")
 
 
-async def test_time_is_up_for_sessions_too() -> None:
-    async with fleet(request_timeout=0.2) as w, dial(w) as ws:
+async def test_time_is_up_for_sessions_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = hold_time_limit(monkeypatch)
+    async with fleet(request_timeout=77.0) as w, dial(w) as ws:
+        limit.expire(77.0)
         assert await code_of(ws) == 1011
 
 

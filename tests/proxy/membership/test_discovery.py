@@ -83,7 +83,7 @@ async def test_another_process_in_an_instances_place_is_noticed(role: str) -> No
         async def is_known() -> bool:
             return (await instance(w, engine.url))["incarnation"] == "another"
 
-        await until(is_known, 5)
+        await until(is_known)
         assert (await w.post()).json()["leg"] == "decode"
         grant = engine.calls[-1].grant
         assert grant and grant.engine == "another"
@@ -554,10 +554,13 @@ async def test_a_mistake_in_one_watch_ends_that_watch_only(
         async def failing() -> None:
             raise ZeroDivisionError("unforeseen")
 
+        async def is_down() -> bool:
+            return not await usable(w, w.d.url)
+
         monkeypatch.setattr(Discovery, part, broken)
         if part == "_probe":
             w.d.health = 500  # when it is healthy again it is probed
-            await asyncio.sleep(0.2)
+            await until(is_down)
             w.d.health = 200
 
         async def out() -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from test_continuation import Script, same, told
 
-from proxy_world import Call, World, answer, until, world
+from proxy_world import Call, World, answer, settle, until, world
 
 PREFILL = {
     "do_remote_decode": True,
@@ -133,7 +133,7 @@ async def test_a_nixl_stream_goes_on_elsewhere() -> None:
             await call.stream()
             for event in Script(call.engine.name).completion()[:4]:
                 await call.chunk(event)
-            await asyncio.sleep(0.01)
+            await settle()
             await call.engine.stop()
 
         for d in w.decodes:

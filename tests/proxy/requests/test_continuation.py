@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from proxy_world import Call, World, answer, world
+from proxy_world import Call, World, answer, settle, world
 from vllm_disagg.proxy.requests.continuation import ChoiceTranscript, form_of
 from vllm_disagg.proxy.requests.streams import FOLD_BYTES, StreamRecorder, aborted
 
@@ -514,7 +514,7 @@ def engine(form: str, width: int, die_after: int | None, **fields: Any) -> Calla
         await call.stream()
         for at, event in enumerate(make(form, Script(call.engine.name, width, **fields))):
             if at == die_after and call.engine.calls[0] is call and not call.engine.others:  # type: ignore[attr-defined]
-                await asyncio.sleep(0.005)
+                await settle()
                 await call.engine.stop()
                 return
             await call.chunk(event)
@@ -627,7 +627,7 @@ async def test_an_engines_error_event_reaches_the_client_at_the_end() -> None:
                 return
             await call.stream()
             await call.chunk(Script(call.engine.name).completion()[0])
-            await asyncio.sleep(0.005)
+            await settle()
             await call.event(error)
             await call.event("[DONE]")
             await call.end()
@@ -674,7 +674,7 @@ async def test_many_streams_of_one_instance_go_on_at_once() -> None:
         asks = [asyncio.ensure_future(w.post(stream=True, temperature=0)) for _ in range(200)]
         while sum(len(d.calls) for d in w.decodes) < 200:
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)
+        await settle()
         await w.decodes[0].stop()
         running.set()
         for reply in await asyncio.gather(*asks):

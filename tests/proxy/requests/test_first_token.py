@@ -9,7 +9,7 @@ from typing import Any
 import httptools
 import pytest
 
-from proxy_world import Call, Client, Reply, Script, World, until, world
+from proxy_world import Call, Client, Reply, Script, World, settle, until, world
 from vllm_disagg.proxy.http.endpoint_schema import CHAT, COMPLETIONS, RESPONSES
 from vllm_disagg.proxy.requests import first_token
 from vllm_disagg.proxy.requests.bodies import parse
@@ -102,7 +102,7 @@ class Decode:
         for place, raw in enumerate(events(call, self.words, self.created)):
             if call.grant and place == self.pause_after:
                 await self.prefill.answered.wait()
-                await asyncio.sleep(0.03)  # P's answer reaches the proxy first
+                await settle()  # P's answer reaches the proxy first
                 await self.go.wait()
             await call.chunk(raw)
         await call.end()
@@ -368,7 +368,7 @@ async def test_d_fails_in_words_behind_the_token_of_p(last: bytes) -> None:
             pair.decode.instead = None
             await call.stream()
             await pair.prefill.answered.wait()
-            await asyncio.sleep(0.05)
+            await settle()
             aborted = {"index": 0, "text": "", "logprobs": None, "finish_reason": "abort"}
             await call.chunk((last or event(call, 7, aborted)) + b"\n\n")
             await call.end()
@@ -424,7 +424,7 @@ async def test_ds_refusal_is_awaited() -> None:
         pair.decode.accept.clear()
         listener = await pair.start()
         await pair.prefill.answered.wait()
-        await asyncio.sleep(0.05)
+        await settle()
         pair.decode.accept.set()
         reply = await listener.end()
         assert reply.status == 400 and await pair.sent() == before

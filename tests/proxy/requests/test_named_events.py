@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from named_scripts import (
     hear_message,
     hear_response,
 )
-from proxy_world import Call, answer, world
+from proxy_world import Call, answer, settle, world
 from vllm_disagg.proxy.requests.completeness import END_MARKS
 from vllm_disagg.proxy.requests.named_events import NamedTranscript, ResponsesSchema
 from vllm_disagg.proxy.requests.streams import FOLD_BYTES
@@ -377,7 +376,7 @@ def engines(
         await call.stream()
         for at, event in enumerate(kind(call.engine.name, THINKING, 1 if first else 2).events()):
             if first and at == die_after:
-                await asyncio.sleep(0.005)
+                await settle()
                 if how == "freeze":
                     await call.forever()
                 call.reset()

@@ -13,12 +13,13 @@ from proxy_world import (
     World,
     answer,
     answer_at_once,
+    hold_time_limit,
     refuse_as_stopping,
     settle,
     until,
     world,
 )
-from vllm_disagg.proxy.requests import failover
+from vllm_disagg.proxy.requests import failover, legs
 
 
 async def hang(call: Call) -> None:
@@ -181,9 +182,10 @@ async def test_prefill_refuses_verbatim(stream: bool) -> None:
     [(422, (422, "of D")), (500, (500, "of D")), (200, (200, "of D"))],
 )
 async def test_a_soon_refusal_of_decode_replaces_that_of_prefill(
-    decode_status: int, answered: tuple[int, str]
+    decode_status: int, answered: tuple[int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """D answers the client's request, P only its leg."""
+    monkeypatch.setattr(legs, "DECODE_REFUSAL_SECONDS", 60.0)
     async with world() as w:
         prefill_refused = asyncio.Event()
 
@@ -193,7 +195,7 @@ async def test_a_soon_refusal_of_decode_replaces_that_of_prefill(
 
         async def answer_later(call: Call) -> None:
             await prefill_refused.wait()
-            await asyncio.sleep(0.05)
+            await settle()
             await call.json("of D", decode_status)
 
         w.p.script, w.d.script = refuse, answer_later
@@ -202,8 +204,11 @@ async def test_a_soon_refusal_of_decode_replaces_that_of_prefill(
         assert len(w.d.calls) == 1
 
 
-async def test_a_death_behind_a_refusal_of_prefill_is_a_death() -> None:
+async def test_a_death_behind_a_refusal_of_prefill_is_a_death(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A request under which two instances died gets no third, and none of them twice."""
+    monkeypatch.setattr(legs, "DECODE_REFUSAL_SECONDS", 60.0)
     async with world(decode=3) as w:
         prefill_refused = asyncio.Event()
 
@@ -518,8 +523,8 @@ async def test_queue_is_first_in_first_out() -> None:
         assert [c.body["user"] for c in w.p.calls] == list("0123")
 
 
-async def test_queue_ends_in_503_and_429() -> None:
-    async with world(prefill_concurrency=1, queue_size=1, queue_timeout=0.6) as w:
+async def test_a_full_queue_is_429() -> None:
+    async with world(prefill_concurrency=1, queue_size=1) as w:
         w.p.script = w.d.script = hang
         first = await w.start()
         await until(lambda: w.p.calls)
@@ -527,15 +532,22 @@ async def test_queue_ends_in_503_and_429() -> None:
         await w.until_waiting(1)
         third = await w.post()
         assert third.status == 429 and third.headers["retry-after"]
-        reply = await second.receive()
-        assert (
-            reply.status == 503
-            and reply.headers["retry-after"]
-            and reply.json()["error"]["code"] == 503
-        )
         assert len(w.p.calls) == 1
         first.close()
         second.close()
+
+
+async def test_a_wait_without_a_turn_is_503() -> None:
+    async with world(prefill_concurrency=1, queue_size=1, queue_timeout=0.1) as w:
+        w.p.script = w.d.script = hang
+        first = await w.start()
+        await until(lambda: w.p.calls)
+        for _ in range(2):  # the first of them has left the queue
+            reply = await w.post()
+            assert (reply.status, reply.json()["error"]["code"]) == (503, 503)
+            assert reply.headers["retry-after"]
+        assert len(w.p.calls) == 1
+        first.close()
 
 
 async def test_the_queue_empties_when_prefill_dies() -> None:
@@ -555,8 +567,9 @@ async def test_the_queue_empties_when_prefill_dies() -> None:
 
 
 @pytest.mark.parametrize("stage", ["silent", "stream", "json"])
-async def test_out_of_time(stage: str) -> None:
-    async with world(request_timeout=0.2) as w:
+async def test_out_of_time(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = hold_time_limit(monkeypatch)
+    async with world(request_timeout=77.0) as w:
 
         async def slow(call: Call) -> None:
             if stage == "stream":
@@ -564,6 +577,8 @@ async def test_out_of_time(stage: str) -> None:
                 await call.event({"text": "a"})
             if stage == "json":
                 call.raw_write("HTTP/1.1 200 OK\r\ncontent-length: 50\r\n\r\n{")
+            await settle()
+            limit.expire(77.0)
             await call.forever()
 
         w.d.script = slow

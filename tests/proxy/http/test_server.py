@@ -448,6 +448,6 @@ async def test_each_request_begins_an_idle_time() -> None:
     for _ in range(2):
         client.send("GET", "/")
         assert (await client.receive()).status == 200
-    assert await client.reader.read() == b""
+    assert await asyncio.wait_for(client.reader.read(), 20) == b""
     assert time.monotonic() - answered_at > idle_seconds * 0.9
     await server.stop(0)

@@ -18,6 +18,7 @@ from vllm_disagg.protocol.peers import EngineInfo
 from vllm_disagg.proxy.http import connection_pool
 from vllm_disagg.proxy.http.connection_pool import ConnectionPool
 from vllm_disagg.proxy.http.upstream import UpstreamConnection
+from vllm_disagg.proxy.http.upstream_response import UnknownName, Unreachable
 from vllm_disagg.proxy.membership import discovery
 from vllm_disagg.proxy.membership.discovery import NO_NAME, Discovery, engine_in
 from vllm_disagg.proxy.routing.fleet import Fleet, Instance
@@ -300,6 +301,28 @@ async def test_who_has_nowhere_to_go_waits_for_a_frozen_instance() -> None:
             assert (await waiting.receive()).status == 200
             waiting.close()
         await w.until_waiting(0)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (Unreachable("refused", "Connection refused"), "refuses connections: Connection refused"),
+        (UnknownName("Name or service not known"), NO_NAME),
+        (Unreachable("reset", "by peer"), "does not answer a probe: reset: by peer"),
+    ],
+)
+async def test_a_dead_engine_has_one_reason(error: Unreachable, reason: str) -> None:
+    """An engine that died before a probe was reported as hanging, and then as dead."""
+    found = Instance("http://d", "decode")
+    found.on_probe_answered("m", EngineInfo("i", "decode", [], {}))
+    watching = Discovery(Fleet([found]), {}, KEY, lambda: None, "", 1.0, 100.0)
+
+    async def fail(_: Instance) -> None:
+        raise error
+
+    watching._request_facts = fail  # type: ignore[assignment]
+    await watching._probe(found)
+    assert (found.up, found.unavailable_reason) == (False, reason)
 
 
 def test_an_engine_under_two_names_is_nowhere_to_go() -> None:

@@ -235,6 +235,19 @@ class _RestartSigns:
         return True
 
 
+def _connection_refusal(error: Unreachable) -> str:
+    return f"refuses connections: {error.detail}"
+
+
+def _probe_failure(error: Exception) -> str:
+    """Returns the reason for a failed probe; that of a dead engine is its health check's."""
+    if isinstance(error, UnknownName):
+        return NO_NAME
+    if isinstance(error, Unreachable) and error.reason == "refused":
+        return _connection_refusal(error)
+    return f"does not answer a probe: {error}"
+
+
 class Discovery:
     """Keeps the state of the fleet's instances current."""
 
@@ -419,7 +432,7 @@ class Discovery:
             if error.reason == "local":
                 return ""  # nothing was learnt
             if error.reason == "refused":
-                instance.mark_down(f"refuses connections: {error.detail}")
+                instance.mark_down(_connection_refusal(error))
                 pool.abort()
             return f"does not answer /health: {error}"
         except (TimeoutError, _UnexpectedAnswer) as error:
@@ -489,7 +502,7 @@ class Discovery:
             is_local = isinstance(error, Unreachable) and error.reason == "local"
             shows_nothing = is_local or status in FULL_STATUSES
             if not (instance.up and shows_nothing):
-                instance.mark_down(f"does not answer a probe: {error}")
+                instance.mark_down(_probe_failure(error))
         else:
             self._take_facts(instance, names, answer, card)
         self._report_change(instance)

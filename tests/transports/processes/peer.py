@@ -40,6 +40,7 @@ from vllm_disagg.kv.runs import Runs
 from vllm_disagg.protocol import events
 from vllm_disagg.protocol.peers import WorkerInfo
 from vllm_disagg.transports.nixl import transport as nixl
+from vllm_disagg.transports.zmq import control, half_open
 
 LAYERS, BLOCKS, BLOCK_SIZE = 4, 32, 16
 KEY = keys.FleetKey(b"k" * keys.KEY_BYTES)
@@ -195,7 +196,7 @@ def want(driver: Driver, transfer: str, tokens: int, source: WorkerInfo, first: 
 
 
 def outcome(
-    driver: Driver, seconds: float = 20.0
+    driver: Driver, seconds: float = 60.0
 ) -> events.ReleaseBlocks | events.LoadResult | events.LookupResult:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -208,6 +209,8 @@ def outcome(
 def main() -> None:
     logging.basicConfig(level=logging.INFO)
     settings, row, seed, lie = json.loads(sys.argv[1])
+    if seconds := os.environ.get("HANDSHAKE_SECONDS"):
+        control.HANDSHAKE_SECONDS = half_open.HANDSHAKE_SECONDS = float(seconds)
     if os.environ.get("NIXL_ANYWHERE"):  # `auto` would leave it out without RDMA
         nixl.unavailable_reason = lambda *_: ""
     ours = memory(row, seed)

@@ -21,13 +21,17 @@ from vllm_disagg.transports.zmq import half_open
 
 CROWD = 1000  # connections of strangers, renewed as they are closed
 SECONDS = 4.0
+LIMIT_SECONDS = 60.0  # of each wait
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"  # of ZMQ
 OPENINGS = (b"", b"GET / HTTP/1.1\r\n\r\n", GREETING, GREETING + b"CURVE".ljust(20, b"\0"))
 
 
 @pytest.fixture
 def peers() -> Iterator[tuple[Peer, Peer]]:
-    made = Peer(settings={"transport": "zmq"}), Peer(seed=None, settings={"transport": "zmq"})
+    settings: dict[str, object] = {"transport": "zmq"}
+    # ZMQ itself ends no connection within these tests.
+    env = {"HANDSHAKE_SECONDS": str(10 * LIMIT_SECONDS)}
+    made = Peer(settings=settings, env=env), Peer(seed=None, settings=settings)
     yield made
     for one in made:
         one.stop()
@@ -92,9 +96,7 @@ def test_a_flood_of_silent_connections_is_bounded(peers: tuple[Peer, Peer]) -> N
     )
     try:
         while not crowd.has_arrived() or descriptors(p) > bound:
-            assert time.monotonic() < began + half_open.HANDSHAKE_SECONDS - 0.5, (
-                "only the end of ZMQ's handshake closes them"
-            )
+            assert time.monotonic() < began + LIMIT_SECONDS, "nothing closes them"
         end = time.monotonic() + SECONDS
         while time.monotonic() < end:
             crowd.renew()
@@ -103,7 +105,7 @@ def test_a_flood_of_silent_connections_is_bounded(peers: tuple[Peer, Peer]) -> N
     finally:
         crowd.leave()
     assert "reason=None" in load(p, d)
-    end = time.monotonic() + 10
+    end = time.monotonic() + LIMIT_SECONDS
     while descriptors(p) > before + 20:
         assert time.monotonic() < end, (before, descriptors(p))
         time.sleep(0.05)
@@ -124,7 +126,7 @@ def test_garbage_at_each_port_stops_no_load() -> None:
                 with socket.create_connection(("127.0.0.1", port)) as stranger:
                     stranger.sendall(random.choice(OPENINGS) + random.randbytes(2000 * (at % 3)))
             assert "reason=None" in load(p, d)
-        end = time.monotonic() + 10
+        end = time.monotonic() + LIMIT_SECONDS
         while descriptors(p) > before + 5:
             assert time.monotonic() < end, (before, descriptors(p))
             time.sleep(0.05)

@@ -496,7 +496,7 @@ def test_two_agents_made_at_once_are_both_kept_to_the_loopback(
 
     def make_agent(name: str, config: object) -> object:
         if not told:  # the first waits until the second wants to begin
-            assert all(waiting.acquire(timeout=10) for _ in range(2))
+            assert all(waiting.acquire(timeout=60) for _ in range(2))
         told.append(os.environ.get("UCX_NET_DEVICES"))
         return SimpleNamespace(backends=["UCX"], register_memory=lambda *_: None)
 
@@ -508,7 +508,7 @@ def test_two_agents_made_at_once_are_both_kept_to_the_loopback(
     for job in jobs:
         job.start()
     for job in jobs:
-        job.join(20)
+        job.join(60)
     assert told == ["lo", "lo"] and "UCX_NET_DEVICES" not in os.environ
 
 

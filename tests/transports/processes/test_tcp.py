@@ -28,7 +28,8 @@ from vllm_disagg.transports.tcp import notes as tcp_notes
 from vllm_disagg.transports.tcp import sender as tcp_sender
 from vllm_disagg.transports.tcp import transport as tcp
 
-SILENCE = 0.9
+SILENCE = 3.0  # longer than a crowded machine stops a process
+LIMIT_SECONDS = 60.0  # of each wait
 TCP = {"transport": "tcp", "peer_timeout": SILENCE, "keepalive_interval": 0.3}
 ROW = 400_000  # about 100 MB in 8 planes
 TOKENS = BLOCKS * BLOCK_SIZE
@@ -77,7 +78,7 @@ def load(d: Driver, p: Peer, tokens: int = 3 * BLOCK_SIZE - 5) -> events.LoadRes
     return report
 
 
-def pair(d: Driver, p: Peer, seconds: float = 60.0) -> None:
+def pair(d: Driver, p: Peer, seconds: float = LIMIT_SECONDS) -> None:
     """Load until bytes come by TCP; each load must be right, whichever transport moves it."""
     before, end = by_tcp(d), time.monotonic() + seconds
     while by_tcp(d) == before:
@@ -130,7 +131,7 @@ def test_bytes_arrive_where_they_belong(
         )
     assert not d.counters.damaged_pieces and not d.counters.bad_messages
     p.process.stdin.close()
-    assert p.process.wait(10) == 0, (
+    assert p.process.wait(LIMIT_SECONDS) == 0, (
         "a worker that ends while a connection is open must end in order"
     )
 
@@ -140,8 +141,11 @@ def test_an_idle_pair_does_not_wake_up(
 ) -> None:
     d, p = start(memory(64, None)), peer(64)
     pair(d, p)
+    end = time.monotonic() + LIMIT_SECONDS
+    while d._timeout() is not None:
+        assert time.monotonic() < end, "polls although nothing is due"
+        time.sleep(0.01)
     time.sleep(1.0)
-    assert d._timeout() is None, "polls although nothing is due"
     cpu = p.cpu()
     time.sleep(1.0)
     assert p.cpu() - cpu < 0.05
@@ -154,7 +158,10 @@ def test_a_sender_that_dies_or_freezes_in_the_middle(
     monkeypatch: pytest.MonkeyPatch,
     number: signal.Signals,
 ) -> None:
-    """Nothing is written after the LoadResult; afterwards TCP is used again."""
+    """Nothing is written after the LoadResult; afterwards TCP is used again.
+
+    The load ends long before its own limit.
+    """
     killed_at: list[float] = []
     handle = Receiver.handle
 
@@ -176,7 +183,7 @@ def test_a_sender_that_dies_or_freezes_in_the_middle(
     monkeypatch.setattr(Receiver, "handle", kill_at_the_first_piece)
     want(d, transfer, TOKENS, p.worker)
     report = outcome(d)
-    assert len(killed_at) == 1 and time.monotonic() - killed_at[0] < SILENCE + 2
+    assert len(killed_at) == 1 and time.monotonic() - killed_at[0] < SILENCE + 20
     assert isinstance(report, events.LoadResult)
     assert report.reason is events.Reason.PEER_TIMEOUT
     was = [plane.copy() for layer in ours.planes for plane in layer]
@@ -209,7 +216,7 @@ def test_a_frozen_receiver_holds_blocks_only_until_the_deadline(
 ) -> None:
     theirs = memory(ROW, 1)
     p, slow, other = (
-        start(theirs),
+        start(theirs, lease=10 * LIMIT_SECONDS),
         peer(ROW, seed=None, piece_bytes=16 << 20),
         peer(ROW, seed=None),
     )  # more than a socket holds
@@ -243,11 +250,11 @@ def test_a_frozen_receiver_holds_blocks_only_until_the_deadline(
     assert "reason=None" in str(other("outcome"))
     assert other(f"digest {BLOCKS}") == digest(theirs, BLOCKS)
     outcome(p)
-    end = time.monotonic() + 5
     while sending():
-        assert time.monotonic() < end, "P's blocks are held by a send that does not move"
+        assert time.monotonic() - began < LIMIT_SECONDS / 2, (
+            "P's blocks are held by a send that does not move"
+        )
         time.sleep(0.05)
-    assert time.monotonic() - began < 5
     slow.process.send_signal(signal.SIGCONT)
     slow("outcome"), outcome(p)
     before, end = slow("received").get("tcp"), time.monotonic() + 60  # type: ignore[attr-defined]
@@ -262,7 +269,7 @@ def test_a_frozen_receiver_holds_blocks_only_until_the_deadline(
 def test_a_killed_receiver_holds_blocks_for_no_lease(
     start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    p, d = start(memory(ROW, 1), lease=60.0), peer(ROW, seed=None)
+    p, d = start(memory(ROW, 1), lease=10 * LIMIT_SECONDS), peer(ROW, seed=None)
     worker = msgspec.json.encode(p.worker).decode()
     end = time.monotonic() + 60
     while not d("received").get("tcp"):  # type: ignore[attr-defined]
@@ -283,7 +290,7 @@ def test_a_killed_receiver_holds_blocks_for_no_lease(
     monkeypatch.setattr(tcp_sender.TcpSender, "send", kill_first)
     prefill(p, transfer := name(), TOKENS)
     d(f"want {transfer} {TOKENS} {worker}")
-    assert outcome(p, 15) == events.ReleaseBlocks(transfer, delivered=False)
+    assert outcome(p, LIMIT_SECONDS / 2) == events.ReleaseBlocks(transfer, delivered=False)
 
 
 def test_a_damaged_piece_is_requested_again(
@@ -330,13 +337,14 @@ def test_a_token_is_valid_once(
     start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second connection with a used token is closed."""
+    monkeypatch.setattr(tcp_sender, "TOKEN_SECONDS", 2 * LIMIT_SECONDS)
     shown = given_tokens(monkeypatch)
     p, d = start(memory(4096, 1)), peer(4096, seed=None)
     prefill(p, transfer := name(), 48)
     d(f"want {transfer} 48 {msgspec.json.encode(p.worker).decode()}")
     d("outcome"), outcome(p)
     sender = p._transports["tcp"]._sender  # type: ignore[attr-defined]
-    end = time.monotonic() + 10
+    end = time.monotonic() + LIMIT_SECONDS
     while not sender._receivers:
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -345,7 +353,7 @@ def test_a_token_is_valid_once(
     for listening in list(sender._listeners.values()):
         for said in (b"", b"x" * tcp_notes.TOKEN_BYTES, b"x" * 100_000, *shown):
             with socket.socket(listening.family) as stranger:
-                stranger.settimeout(5)
+                stranger.settimeout(LIMIT_SECONDS)
                 stranger.connect(listening.getsockname())
                 try:
                     stranger.sendall(said)
@@ -357,7 +365,7 @@ def test_a_token_is_valid_once(
     crowd = [socket.socket(socket.AF_UNIX) for _ in range(tcp_sender.MAX_PENDING_CONNECTIONS + 5)]
     for stranger in crowd:
         stranger.connect(f"{sender._socket_folder}/data")
-    end = time.monotonic() + 5
+    end = time.monotonic() + LIMIT_SECONDS
     while len(sender._pending) != tcp_sender.MAX_PENDING_CONNECTIONS:
         assert time.monotonic() < end, len(sender._pending)
         time.sleep(0.01)

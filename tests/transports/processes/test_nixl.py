@@ -220,6 +220,7 @@ def test_auto_takes_nixl_and_then_tcp(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nixl, "unavailable_reason", lambda *_: "")  # as with RDMA
+    monkeypatch.setattr(nixl, "zmq_speed", lambda: 0.0)  # else it takes the faster one
     source, sink = (
         start(Source, env={"NIXL_ANYWHERE": "1"}, transport="auto"),
         start(Sink, transport="auto"),

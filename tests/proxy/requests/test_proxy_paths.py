@@ -11,6 +11,8 @@ import pytest
 
 from proxy_world import Call, ScriptedEngine, answer, settle, until, world
 from vllm_disagg.proxy.http.routes import REFUSED, ROUTES, UNGUARDED, find
+from vllm_disagg.proxy.requests import forward
+from vllm_disagg.proxy.requests.failover import RetryBudget
 
 
 async def test_unknown_paths_never_reach_an_engine() -> None:
@@ -264,6 +266,74 @@ async def test_a_forwarded_request_goes_to_another_instance() -> None:
 
         w.decodes[2].script = bad
         assert (await w.ask("POST", "/v1/embeddings", b'{"input":"a"}')).status in (500, 502)
+
+
+ENGINE_DEAD = {"error": {"message": "EngineCore encountered an issue.", "code": 500}}
+# vLLM 0.32 fails so what its pooling models have begun or get, when they stop.
+NO_WORDS = {"error": {"message": "", "type": "InternalServerError", "code": 500}}
+FULL = {"error": {"message": "full", "code": 429}}
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "noted"),
+    [(ENGINE_DEAD, 500, "died"), (NO_WORDS, 500, "5xx"), (FULL, 503, "5xx"), (FULL, 429, None)],
+)
+async def test_a_forwarded_request_that_an_instance_fails_goes_to_another(
+    failure: dict[str, Any], status: int, noted: str | None
+) -> None:
+    async def fail(call: Call) -> None:
+        await call.json(failure, status)
+
+    async def fine(call: Call) -> None:
+        await call.json({"by": call.engine.name})
+
+    async with world(decode=2, probe_interval=60.0) as w:
+        first, second = w.decodes
+        first.script = fail
+        second.script = fine
+        for _ in range(4):
+            reply = await w.ask("POST", "/v1/embeddings", b'{"input":"a"}')
+            assert reply.status == 200 and reply.json() == {"by": "d1"}
+        (row,) = [row for row in await w.instances() if row["url"] == first.url]
+        assert (row["last_failure"] or {}).get("reason") == noted
+        second.script = fail
+        reply = await w.ask("POST", "/v1/embeddings", b'{"input":"a"}')
+        assert reply.status == status and reply.json() == failure
+
+
+async def test_repeats_of_forwarded_requests_have_a_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def fail(call: Call) -> None:
+        await call.json(NO_WORDS, 500)
+
+    small = RetryBudget(share=0.0, rate=0.0, most=3.0)
+    monkeypatch.setattr(forward, "RetryBudget", lambda: small)
+    async with world(prefill=0, decode=2, probe_interval=60.0) as w:
+        for d in w.decodes:
+            d.script = fail
+        for _ in range(10):
+            assert (await w.ask("POST", "/v1/embeddings", b'{"input":"a"}')).status == 500
+        assert sum(len(d.calls) for d in w.decodes) == 10 + 3
+
+
+async def test_forwarded_requests_close_a_circuit_breaker() -> None:
+    failing = True
+
+    async def script(call: Call) -> None:
+        if failing:
+            call.reset()
+        else:
+            await call.json({"by": call.engine.name})
+
+    async with world(prefill=0, decode=1, probe_interval=60.0) as w:
+        w.d.script = script
+        for _ in range(2):
+            assert (await w.ask("POST", "/v1/embeddings", b'{"input":"a"}')).status == 502
+        assert (await w.instances())[0]["breaker"] != "closed"
+        failing = False
+        assert (await w.ask("POST", "/v1/embeddings", b'{"input":"a"}')).status == 200
+        assert (await w.instances())[0]["breaker"] == "closed"
 
 
 async def test_a_forwarded_stream() -> None:

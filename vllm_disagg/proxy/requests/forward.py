@@ -1,4 +1,10 @@
-"""Forwards requests unchanged: to one instance, to the one that holds an id, or to all."""
+"""Forwards requests unchanged: to one instance, to the one that holds an id, or to all.
+
+An instance fails a request if it cannot be reached, cuts its answer off, or answers 429 or 5xx.
+Then another one is asked, `MAX_RETRIES` times at most. Repeats after answers of instances that live
+have a budget, as in the ladder of `failover.py`. Where only one instance holds an id, its 429 or
+5xx is the answer.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +19,7 @@ import msgspec
 from ..http.connection_pool import ConnectionPool, pool_of
 from ..http.error_replies import RequestFailed
 from ..http.headers import Headers, end_to_end, find
-from ..http.reasons import CUT_OFF_DETAIL, STOPPING_DETAIL
+from ..http.reasons import CUT_OFF_DETAIL, STOPPING_DETAIL, Reason
 from ..http.request import HttpRequest
 from ..http.response import JSON, error_body
 from ..http.server import Connection
@@ -22,8 +28,10 @@ from ..http.websocket import join
 from ..routing.fleet import Fleet, Instance
 from ..routing.pairing import record_choice
 from ..routing.policies import Policy, RoutingQuery
+from .attempt import Leg, RequestProgress, SuspectLeg
 from .completeness import END_MARKS, PATHS_WITH_LAST_EVENT, CompletenessCheck, doubtful
-from .streams import StreamRecorder, aborted
+from .failover import CHARGED_REASONS, RetryBudget
+from .streams import StreamRecorder, aborted, failure_in
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +64,7 @@ class Forwarder:
         self._policy = policy
         self._pools = pools
         self._completeness = completeness
+        self._retry_budget = RetryBudget()
 
     async def forward(
         self,
@@ -72,18 +81,26 @@ class Forwarder:
         if none answers.
         """
         error: Unreachable | None = None
+        progress = RequestProgress()
+        self._retry_budget.earn()
         for position, instance in enumerate(candidates):
             record_choice(self.fleet, self._policy, RoutingQuery(0), time.monotonic(), instance)
             # An instance that failed may have been the one with the thing, so that after a failure
             # no other's 404 counts.
             is_last_try = position + 1 == len(candidates)
             is_last_word = not error and is_last_try and not absent
+            may_repeat = not is_last_try and position < MAX_RETRIES
+            leg = Leg("decode", instance, time.monotonic())
             try:
                 status = await self._try_instance(
-                    request, client, instance, skip_missing=seek and not is_last_word
+                    request,
+                    client,
+                    instance,
+                    skip_missing=seek and not is_last_word,
+                    skip_failed=may_repeat and not seek,
                 )
             except Unreachable as failure:
-                is_last = client.started or is_last_try or position >= MAX_RETRIES
+                is_last = client.started or not may_repeat
                 log.warning(
                     "forward: %s failed %s %s: %s; %s",
                     instance.url,
@@ -92,24 +109,38 @@ class Forwarder:
                     failure,
                     "the request fails" if is_last else "another instance is tried",
                 )
-                self.fleet.on_leg_failed(instance, failure.reason, time.monotonic())
+                self._note_failure(progress, leg, failure.reason)
                 error = failure
                 if is_last:
                     break
                 continue
             if status is not None:
+                _note_answer(progress, instance, status)
                 return status
         if not error:
             which = "an instance that may have it cannot" if absent else "no instance can"
             raise RequestFailed(503, f"{which} be used at the moment", retry_after=5)
         raise RequestFailed(502, f"the instance failed: {error}")
 
+    def _note_failure(self, progress: RequestProgress, leg: Leg, reason: Reason) -> None:
+        now = time.monotonic()
+        if reason == "5xx":  # the request itself may be the cause: see `blame_suspects`
+            progress.suspects.append(SuspectLeg(leg, now))
+        elif reason != "busy":
+            self.fleet.on_leg_failed(leg.instance, reason, now, leg.sent_at)
+
     async def _try_instance(
-        self, request: HttpRequest, client: Connection, instance: Instance, skip_missing: bool
+        self,
+        request: HttpRequest,
+        client: Connection,
+        instance: Instance,
+        skip_missing: bool,
+        skip_failed: bool,
     ) -> int | None:
         """Forwards a request to one instance; returns the answer's status.
 
-        None if the instance has no such thing and `skip_missing` is set. Raises Unreachable.
+        None if the instance has no such thing and `skip_missing` is set. `skip_failed`: another one
+        may answer instead of one that fails. Raises Unreachable.
         """
         with _counted(instance):
             answer: UpstreamResponse | None = None
@@ -128,12 +159,19 @@ class Forwarder:
                 content = await answer.read()
                 if answer.status == 200 and await self._is_cut_off(request, instance, content):
                     raise Unreachable("stopping", STOPPING_DETAIL)
+                reason = _failure_reason(answer.status, content)
+                if skip_failed and reason and self._can_afford(reason):
+                    raise Unreachable(reason, f"it answered {answer.status}")
             finally:
                 if answer:
                     answer.close()
             client.answer(answer.status, end_to_end(answer.headers), content)
             await client.drained()
             return answer.status
+
+    def _can_afford(self, reason: Reason) -> bool:
+        """Pays for a repeat; returns False if the retry budget is exhausted."""
+        return reason not in CHARGED_REASONS or self._retry_budget.spend(time.monotonic())
 
     async def _is_cut_off(self, request: HttpRequest, instance: Instance, content: bytes) -> bool:
         """Whether an answer with status 200 was cut off by the engine's end."""
@@ -218,6 +256,22 @@ class Forwarder:
         finally:
             if answer:
                 answer.close()
+
+
+def _failure_reason(status: int, content: bytes) -> Reason | None:
+    """Returns why another instance may answer better; None for a good answer or a refusal."""
+    if status == 429:
+        return "busy"
+    return failure_in(content) if status >= 500 else None
+
+
+def _note_answer(progress: RequestProgress, instance: Instance, status: int) -> None:
+    """Closes the circuit breaker of an instance that has answered."""
+    now = time.monotonic()
+    if status < 500:
+        instance.on_leg_succeeded(now)
+    if status == 200:
+        progress.blame_suspects(now)
 
 
 def _is_missing(request: HttpRequest, status: int) -> bool:

@@ -26,7 +26,7 @@ MANIFEST = {
         "template": {
             "metadata": {"labels": {"app": "x", "role": "d"}},
             "spec": {
-                "terminationGracePeriodSeconds": 5,
+                "terminationGracePeriodSeconds": 60,
                 "volumes": [{"name": "k", "secret": {"secretName": "s", "defaultMode": 0o400}}],
                 "containers": [
                     {

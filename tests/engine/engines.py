@@ -147,6 +147,14 @@ def wait(
         time.sleep(every)
 
 
+def _command_line(pid: int) -> str:
+    """Returns the command line of a process, which is its title; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
 def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGTERM)
 
@@ -239,7 +247,7 @@ class Process:
         ours = [self._process.pid]
         for parent in ours:
             ours += [pid for pid, its in parents.items() if its == parent]
-        return next(pid for pid in ours if title in Path(f"/proc/{pid}/cmdline").read_text())
+        return next(pid for pid in ours if title in _command_line(pid))
 
     def lower(self, nice: int) -> None:
         """Lowers the priority, so that processes started later get the core.

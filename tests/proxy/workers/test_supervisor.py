@@ -242,6 +242,9 @@ async def test_a_worker_that_cannot_start_again_is_tried_again(
     ]
 
 
+SLEEPING = ["sh", "-c", "exec sleep 600"]  # whatever arguments are added
+
+
 async def test_a_process_that_cannot_be_started_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -264,7 +267,7 @@ async def test_a_process_that_cannot_be_started_is_tried_again(
     place = WorkerPlace(0, 1, 0, table, 0, "c", restarted=True)
     async with asyncio.timeout(30):
         # The third process has begun when the proxy ends: it would wait for it for ever.
-        ended = await _keep_running(hub.workers[0], hub, ["sleep", "60"], place, stop)
+        ended = await _keep_running(hub.workers[0], hub, SLEEPING, place, stop)
     assert ended == 0 and tries == 3
     assert caplog.text.count("worker 0 cannot be started: no memory") == 2
     os.close(table)
@@ -296,7 +299,7 @@ async def test_a_process_that_has_started_is_awaited(
     table = os.memfd_create("test")
     hub = BusHub(1)
     place = WorkerPlace(0, 1, 0, table, 0, "c")
-    command = ["sleep", "60"] if failure == "connection" else ["true"]
+    command = SLEEPING if failure == "connection" else ["true"]
     async with asyncio.timeout(30):
         status = await _run_process(hub.workers[0], hub, command, place, stop)
     assert status == started[0].returncode == (-signal.SIGKILL if failure == "connection" else 0)

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +23,7 @@ from vllm_disagg.doctor.findings import Status
 from vllm_disagg.doctor.fleet_checks import FleetReport
 from vllm_disagg.doctor.metrics_page import MetricsPage
 from vllm_disagg.fleet.keys import FleetKey
+from vllm_disagg.protocol.peers import WorkerInfo
 
 Plant = Callable[[ScriptedFleet], object]
 
@@ -252,6 +255,36 @@ def test_each_fault_is_named(fault: str, key_file: str) -> None:
     assert len(found) == len(expected), found
     for line, beginning in zip(found, expected, strict=True):
         assert line.startswith(beginning), found
+
+
+async def connect_to(port: int) -> list[tuple[str, str]]:
+    endpoint = f"tcp://127.0.0.1:{port}"
+    return await instance_checks._closed_ports([WorkerInfo("w", endpoint, endpoint)])
+
+
+def test_a_standstill_of_the_doctor_is_no_closed_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stopped the doctor for a while had healthy ports reported as closed."""
+    monkeypatch.setattr(instance_checks, "CONNECT_SECONDS", 0.2)
+    connect = asyncio.open_connection
+
+    async def stand_still(*address: Any) -> Any:
+        time.sleep(0.6)
+        return await connect(*address)
+
+    monkeypatch.setattr(asyncio, "open_connection", stand_still)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert run(connect_to(server.getsockname()[1])) == []
+
+
+def test_a_port_that_does_not_answer_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instance_checks, "CONNECT_SECONDS", 0.1)
+
+    async def hang(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(asyncio, "open_connection", hang)
+    ((port, problem),) = run(connect_to(1))
+    assert (port, problem) == ("its data port tcp://127.0.0.1:1", "no answer within 0.1 s")
 
 
 FROZEN = {

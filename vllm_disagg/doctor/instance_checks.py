@@ -16,6 +16,7 @@ from ..fleet.grants import REQUEST_KEY, VERSION, Grant, mint, new_transfer
 from ..fleet.keys import FleetKey
 from ..protocol.peers import EngineCard, EngineInfo, WorkerInfo
 from ..protocol.reasons import Reason
+from ..proxy.http.stall_timer import patient
 from ..proxy.membership.discovery import NIXL_PREFILL, card_in, engine_in, params_in
 from ..proxy.routing.fleet import Instance
 from ..transports.machine_identity import machine_id
@@ -358,7 +359,7 @@ async def _closed_ports(workers: list[WorkerInfo]) -> list[tuple[str, str]]:
         parts = urlsplit(endpoint)
         async with limit:
             try:
-                async with asyncio.timeout(CONNECT_SECONDS):
+                async with patient(CONNECT_SECONDS):
                     _, writer = await asyncio.open_connection(parts.hostname, parts.port)
             except TimeoutError:
                 return f"no answer within {CONNECT_SECONDS:g} s"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from proxy_world import Call, until, world
+from proxy_world import Call, answer_at_once, settle, until, world
 from vllm_disagg import __version__
 from vllm_disagg.proxy.requests.failover import FALLBACK_REASONS
 from vllm_disagg.proxy.routing.fleet import Fleet, Instance
@@ -24,30 +24,34 @@ USAGE = {
 STEP = 0.05
 
 
-async def paced(call: Call) -> None:
+class Paced:
     """Takes 2 steps for the prefill, one for the hand-off, and one for each token."""
-    if call.leg == "prefill":
-        await asyncio.sleep(2 * STEP)
-        await call.json(
-            {
-                "choices": [{"text": "x"}],
-                "kv_transfer_params": {"disagg_engine": call.engine.facts()},
-            }
-        )
-        return
-    await call.stream()
-    await asyncio.sleep(3 * STEP)
-    for word in ("a", "b", "c"):
-        await call.event({"text": word})
+
+    def __init__(self) -> None:
+        self._prefilled = asyncio.Event()
+
+    async def __call__(self, call: Call) -> None:
+        if call.leg == "prefill":
+            await asyncio.sleep(2 * STEP)
+            await answer_at_once(call)
+            await settle()
+            self._prefilled.set()
+            return
+        await call.stream()
+        await self._prefilled.wait()
         await asyncio.sleep(STEP)
-    await call.event({"choices": [], "usage": USAGE})
-    await call.event("[DONE]")
-    await call.end()
+        for word in ("a", "b", "c"):
+            await call.event({"text": word})
+            await settle()
+            await asyncio.sleep(STEP)
+        await call.event({"choices": [], "usage": USAGE})
+        await call.event("[DONE]")
+        await call.end()
 
 
 async def test_a_streams_times_and_tokens() -> None:
     async with world(objectives=LatencyObjectives(ttft=60.0, tpot=STEP / 10)) as w:
-        w.p.script = w.d.script = paced
+        w.p.script = w.d.script = Paced()
         await w.post(stream=True)
 
         async def seconds(name: str) -> float:
@@ -159,7 +163,7 @@ def test_buckets() -> None:
 async def test_the_access_log(tmp_path: Path) -> None:
     path = tmp_path / "log"
     async with world(access_log=str(path)) as w:
-        w.p.script = w.d.script = paced
+        w.p.script = w.d.script = Paced()
         body = json.dumps({"model": "m", "prompt": "hi", "stream": True}).encode()
         await w.ask("POST", "/v1/completions", body, x_request_id="r1")
         await w.post(_body=b"{")

@@ -122,11 +122,10 @@ class AccessLog:
         self._log_loss()
 
     def _end(self) -> None:
-        until = time.monotonic() + LAST_SECONDS
         for writer in self._writers:
             writer.end()
         for writer in self._writers:
-            writer.join(until - time.monotonic())
+            writer.join(LAST_SECONDS / len(self._writers))
 
     def _open(self) -> TextIO:
         try:

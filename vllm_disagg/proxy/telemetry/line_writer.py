@@ -13,6 +13,7 @@ import os
 import queue
 import select
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TextIO
@@ -21,6 +22,7 @@ from ...errors import ConfigError
 
 MAX_WAITING_BYTES = 16 << 20  # of lines that the file has not taken yet
 LAST_SECONDS = 1.0  # for the last lines
+SLICES_PER_JOIN = 8
 NEWLINE = ord("\n")
 NO_ROOM = "it takes lines too slowly"
 ENDED = "it is closed"
@@ -117,8 +119,16 @@ class LineWriter:
             self._waiting.put(None)
 
     def join(self, seconds: float) -> None:
-        """Waits for the end of the thread. Lines that need more time are lost, and counted."""
-        self._thread.join(max(0.0, seconds))
+        """Waits for the end of the thread. Lines that need more time are lost, and counted.
+
+        Time in which this process stood still does not count: the thread stood still, too.
+        """
+        slice_seconds = seconds / SLICES_PER_JOIN
+        slices_left = SLICES_PER_JOIN
+        while slices_left and self.is_running:
+            began = time.monotonic()
+            self._thread.join(slice_seconds)
+            slices_left -= time.monotonic() - began < 2 * slice_seconds
         if waiting := self._added - self._done:
             self._is_cut = True
             self._refused += waiting

@@ -51,4 +51,4 @@ def test_both_connectors_at_once(main: Main, pair: tuple[Engine, Engine, Proxy])
             wait("KV moves", lambda: decode.received > before)
     for one in pair[:2]:
         one.wait_free()
-        assert one.is_alive()
+        one.expect_alive()

@@ -173,7 +173,7 @@ def test_a_prefix_that_d_has(pair: Pair) -> None:
     )
     for engine in (pair.prefill, pair.decode):
         engine.wait_free()
-        assert engine.is_alive()
+        engine.expect_alive()
     assert not pair.decode.metric("vllm:disagg_damaged_pieces_total")
 
 

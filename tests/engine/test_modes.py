@@ -80,4 +80,4 @@ def test_answers_are_plain_vllms_and_kv_moves(pair: Pair) -> None:
     )
     for engine in (pair.prefill, pair.decode):
         engine.wait_free()
-        assert engine.is_alive()
+        engine.expect_alive()

@@ -78,7 +78,7 @@ def test_what_left_the_cache_comes_back_and_is_transferred(pair: Pair) -> None:
     assert pair.prefill.metric(LOADED) > 0, "P computed everything again"
     for one in (pair.prefill, pair.decode):
         one.wait_free()
-        assert one.is_alive()
+        one.expect_alive()
 
 
 def test_whole_requests_use_what_d_has_kept(pair: Pair) -> None:

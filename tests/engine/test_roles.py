@@ -89,7 +89,7 @@ def test_roles_follow_and_every_answer_is_exact(fleet: Fleet) -> None:
         expect_same(record, fleet.right[json.dumps(one)], f"{one!r:.100}")
     print(f"\nroles followed {found} s after the load turned; {len(answers)} answers are exact")
     for engine in fleet.engines:
-        assert engine.is_alive(), engine.tail()
+        engine.expect_alive()
     moved = sum(engine.received for engine in fleet.engines)
     assert moved > 0
     metrics = get(fleet.proxy.url, "/metrics", 10.0, ADMIN)[1]

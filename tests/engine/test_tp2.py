@@ -58,4 +58,4 @@ def test_many_at_once(tp2: Tp2) -> None:
         expect_same(one, ask(tp2.prefill.url, what))
     for engine in (tp2.prefill, tp2.decode):
         engine.wait_free()
-        assert engine.is_alive()
+        engine.expect_alive()

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import http.client
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from urllib.parse import urlsplit
 
 import msgspec
@@ -78,11 +83,8 @@ def get(
     `key_name` names an environment variable with a key that takes precedence over OPENAI_API_KEY.
     """
     key = bearer_keys.from_environment(key_name) if key_name else ""
-    connection = connect(url, timeout)
     try:
-        connection.request("GET", path, headers=headers(key))
-        answer = connection.getresponse()
-        content = answer.read(MAX_PAGE_BYTES)
+        status, content = _exchange(url, ("GET", path), None, headers(key), timeout)
     except ConnectionRefusedError as error:
         raise NoListener(f"cannot reach {url}: {reason(error)}: is it running?") from None
     except TimeoutError:
@@ -90,17 +92,14 @@ def get(
     except (ConnectionError, http.client.IncompleteRead) as error:
         raise Unavailable(f"cannot reach {url}: {reason(error)}") from None
     except (OSError, http.client.HTTPException, UnicodeError) as error:
-        # UnicodeError: the name of the host is invalid.
-        raise ConfigError(f"cannot reach {url}: {reason(error)}: is it running?") from None
-    finally:
-        connection.close()
-    if answer.status in (401, 403):
+        raise ConfigError(f"cannot reach {url}: {reason(error)}: {_remedy(error)}") from None
+    if status in (401, 403):
         names = " or ".join(filter(None, ["OPENAI_API_KEY", key_name]))
         raise ConfigError(f"{url}{path} needs a key: put it into the environment as {names}")
-    if answer.status >= 500:
-        raise Unavailable(f"{url}{path} answered {answer.status}")
-    if answer.status != 200:
-        raise ConfigError(f"{url}{path} answered {answer.status}: it is not {server}")
+    if status >= 500:
+        raise Unavailable(f"{url}{path} answered {status}")
+    if status != 200:
+        raise ConfigError(f"{url}{path} answered {status}: it is not {server}")
     return content
 
 
@@ -109,22 +108,97 @@ def send(url: str, request: tuple[str, str], body: object, key: str, name: str) 
 
     `request`: method and path. `name`: of the request, in the error.
     """
-    connection = connect(url, PAGE_TIMEOUT_SECONDS)
     try:
-        connection.request(*request, msgspec.json.encode(body), headers(key))
-        answer = connection.getresponse()
-        text = answer.read(MAX_PAGE_BYTES).decode(errors="replace")
+        status, content = _exchange(
+            url, request, msgspec.json.encode(body), headers(key), PAGE_TIMEOUT_SECONDS
+        )
+    except TimeoutError:
+        raise ConfigError(
+            f"cannot reach {url}: no answer within {PAGE_TIMEOUT_SECONDS:g} s"
+        ) from None
     except (OSError, http.client.HTTPException, UnicodeError) as error:
         raise ConfigError(f"cannot reach {url}: {reason(error)}") from None
+    if status != 200:
+        kind = NotFound if status == 404 else ConfigError
+        text = " ".join(content.decode(errors="replace").split())
+        raise kind(f"{urlsplit(url).netloc} answered {status} to {name}: {text}")
+
+
+def _exchange(
+    url: str,
+    request: tuple[str, str],
+    body: bytes | None,
+    request_headers: dict[str, str | bytes],
+    timeout: float,
+) -> tuple[int, bytes]:
+    """Sends a request; returns status and body of the answer, which is whole.
+
+    Raises TimeoutError if it is not over in time, and IncompleteRead for a body that was cut.
+    """
+    connection = connect(url, timeout)
+    try:
+        connection.connect()
+        with _time_limit(connection.sock, timeout):
+            connection.request(*request, body, request_headers)
+            answer = connection.getresponse()
+            content = answer.read(MAX_PAGE_BYTES + 1)
     finally:
         connection.close()
-    if answer.status != 200:
-        kind = NotFound if answer.status == 404 else ConfigError
-        raise kind(
-            f"{urlsplit(url).netloc} answered {answer.status} to {name}: {' '.join(text.split())}"
-        )
+    if len(content) > MAX_PAGE_BYTES:
+        raise ConfigError(f"{url}{request[1]} has more than {MAX_PAGE_BYTES >> 20} MiB")
+    if answer.length:  # bytes that its head announced, and that did not come
+        raise http.client.IncompleteRead(content, answer.length)
+    return answer.status, content
+
+
+@contextmanager
+def _time_limit(connected: socket.socket, seconds: float) -> Iterator[None]:
+    """Cuts a connection after so long, and raises TimeoutError then.
+
+    The socket's own limit begins anew with each byte.
+    """
+    is_over = threading.Event()
+
+    def cut() -> None:
+        is_over.set()
+        with suppress(OSError):
+            # Not the method of TLS: it would take the state from under the read.
+            socket.socket.shutdown(connected, socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, cut)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except (OSError, http.client.HTTPException):
+        if not is_over.is_set():
+            raise
+    finally:
+        timer.cancel()
+    if is_over.is_set():
+        raise TimeoutError
+
+
+def _remedy(error: Exception) -> str:
+    """Returns what to do about a server that did not answer in HTTP."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return "name the file of its authority in the environment as SSL_CERT_FILE"
+    if isinstance(error, ssl.SSLError):
+        return "does it serve http?"
+    if isinstance(error, http.client.HTTPException):
+        return "another server has that port, or it serves https"
+    return "is it running?"
 
 
 def reason(error: Exception) -> str:
-    """Returns the short text of an error."""
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+    """Returns the short text of an error, in one line."""
+    if isinstance(error, UnicodeError):
+        return "no host can have this name"
+    if isinstance(error, http.client.IncompleteRead):
+        return "its answer was cut"
+    if isinstance(error, http.client.BadStatusLine) and not isinstance(error, ConnectionError):
+        return "its answer is no HTTP"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return error.verify_message
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return " ".join(text.split())

@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from vllm_disagg import cli, drain
 from vllm_disagg.fleet.keys import ADMIN_KEY
 
 RESET = "reset"  # a page: the connection ends without an answer
+CUT = "cut"  # a page: the connection ends in the middle of it, before its counts
 ENGINE = "# TYPE vllm:num_requests_running gauge\n"
 
 
@@ -63,6 +65,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.connection.close()
             return
+        if page == CUT:
+            self._answer(200, ENGINE.encode(), length=len(engine_page(2)))
+            return
         self._answer(int(page) if page.isdecimal() else 200, page.encode())
 
     def do_POST(self) -> None:
@@ -70,9 +75,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.drains.append((self.headers["authorization"], body))
         self._answer(self.server.status, b'{"error":\n"no such instance"}')
 
-    def _answer(self, status: int, body: bytes) -> None:
+    def _answer(self, status: int, body: bytes, length: int = 0) -> None:
         self.send_response(status)
-        self.send_header("content-length", str(len(body)))
+        self.send_header("content-length", str(length or len(body)))
         self.end_headers()
         self.wfile.write(body)
 
@@ -190,6 +195,36 @@ def test_a_first_look_that_fails_is_no_end(page: str, servers: Any) -> None:
     server = servers(page, page, engine_page(2), engine_page(0))
     assert cli.main(["drain", server.url]) == 0
     assert server.reads == 5
+
+
+def test_a_page_that_was_cut_has_no_count(servers: Any) -> None:
+    """A server that dies in the middle of its answer has not said that it has no requests."""
+    server = servers(CUT, CUT, CUT, engine_page(2), engine_page(0))
+    assert cli.main(["drain", server.url]) == 0
+    assert server.reads == 6
+
+
+def test_a_server_that_answers_byte_by_byte_ends_at_the_timeout(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        threading.Thread(target=drip, args=(listening,), daemon=True).start()
+        began = time.monotonic()
+        assert cli.main(["drain", url, "--timeout", "0.2"]) == 1
+        assert time.monotonic() - began < 10
+    assert "no answer within 0.5 s" in capsys.readouterr().err
+
+
+def drip(listening: socket.socket) -> None:
+    """Answers one connection with a byte at a time, for 20 s."""
+    connection, _ = listening.accept()
+    with connection, suppress(OSError):
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n")
+        for _ in range(200):
+            connection.sendall(b"#")
+            time.sleep(0.1)
 
 
 def test_a_server_that_never_answers_well(servers: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,9 +12,14 @@ from vllm_disagg.planner.cost import hardware, model
 from vllm_disagg.planner.cost.latency import LinearLatency
 from vllm_disagg.planner.search import demand, optimizer
 from vllm_disagg.planner.search.bounds import CapacityBounds
-from vllm_disagg.planner.search.scenario import PerformanceSource, Scenario
+from vllm_disagg.planner.search.scenario import (
+    Criterion,
+    PerformanceSource,
+    Placement,
+    Scenario,
+)
 from vllm_disagg.planner.simulation import workload
-from vllm_disagg.planner.simulation.simulator import Objective
+from vllm_disagg.planner.simulation.simulator import Objective, SimulationResult, simulate
 from vllm_disagg.planner.simulation.workload import Arrivals
 
 SEEDS = range(10)
@@ -80,20 +86,45 @@ def test_no_goodput_is_above_its_bound_with_whole_prompts_at_d(
         assert score.total <= bounds.rate(placement) * (1 + 1e-9), placement
 
 
+def _by_trying_all(scenario: Scenario, rate: float) -> list[Placement | None]:
+    """Returns the first placement of each kind that holds a rate, in the order of the search."""
+    samples = scenario.samples()
+    found: list[Placement | None] = []
+    for places in (
+        optimizer.disaggregated(scenario),
+        list(demand._all_numbers(optimizer.colocated(scenario))),
+    ):
+        ordered = sorted(places, key=lambda place: demand._order(scenario, place))
+        holding = (p for p in ordered if demand.trial(scenario, p, samples, rate))
+        found.append(next(holding, None))
+    return found
+
+
+def _units(scenario: Scenario, placement: Placement | None) -> float | None:
+    return scenario.criterion.units(placement) if placement else None
+
+
+def _check_the_cheapest(scenario: Scenario, rate: float) -> None:
+    """Compares what a search finds for a rate with what trying all finds."""
+    found = demand._cheapest(scenario, rate, lambda kind, place: None)
+    for score, best in zip(
+        (found.split, found.together), _by_trying_all(scenario, rate), strict=True
+    ):
+        units = _units(scenario, score.placement if score else None)
+        assert units == _units(scenario, best), (rate, score and score.placement, best)
+        if units and found.least_units:
+            assert found.least_units <= units
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_cheapest_placement_for_a_rate_is_that_of_trying_all(seed: int) -> None:
     scenario = small_scenario(seed)
-    samples = scenario.samples()
+    sample = scenario.samples()[0]
     rate = 0.6 * max(
-        optimizer.estimate(scenario, place, samples[0]) * place.gpus
+        optimizer.estimate(scenario, place, sample) * place.gpus
         for place in optimizer.disaggregated(scenario)
     )
-    found = demand._cheapest(scenario, rate, lambda kind, place: None)
-    everything = optimizer.disaggregated(scenario)
-    holding = [p.gpus for p in everything if demand.trial(scenario, p, samples, rate)]
-    assert (found.split.placement.gpus if found.split else None) == min(holding, default=None)
-    if found.split and found.least_units:
-        assert found.least_units <= found.split.placement.gpus
+    _check_the_cheapest(scenario, rate)
 
 
 def _roofline_scenario(gpus: int, requests: int, ttft: float = 1.5) -> Scenario:
@@ -157,29 +188,57 @@ def test_a_shortlist_leaves_prompts_time_to_wait(monkeypatch: pytest.MonkeyPatch
         assert found and found[0].value(units) >= 0.95 * best[0].value(units)
 
 
-def test_a_bisection_finds_the_price_of_trying_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    scenario = _roofline_scenario(6, 200)
-    for rate in (10.0, 25.0):
-        found = demand._cheapest(scenario, rate, lambda kind, place: None)
-        with monkeypatch.context() as patch:
-            patch.setattr(demand, "MAX_TRIED", 0)
-            quick = demand._cheapest(scenario, rate, lambda kind, place: None)
-        assert found.split and quick.split
-        assert quick.split.placement.gpus == found.split.placement.gpus
-        assert found.least_units and found.least_units <= found.split.placement.gpus
-
-
-def test_a_rate_is_refused_only_after_all_that_could_hold_it(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("ttft", "tpot", "rates"),
+    [
+        (1.5, 0.05, (10.0, 25.0)),
+        (0.075, 0.05, (12.0,)),  # those with the most capacity miss it
+        (1.5, 0.008, (8.0, 16.0)),  # decode instances hold little of what the bound admits
+    ],
+)
+def test_a_column_is_closed_by_its_dearest(
+    ttft: float, tpot: float, rates: tuple[float, ...]
 ) -> None:
-    """Under a tight TTFT those with the most capacity miss it, and others with less hold it."""
-    scenario = _roofline_scenario(8, 200, ttft=0.075)
-    sample = scenario.samples()[0]
-    tried = []
-    monkeypatch.setattr(demand, "MAX_TRIED", 0)
-    quick = demand._cheapest(scenario, 12.0, lambda kind, place: tried.append(place))
-    monkeypatch.undo()
-    found = demand._cheapest(scenario, 12.0, lambda kind, place: None)
-    assert found.split and quick.split
-    assert quick.split.placement.gpus == found.split.placement.gpus
-    assert not any(scenario.infeasible(place, sample) for place in tried)
+    scenario = _roofline_scenario(6, 150, ttft)
+    objective = msgspec.structs.replace(scenario.objective, tpot=tpot)
+    scenario = msgspec.structs.replace(scenario, objective=objective)
+    for rate in rates:
+        _check_the_cheapest(scenario, rate)
+
+
+def test_the_cheapest_by_price_with_flags_and_two_types() -> None:
+    """P costs more than D, and D computes prompts whole."""
+    scenario = _roofline_scenario(5, 100)
+    slow = PerformanceSource("roofline", "a100", model.load("opt-13b"), hardware.gpu("a100"))
+    scenario = msgspec.structs.replace(
+        scenario, decode=slow, spill=True, criterion=Criterion("$/h", 2.5, 1.0)
+    )
+    for rate in (6.0, 12.0):
+        _check_the_cheapest(scenario, rate)
+
+
+@pytest.mark.parametrize(("gpus", "rate", "least"), [(12, 37.0, 11), (16, 25.0, 10)])
+def test_a_rate_takes_few_simulations(
+    gpus: int, rate: float, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One side that misses alone is not simulated with each other side."""
+    source = PerformanceSource("roofline", "a100", model.load("opt-13b"), hardware.gpu("a100"))
+    scenario = msgspec.structs.replace(
+        _roofline_scenario(gpus, 300),
+        prefill=source,
+        decode=source,
+        workload=workload.load("sharegpt-like"),
+        objective=Objective(2.0, 0.015),
+    )
+    simulated = []
+
+    def count(*args: Any, **kwargs: Any) -> SimulationResult:
+        simulated.append(args[0])
+        return simulate(*args, **kwargs)
+
+    monkeypatch.setattr(demand, "simulate", count)
+    tried = list[Placement]()
+    found = demand._cheapest(scenario, rate, lambda kind, place: tried.append(place))
+    assert found.split and found.split.placement.gpus == least
+    assert len(tried) <= len(simulated) <= 80
+    assert not any(scenario.infeasible(place, scenario.samples()[0]) for place in tried)

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from statistics import mean
+from statistics import fmean
 
 import msgspec
 
@@ -80,6 +80,10 @@ class CapacityBounds:
     def __init__(self, scenario: Scenario, samples: Sequence[WorkloadSample]) -> None:
         self._scenario = scenario
         self.samples = samples
+        # Seconds between the first and the last arrival that count, at 1 request/s.
+        self._spans = [
+            sum(sample.gaps[sample.counted.start + 1 : sample.counted.stop]) for sample in samples
+        ]
         self._works: dict[tuple[object, ...], list[list[SideWork]]] = {}
         self._loads: dict[tuple[ReplicaGroup, int, bool], float] = {}
         self._misses: dict[tuple[object, ...], list[bool]] = {}
@@ -115,7 +119,7 @@ class CapacityBounds:
         objective = self._scenario.objective
         source, _ = self._scenario.sources(placement)
         latency = latency_of(source, placement.prefill)
-        prompt = round(mean(mean(sample.prompts) for sample in self.samples))
+        prompt = round(fmean(fmean(sample.prompts) for sample in self.samples))
         alone = unloaded_prefill(latency, prompt)
         patience = objective.ttft - alone - source.path.of(prompt)
         ranks = placement.prefill.ranks
@@ -149,14 +153,12 @@ class CapacityBounds:
         """
         sides = self._sides(placement)
         rates = []
-        for seed, sample in enumerate(self.samples):
-            counted = sample.counted
-            span = sum(sample.gaps[counted.start + 1 : counted.stop])
+        for seed, span in enumerate(self._spans):
             bounds = [float("inf")]
             for load, (instances, works) in zip((first_load, 1.0), sides, strict=True):
                 bounds += [load * adapt(work).rate(instances, span) for work in works[seed]]
             rates.append(min(bounds))
-        return mean(rates)
+        return fmean(rates)
 
     def _sides(self, placement: Placement) -> list[tuple[int, list[list[SideWork]]]]:
         """Returns the instances and the work of each side, by sample."""

@@ -1,33 +1,45 @@
 """Searches the cheapest placement that holds a given rate.
 
-A placement holds a rate if its simulation meets the objective with each sample. Placements are
-tried from the cheapest on, so the first that holds the rate is the answer. Placements whose bound
-(`bounds`) is below the rate, or that miss the objective at any rate, are left out, which changes
-nothing.
+A placement holds a rate if its simulation meets the objective with each sample. Placements whose
+bound (`bounds`) is below the rate, or that miss the objective at any rate, are left out, which
+changes nothing.
 
-Where more than MAX_TRIED are left, only those are tried that have nearly the most usable capacity
-for their price, and by bisection: of two of them the one that costs more is taken to hold more.
-Then the last few before the one found are tried, too. That is no proof; tests compare with all.
-Where the last of them misses the objective, all that are left are tried.
+The others are searched column by column. A column has placements that differ only in the number of
+instances that answer: the decode instances, or the colocated ones. Two things are taken for granted
+that are no proof; tests compare with trying all:
+
+* More instances hold no less. So a column is closed once its dearest placement misses that is
+  cheaper than the best so far; else it is bisected.
+* Neither side holds more than beside an ideal other side (`SideNeeds`).
+
+Columns come in the order of the cost at which their usable capacity is enough, so the first ones
+mostly have the answer, and the rest costs one simulation each, or none.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from ..simulation.simulator import SimulationResult, simulate
+from ..cost.latency import LinearLatency, unloaded_decode
+from ..simulation.replica import SchedulingRules
+from ..simulation.simulator import (
+    Deployment,
+    Objective,
+    ReplicaPool,
+    SimulationResult,
+    simulate,
+)
 from ..simulation.workload import WorkloadSample
 from . import sample_size
 from .bounds import CapacityBounds
 from .optimizer import colocated, disaggregated
-from .scenario import Placement, Scenario
+from .scenario import UNLIMITED, Placement, ReplicaGroup, Scenario, latency_of
 
-MAX_TRIED = 400  # placements of a kind that are all tried
-BAND_RATIO = 0.95  # of the most capacity for a price: who has less is not tried
-WINDOW = 8  # placements before the one found that are tried after a bisection
 MAX_ROUNDS = 3  # of a search, each with longer samples
+NO_SECONDS = (0.0, 0.0, 0.0)  # of a step
 
 # Called with a kind of placements, and the one that is tried.
 TrialCallback = Callable[[str, Placement], None]
@@ -91,6 +103,7 @@ def _cheapest(scenario: Scenario, rate: float, tell: TrialCallback) -> DemandRes
     units = scenario.criterion.units
     samples = scenario.samples()
     bounds = CapacityBounds(scenario, samples)
+    needs = [SideNeeds(scenario, samples, rate, is_prefill) for is_prefill in (True, False)]
     split = disaggregated(scenario)
     together = list(_all_numbers(colocated(scenario)))
     found = []
@@ -100,13 +113,13 @@ def _cheapest(scenario: Scenario, rate: float, tell: TrialCallback) -> DemandRes
             for place in placements
             if bounds.rate(place) >= rate and all(bounds.feasible(place))
         ]
-        able.sort(key=lambda place: (units(place), place.gpus, place.instances, place))
 
         def holds(placement: Placement, kind: str = kind) -> DemandScore | None:
             tell(kind, placement)
             return trial(scenario, placement, samples, rate)
 
-        found.append(_first(able, holds, bounds, scenario))
+        columns = _columns(scenario, able, bounds, rate)
+        found.append(_cheapest_of(scenario, columns, needs, holds))
     everything = (*split, *together)
     admitted = [units(place) for place in everything if bounds.rate(place) >= rate]
     return DemandResult(
@@ -137,50 +150,152 @@ def trial(
     return DemandScore(placement, results)
 
 
-def _first(
-    able: Sequence[Placement],
-    holds: Callable[[Placement], DemandScore | None],
-    bounds: CapacityBounds,
+def _order(scenario: Scenario, placement: Placement) -> tuple[float, int, int, Placement]:
+    """Returns the key by which the first placement is the answer."""
+    units = scenario.criterion.units(placement)
+    return units, placement.gpus, placement.instances, placement
+
+
+def _columns(
+    scenario: Scenario, able: Sequence[Placement], bounds: CapacityBounds, rate: float
+) -> list[list[Placement]]:
+    """Returns columns of placements, the most promising column first, each from the cheapest on."""
+    columns: dict[Placement, list[Placement]] = {}
+    for place in sorted(able, key=lambda place: _order(scenario, place)):
+        group = place.decode or place.prefill
+        one = msgspec.structs.replace(group, n=1)
+        name = "decode" if place.decode else "prefill"
+        columns.setdefault(msgspec.structs.replace(place, **{name: one}), []).append(place)
+
+    def promise(column: Sequence[Placement]) -> tuple[bool, tuple[object, ...]]:
+        enough = next((place for place in column if bounds.usable(place) >= rate), None)
+        return not enough, _order(scenario, enough or column[-1])
+
+    return sorted(columns.values(), key=promise)
+
+
+def _cheapest_of(
     scenario: Scenario,
+    columns: Sequence[Sequence[Placement]],
+    needs: Sequence[SideNeeds],
+    holds: Callable[[Placement], DemandScore | None],
 ) -> DemandScore | None:
-    """Returns the first placement of an ordered list that holds the rate."""
-    if len(able) <= MAX_TRIED:
-        return _first_of(able, holds)
-    band = list(_band(able, bounds, scenario))
-    best = holds(band[-1])
-    if not best:
-        return _first_of([place for place in able if place != band[-1]], holds)
+    """Returns the first placement of all columns, by `_order`, that holds the rate."""
+    best: DemandScore | None = None
+    for column in columns:
+        cheaper = list(column)
+        if best:
+            most = _order(scenario, best.placement)
+            cheaper = [place for place in column if _order(scenario, place) < most]
+        if cheaper and all(side.admit(cheaper[-1]) for side in needs):
+            best = _first_that_holds(cheaper, holds) or best
+    return best
+
+
+def _first_that_holds(
+    column: Sequence[Placement], holds: Callable[[Placement], DemandScore | None]
+) -> DemandScore | None:
+    """Returns the first placement of a column that holds the rate, by bisection from its last."""
+    best = holds(column[-1])
     low = 0
-    high = len(band) - 1
-    while low < high:
+    high = len(column) - 1
+    while best and low < high:
         middle = (low + high) // 2
-        score = holds(band[middle])
+        score = holds(column[middle])
         if score:
             best = score
             high = middle
         else:
             low = middle + 1
-    return _first_of(band[max(0, high - WINDOW) : high], holds) or best
+    return best
 
 
-def _first_of(
-    placements: Sequence[Placement], holds: Callable[[Placement], DemandScore | None]
-) -> DemandScore | None:
-    """Returns the first of these placements that holds the rate."""
-    return next((score for place in placements if (score := holds(place))), None)
+class SideNeeds:
+    """Numbers of instances of one side that hold a rate beside an ideal other side.
+
+    They depend on the shape of these instances only, so few are simulated. An ideal side takes no
+    time and has room for all, and its link, too.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        samples: Sequence[WorkloadSample],
+        rate: float,
+        is_prefill: bool,
+    ) -> None:
+        self._scenario = scenario
+        self._rate = rate
+        self._is_prefill = is_prefill
+        self._most_that_miss: dict[ReplicaGroup, int] = {}
+        self._least_that_hold: dict[ReplicaGroup, int] = {}
+        if is_prefill:
+            self._samples = [_without_answers(sample) for sample in samples]
+            self._objective = _of_prompts(scenario, samples)
+        else:
+            seconds = scenario.objective.ttft
+            self._samples = [_evenly_spaced(sample, rate * seconds) for sample in samples]
+            self._objective = scenario.objective
+
+    def admit(self, placement: Placement) -> bool:
+        """Returns whether this side of a placement could hold the rate."""
+        if not placement.decode or (placement.spill and self._is_prefill):
+            return True  # with --spill an ideal D would compute any prompt
+        group = placement.prefill if self._is_prefill else placement.decode
+        shape = msgspec.structs.replace(group, n=1)
+        if group.n >= self._least_that_hold.get(shape, group.n + 1):
+            return True
+        if group.n <= self._most_that_miss.get(shape, 0):
+            return False
+        deployment = self._relaxed(placement)
+        for seed, sample in enumerate(self._samples):
+            if simulate(deployment, sample, self._rate, self._objective, seed).stopped:
+                self._most_that_miss[shape] = group.n
+                return False
+        self._least_that_hold[shape] = group.n
+        return True
+
+    def _relaxed(self, placement: Placement) -> Deployment:
+        """Returns the deployment of a placement with an ideal link and an ideal other side."""
+        found = self._scenario.deployment(placement)
+        link = msgspec.structs.replace(found.handoff.link, bandwidth=math.inf)
+        handoff = msgspec.structs.replace(found.handoff, link=link)
+        no_times = LinearLatency(1, NO_SECONDS, NO_SECONDS, NO_SECONDS)
+        ideal = ReplicaPool(1, no_times, UNLIMITED, SchedulingRules(UNLIMITED, UNLIMITED))
+        if self._is_prefill:
+            return msgspec.structs.replace(found, decode=ideal, handoff=handoff)
+        handoff = msgspec.structs.replace(handoff, concurrency=UNLIMITED)
+        return msgspec.structs.replace(found, prefill=ideal, handoff=handoff)
 
 
-def _band(
-    able: Sequence[Placement], bounds: CapacityBounds, scenario: Scenario
-) -> Iterator[Placement]:
-    """Yields those with nearly the most usable capacity of the placements that cost no more."""
-    units = scenario.criterion.units
-    most = 0.0
-    for place in sorted(able, key=lambda p: (units(p), p.gpus, -bounds.usable(p), p)):
-        capacity = bounds.usable(place)
-        most = max(most, capacity)
-        if capacity >= BAND_RATIO * most:
-            yield place
+def _without_answers(sample: WorkloadSample) -> WorkloadSample:
+    """Returns the requests of a sample with answers of one token."""
+    return msgspec.structs.replace(sample, outputs=[1] * len(sample))
+
+
+def _of_prompts(scenario: Scenario, samples: Sequence[WorkloadSample]) -> Objective:
+    """Returns the objective of prompts alone: TTFT less the least time of D's first step."""
+    first_step = 0.0
+    if not scenario.distserve:  # whose TTFT ends with the prefill
+        shortest = min(min(sample.prompts) for sample in samples)
+        first_step = min(
+            unloaded_decode(latency_of(scenario.decode, shape), shortest)
+            for shape in scenario.decode.layouts(scenario.gpus)
+        )
+    objective = scenario.objective
+    return Objective(
+        objective.ttft - first_step, math.inf, objective.attainment, ttft_p99=objective.ttft_p99
+    )
+
+
+def _evenly_spaced(sample: WorkloadSample, later: float) -> WorkloadSample:
+    """Returns a sample with equal gaps, as no queue of prompts evens them out more.
+
+    `later` stretches it, in units of a mean gap: the last prompt may be as late as TTFT allows.
+    """
+    gap = (sum(sample.gaps) + later) / (len(sample) - 1)
+    gaps = [0.0, *[gap] * (len(sample) - 1)]
+    return msgspec.structs.replace(sample, gaps=gaps, prefixes=None)
 
 
 def _all_numbers(placements: Sequence[Placement]) -> Iterator[Placement]:

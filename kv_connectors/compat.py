@@ -230,6 +230,11 @@ def is_batch_invariant() -> bool:
     return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
 
 
+def keeps_ids_of_clients() -> bool:
+    """Returns whether vLLM's ids of requests are those of its clients, who may repeat them."""
+    return bool(getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False))
+
+
 def parses_reasoning(vllm_config: Any) -> bool:
     """Returns whether the engine's chats may take reasoning out of the text; True if unknown."""
     outputs = getattr(vllm_config, "structured_outputs_config", None)

@@ -68,6 +68,7 @@ def refuse_unsupported(
             f" {' and '.join(KNOWN_DEVICES)}"
         )
     _refuse_parallelism(vllm_config.parallel_config)
+    _refuse_environment()
     _refuse_settings(vllm_config)
     _refuse_model(vllm_config.model_config)
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
@@ -126,6 +127,16 @@ def _refuse_parallelism(parallel: Any) -> None:
                 f"DisaggConnector does not support {stage} context parallelism yet (size {size});"
                 f" leave --{stage}-context-parallel-size at 1"
             )
+
+
+def _refuse_environment() -> None:
+    # vLLM's scheduler keeps a request that has ended while its blocks are read or written, and its
+    # assertion about a second one of the same id ends the engine.
+    if compat.keeps_ids_of_clients():
+        raise ConfigError(
+            "DisaggConnector needs ids that no client can repeat: start without"
+            " VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"
+        )
 
 
 def _refuse_settings(vllm_config: VllmConfig) -> None:

@@ -1396,6 +1396,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("fuzz: a forbidden field with an escape passes", "proxy/requests/bodies.py", "    return any(True for _ in _search_slices(_ESCAPE, json, len(\"\\\\u005\")))", "    return False", "tests/fuzz/test_fuzz.py::test_hostile_input_ends_nothing_and_leaves_nothing[body]"),
     ("fuzz: a closed connection keeps its bytes", "proxy/http/request_reader.py", "        self._share.release_all()\n", "        pass\n", "tests/fuzz/test_fuzz.py::test_hostile_input_ends_nothing_and_leaves_nothing[request]"),
     ("a sibling that moves KV too", "kv_connectors/early_check.py", "        _refuse_siblings(", "        str(", "tests/connector/test_early_check.py"),
+    ("a client's repeated id may end an engine", "kv_connectors/supported.py", "    if compat.keeps_ids_of_clients():\n", "    if False:\n", "tests/connector/test_compatibility.py"),
     ("an engine with transfers sleeps", "kv_connectors/compat.py", "        if level > 0:", "        if False:", "tests/connector/test_compatibility.py"),
     ("a window without the tokens that drafts need", "kv_connectors/compat.py", " + int(getattr(spec, \"extra_retained_tokens\", 0))", "", "tests/connector/test_kv_layout.py"),
     ("a drain that outlived its instance stays", "proxy/membership/members.py", "        known.update(self._drained)\n", "", "tests/proxy/membership/test_members.py::test_a_drain_that_outlives_its_instance_can_be_removed"),

@@ -260,6 +260,15 @@ def test_unsupported_configurations_are_refused(
         supported.refuse_unsupported(config(**change), caches(*specs))
 
 
+def test_an_id_that_clients_can_repeat_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM asserts that no request of this id is left, and the blocks of one may still be read."""
+    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "0")
+    supported.refuse_unsupported(config(), caches(FULL))
+    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
+    with pytest.raises(ConfigError, match="without VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"):
+        supported.refuse_unsupported(config(), caches(FULL))
+
+
 def test_kv_on_a_gpu_is_accepted_and_proved_later() -> None:
     supported.refuse_unsupported(config(device="cuda"), caches(FULL))
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 import uvloop
 
-from proxy_world import Call, EngineRole, ScriptedEngine
+from proxy_world import Call, EngineRole, ScriptedEngine, hold_port
 from vllm_disagg.doctor import main
 from vllm_disagg.doctor.fleet_checks import FleetReport
 from vllm_disagg.kv.layout import uniform
@@ -55,9 +55,10 @@ class DoctorEngine(ScriptedEngine):
     async def start(self) -> None:
         await super().start()
         for at in range(2):
-            server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+            port = hold_port(self)
+            server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", port)
             self._ports.append(server)
-            self.endpoints[at] = f"tcp://{{}}:{server.sockets[0].getsockname()[1]}"
+            self.endpoints[at] = f"tcp://{{}}:{port}"
 
     async def stop(self) -> None:
         await super().stop()

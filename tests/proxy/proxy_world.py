@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
+import socket
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, ClassVar, Literal, cast
@@ -156,6 +159,16 @@ async def refuse_as_stopping(call: Call) -> None:
     await call.end()
 
 
+def hold_port(owner: object) -> int:
+    """Returns a port that the kernel chooses for no other socket while its owner lives."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        port = int(holder.getsockname()[1])
+        weakref.finalize(owner, os.close, holder.detach())
+    return port
+
+
 class ScriptedEngine:
     """Serves HTTP: answers probes as an engine, and other requests by `script`."""
 
@@ -270,8 +283,8 @@ class ScriptedEngine:
         return self.clock <= grant.until < self.clock + MAX_VALIDITY_SECONDS
 
     async def start(self) -> None:
+        self.port = self.port or hold_port(self)
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
-        self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
         """Dies like a killed process."""

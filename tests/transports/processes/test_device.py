@@ -22,6 +22,7 @@ from nixl_pair import HOST_MEMORY_ONLY, WITHOUT_NVLINK
 ROOT = Path(__file__).parents[3]
 HERE = "tests/transports/processes"
 KERNEL_TESTS = ["kernels", "direct_memory", "other_blocks", "proof", "summing"]
+LIMIT_SECONDS = 3600.0  # of a process that hangs; it takes minutes on an idle machine
 UNLINKED = "nvlink or emulated"  # in the names of the tests without NVLink
 
 needs_triton = pytest.mark.skipif(
@@ -35,12 +36,12 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-def run(files: list[str], env: dict[str, str], seconds: float) -> str:
+def run(files: list[str], env: dict[str, str]) -> str:
     """Runs tests in a process with these variables; prints and returns its output."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", *files]
     given = {**os.environ, **env}
     done = subprocess.run(
-        command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=seconds
+        command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=LIMIT_SECONDS
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-1000:]
     print(done.stdout)
@@ -64,7 +65,7 @@ def skipped_by_reason(output: str) -> Counter[str]:
 @needs_triton
 def test_the_kernels_in_tritons_interpreter() -> None:
     env = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    output = run([f"tests/gpu/test_{part}.py" for part in KERNEL_TESTS], env, 600)
+    output = run([f"tests/gpu/test_{part}.py" for part in KERNEL_TESTS], env)
     assert count_passed(output) and not skipped_by_reason(output)
 
 
@@ -93,7 +94,11 @@ def test_the_fake_driver_runs_no_copy_while_its_process_ends(tmp_path: Path) -> 
     env = {**os.environ, **fake_gpu.environment(tmp_path)}
     env["PYTHONPATH"] = f"{ROOT}:{ROOT / HERE}"
     done = subprocess.run(
-        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
     )
     assert done.returncode == 0, (done.returncode, done.stderr)
 
@@ -105,12 +110,12 @@ def test_the_fake_driver_runs_no_copy_while_its_process_ends(tmp_path: Path) -> 
 def test_nixl_between_two_gpus_of_a_fake_driver(tmp_path: Path) -> None:
     fake_gpu.build(tmp_path)
     env = {**fake_gpu.environment(tmp_path), "PYTHONPATH": str(ROOT / "tests" / "gpu")}
-    output = run([f"{HERE}/test_nixl.py", f"{HERE}/test_nixl_vram.py"], env, 1200)
+    output = run([f"{HERE}/test_nixl.py", f"{HERE}/test_nixl_vram.py"], env)
     skipped = skipped_by_reason(output)
     # Any other reason: these processes have no fake GPU, and have tested host memory.
     assert skipped.keys() == {HOST_MEMORY_ONLY, WITHOUT_NVLINK}, skipped
     linked = count_passed(output)
-    output = run([f"{HERE}/test_nixl_vram.py", "-k", UNLINKED], {**env, "FAKE_NVLINKS": "0"}, 600)
+    output = run([f"{HERE}/test_nixl_vram.py", "-k", UNLINKED], {**env, "FAKE_NVLINKS": "0"})
     unlinked = count_passed(output)
     assert unlinked == skipped[WITHOUT_NVLINK] and not skipped_by_reason(output)
     print(f"in device memory: {linked + unlinked} passed")  # `make gpu-proof` reads it

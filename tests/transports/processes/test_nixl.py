@@ -442,7 +442,7 @@ def run_script(script: str) -> str:
     """Runs a script in a process of its own; returns its output."""
     command = [sys.executable, "-c", script]
     here = Path(__file__).parent
-    done = subprocess.run(command, cwd=here, timeout=120, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=here, timeout=600, capture_output=True, text=True)
     assert done.returncode == 0, (done.returncode, done.stderr)
     return done.stdout
 

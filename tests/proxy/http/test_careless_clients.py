@@ -431,7 +431,7 @@ async def test_a_client_that_reads_no_last_answer_is_cut_and_holds_nothing() -> 
         assert server.budget.held_bytes == 0, "pipelined requests keep no share"
         assert server.connections and connection._transport.get_write_buffer_size() > 0
         assert not connection.paused, "or the timer of a pause would end it"
-        await until(lambda: not server.connections, 5.0)
+        await until(lambda: not server.connections)
         assert hand.answers == 1 and server.budget.held_bytes == 0
 
 
@@ -442,7 +442,7 @@ async def test_a_client_that_has_left_and_reads_nothing_is_cut() -> None:
         (connection,) = server.connections
         assert not connection.paused and connection._transport.get_write_buffer_size() > 0
         writer.write_eof()
-        await until(lambda: not server.connections, 5.0)
+        await until(lambda: not server.connections)
 
 
 async def test_the_handler_of_a_client_that_has_left_ends_at_once() -> None:
@@ -506,10 +506,10 @@ async def test_a_connection_above_the_limit_lingers_only_for_a_moment(
     monkeypatch.setattr(server_module, "has_unread_bytes", lambda transport: True)
     async with serving(Limits(connections=1)) as (server, _, port):
         kept = await connect(port)
-        await until(lambda: len(server.connections) == 1, 10.0)
+        await until(lambda: len(server.connections) == 1)
         refused = await connect(port)
         assert (await refused.reader.read(12)).endswith(b"503")
-        await until(lambda: len(server.connections) == 1, 10.0)
+        await until(lambda: len(server.connections) == 1)
         for client in (kept, refused):
             client.close()
 

@@ -16,7 +16,7 @@ ON_1, ON_2 = "decode: [http://d1]", "decode: [http://d1, http://d2]"
 
 
 async def is_true(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(50):
         while not condition():
             await asyncio.sleep(0.001)
 

@@ -309,6 +309,43 @@ def test_a_profile_is_planned_with(capsys: pytest.CaptureFixture[str], tmp_path:
     assert together["transfer_mean"] == 0 and together["path_mean"] == pytest.approx(0.005)
 
 
+def test_sizes_beyond_a_profile_are_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A fit is extrapolated there, and nothing measured says how well."""
+    path = _points_file(tmp_path / "points.json")
+    words = ["--profile", path, "--link", "none", "--requests", "100", "--seeds", "2"]
+    words += ["--ttft", "2", "--workload"]
+    one = ["--prefill", "1x1", "--decode", "1x1", "--rate"]
+    assert _json(capsys, "simulate", *words, "500:12", *one, "0.01")["extrapolated"] == []
+    long = _json(capsys, "simulate", *words, "600:50", *one, "0.01")["extrapolated"]
+    assert [(row["quantity"], row["measured"], row["used"]) for row in long] == [
+        ("tokens of a prompt", 512, 600),
+        ("prompt tokens of a step", 512, 600),
+        ("tokens of a context", 512, 650),
+    ]
+    assert all(row["profile"] == path for row in long)
+    # Of two profiles each has its own range.
+    other = _points_file(
+        tmp_path / "d.json",
+        decode=[{"contexts": [n] * 8, "seconds": 0.01} for n in (32, 128, 2048)],
+    )
+    apart = [*words, "400:300", "--decode-profile", other, *one]
+    assert _json(capsys, "simulate", *apart, "1")["extrapolated"] == []
+    many = _json(capsys, "simulate", *apart, "8")["extrapolated"]
+    assert {(row["profile"], row["measured"]) for row in many} >= {(other, 8)}
+    assert cli.main(["simulate", *words, "600:50", *one, "0.01"]) == 0
+    beyond = f"\nbeyond {path}, where its fit is extrapolated: 600 tokens of a prompt (measured"
+    assert f"{beyond} to 512), " in capsys.readouterr().out
+    for question in ([], ["--rate", "2"]):
+        plan = ["plan", *words, "600:50", "--gpus", "2", "--jobs", "1", *question]
+        found = _json(capsys, *plan)["extrapolated"]
+        assert ("tokens of a prompt", 600) in {(row["quantity"], row["used"]) for row in found}
+        assert ("sequences of a step", 1) in {(row["quantity"], row["measured"]) for row in found}
+        assert cli.main(plan) == 0
+        assert beyond in capsys.readouterr().out
+
+
 def test_a_measured_handoff_is_the_link(tmp_path: Path) -> None:
     """With the model each rank reads its bytes at a rate; without one all of it is a delay."""
     handoff = {"mean": 0.004, "seconds": 0.001, "seconds_per_byte": 2.0**-30}

@@ -101,6 +101,20 @@ def test_the_answer_for_people_has_gpus_power_and_the_bound(
     assert "run it:" in out and "TTFT p90" in out
 
 
+def test_flags_of_the_proxy_that_are_not_tried_are_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [*LLAMA, "--rate", "2", "--gpus", "2", "--requests", "150", "--seeds", "1"]
+    found = _json(capsys, *words)
+    assert found["disaggregated"] and "try --spill" in found["proxy_flags"]["not_tried"]
+    assert cli.main(words) == 0
+    line = "\n--min-prompt-bytes and --spill were not tried: with --rate they are taken as given"
+    assert line in capsys.readouterr().out
+    given = _json(capsys, *words, "--spill")
+    assert given["disaggregated"]["spill"] and not given["proxy_flags"]["not_tried"]
+    assert not _json(capsys, *BASE, "--rate", "2", "--gpus", "2")["proxy_flags"]["not_tried"]
+
+
 def test_a_limit_of_gaps_changes_what_holds_a_rate(capsys: pytest.CaptureFixture[str]) -> None:
     """Chunks of 512 tokens beside decodes take longer than it allows, and TP4 is needed."""
     words = [*BASE, "--rate", "8", "--gpus", "6", "--itl", "0.05"]

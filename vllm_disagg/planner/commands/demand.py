@@ -16,7 +16,7 @@ from ..search.advice import MIN_GAIN_RATIO
 from ..search.demand import DemandResult, DemandScore
 from ..search.scenario import Placement, Scenario
 from ..simulation.simulator import SimulationResult, quantile
-from . import flags, output
+from . import flags, output, profile_range
 from .flags import PlanInputs
 
 PROGRESS_INTERVAL_SECONDS = 2.0  # between two progress lines
@@ -36,6 +36,9 @@ def run(planned: PlanInputs, rate: float, as_json: bool) -> int:
         of_part = f" (in one of {parts} equal parts)" if parts > 1 else ""
         raise ConfigError(_nothing(result) + of_part)
     document = _document(result, chosen, planned.model)
+    scores = [score for score in (result.split, result.together) if score]
+    placements = [(score.placement, rate / parts) for score in scores]
+    document["extrapolated"] = profile_range.beyond(result.scenario, planned.fits, placements)
     document |= {"rate": rate, "parts": parts}
     document["seconds"] = round(time.monotonic() - started_at, 2)
     print(json.dumps(document) if as_json else _text(result, chosen, document))
@@ -104,11 +107,20 @@ def _document(result: DemandResult, chosen: DemandScore, model: str) -> dict[str
         "colocated": _score(scenario, result.together),
         "least_possible": result.least_units,
         "considered": result.considered,
+        "proxy_flags": {"not_tried": _flags_not_tried(result) or None},
         "requests_needed": result.missing or None,
         "commands": [] if result.missing else output.commands(scenario, placement, model),
         "remarks": [] if result.missing else output.remarks(scenario, placement),
         "setting": output.describe(scenario),
     }
+
+
+def _flags_not_tried(result: DemandResult) -> str:
+    """Returns what is to be given where flags of the proxy may save GPUs; empty if they were."""
+    scenario = result.scenario
+    if not result.split or scenario.gives_proxy_flags or scenario.no_proxy_flags:
+        return ""
+    return "with --rate they are taken as given, and with them fewer GPUs may hold it: try --spill"
 
 
 def _recommendation(result: DemandResult, placement: Placement) -> str:
@@ -158,6 +170,7 @@ def _text(result: DemandResult, chosen: DemandScore, document: dict[str, Any]) -
         output.made_line(document),
         *scenario.words(),
         f"objective: {scenario.objective.words()}",
+        *profile_range.lines(document["extrapolated"]),
         *output.part_lines(document["parts"], scenario.gpus),
         "",
         verdict,
@@ -181,6 +194,8 @@ def _text(result: DemandResult, chosen: DemandScore, document: dict[str, Any]) -
     if result.least_units:
         least = f"{result.least_units:.4g}{'' if unit == 'GPU' else ' ' + unit}"
         lines += ["", f"by capacity alone no placement needs less than {least}{_plural(unit)}"]
+    if not_tried := document["proxy_flags"]["not_tried"]:
+        lines.append(f"--min-prompt-bytes and --spill were not tried: {not_tried}")
     if document["commands"]:
         lines += ["", "run it:", *(f"  {command}" for command in document["commands"])]
     lines += [f"note: {remark}" for remark in document["remarks"]]

@@ -185,7 +185,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default=None,
         help="start both legs at once and move KV during the prefill, as this project does;"
-        " off: after the prefill (default: on; off under DistServe's rules)",
+        " off: after the prefill; the proxy's --decode-dispatch late is not simulated (default: on;"
+        " off under DistServe's rules)",
     )
     add(
         "--policy",

@@ -17,7 +17,7 @@ from ..search import advice, optimizer, proxy_flags, sample_size
 from ..search.scenario import PerformanceSource, Scenario, latency_of
 from ..simulation import workload
 from ..simulation.simulator import quantile
-from . import criteria, demand, flags, live, output, replay, report
+from . import criteria, demand, flags, live, output, profile_range, replay, report
 
 DEFAULT_GPUS = 4
 DEFAULT_GPUS_OF_RATE = 128
@@ -115,6 +115,9 @@ def _compare(planned: flags.PlanInputs, args: argparse.Namespace) -> int:
         path: {"worst_error": {phase: fit.worst(phase) for phase in fit.phases()}}
         for path, fit in planned.fits
     }
+    scores = [score for score in (found.best, found.colocated) if score]
+    placements = [(score.placement, score.total) for score in scores]
+    document["extrapolated"] = profile_range.beyond(found.scenario, planned.fits, placements)
     if args.report:
         document["report"] = report.write(args.report, found, document, planned.fits)
     print(json.dumps(document) if args.json else report.text(found, document, planned.fits))

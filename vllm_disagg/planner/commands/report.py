@@ -15,7 +15,7 @@ import msgspec
 from ...errors import ConfigError
 from ..cost.profile import LatencyFit
 from ..search.advice import MIN_GAIN_RATIO, Advice, RateCurve
-from . import rate_table
+from . import profile_range, rate_table
 from .output import made_line, part_lines
 
 PLOTS = ("goodput.png", "attainment.png", "frontier.png")
@@ -52,6 +52,7 @@ def text(found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, Late
         f"objective: {scenario.objective.words()}",
         traffic,
         *_fit_lines(fits),
+        *profile_range.lines(document["extrapolated"]),
         *part_lines(document["parts"], scenario.gpus),
         "",
         _verdict(found),
@@ -330,6 +331,7 @@ def _page(
     scenario = found.scenario
     inputs = [made_line(document)]
     inputs += [*scenario.words(), f"objective: {scenario.objective.words()}", *_fit_lines(fits)]
+    inputs += profile_range.lines(document["extrapolated"])
     inputs += part_lines(document["parts"], scenario.gpus)
     header, *rows = _rows(found, document)
     parts = [

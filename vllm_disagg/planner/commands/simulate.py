@@ -15,7 +15,7 @@ from ...errors import ConfigError
 from ..search import sample_size
 from ..search.scenario import PerformanceSource, Placement, ReplicaGroup, Scenario
 from ..simulation.simulator import SimulationResult, quantile, simulate
-from . import flags
+from . import flags, profile_range
 from .output import closed_form, describe
 
 TIMES = (
@@ -61,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs `simulate` and prints its result. Returns the exit status."""
     placement = _placement(args)
-    scenario = _scaled(flags.read(args, placement.gpus, "instances of").scenario, args.scale)
+    planned = flags.read(args, placement.gpus, "instances of")
+    scenario = _scaled(planned.scenario, args.scale)
     if args.prefill_first and not scenario.distserve:
         raise ConfigError(
             "--prefill-first goes with --rules distserve: vLLM 0.32 takes decodes into each step"
@@ -78,6 +79,9 @@ def run(args: argparse.Namespace) -> int:
     for seed, sample in enumerate(scenario.samples()):
         results.append(simulate(deployment, sample, args.rate, None, seed, with_gaps=True))
     document = _document(scenario, placement, args.rate, results)
+    document["extrapolated"] = profile_range.beyond(
+        scenario, planned.fits, [(placement, args.rate)]
+    )
     print(json.dumps(document) if args.json else _text(document, scenario, placement))
     return 0
 
@@ -205,6 +209,7 @@ def _text(document: dict[str, Any], scenario: Scenario, placement: Placement) ->
     limits = scenario.objective.limits()
     lines = [
         *scenario.words(),
+        *profile_range.lines(document["extrapolated"]),
         f"{placement} at {document['rate']:g} req/s on {gpus}",
         f"  attainment     {document['attainment']:.1%} within {limits}",
     ]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 import statistics
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -22,6 +24,22 @@ def test_poisson_arrivals_are_the_same_at_every_rate_but_for_the_scale() -> None
     assert slow != [r.arrival for r in asked.at_rate(1.0, seed=2).requests]
     gaps = [b - a for a, b in pairwise(slow)]
     assert 0.7 < statistics.pstdev(gaps) / statistics.mean(gaps) < 1.3
+
+
+def test_arrivals_and_lengths_of_a_seed_are_drawn_from_different_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The gaps before the first requests would follow from the length of the first one."""
+    seeds: list[object] = []
+
+    class Noted(random.Random):
+        def __init__(self, seed: Any) -> None:
+            seeds.append(seed)
+            super().__init__(seed)
+
+    monkeypatch.setattr(random, "Random", Noted)
+    workload.drawn(NAMED_DISTRIBUTIONS["sharegpt-like"], 10, seed=3).at_rate(1.0, seed=3)
+    assert len(set(seeds)) == len(seeds) == 2
 
 
 def test_a_traces_own_arrivals_are_only_scaled() -> None:

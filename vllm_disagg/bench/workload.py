@@ -44,7 +44,8 @@ class RequestSchedule(msgspec.Struct, frozen=True):
         if seed is None:
             times = [request.arrival for request in self.requests]
         else:
-            generator = random.Random(seed)
+            # Not the numbers that lengths are drawn from with the same seed.
+            generator = random.Random(f"arrivals/{seed}")
             times = [0.0]
             for _ in self.requests[1:]:
                 times.append(times[-1] + generator.expovariate(1.0))

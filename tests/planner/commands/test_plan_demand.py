@@ -68,6 +68,9 @@ def test_a_sample_that_is_too_short_gets_no_verdict(
     out = capsys.readouterr().out
     assert "\ncannot tell: 100 requests are a burst" in out and "run it:" not in out
     assert "are needed: give a longer trace\n" in out
+    assert "of the trace's" not in out, "one sample shares nothing"
+    assert cli.main([*words, "--seeds", "2"]) == 0
+    assert "2 x 100 requests of the trace's 100, which the samples share" in capsys.readouterr().out
 
 
 def test_a_rate_that_takes_too_many_requests_is_planned_in_equal_parts(

@@ -475,6 +475,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             per_token = 1e6 * self.prefill.path.seconds_per_token
             times += f"; path of a request {1e3 * path:.3g} ms + {per_token:.3g} us/token"
         traffic = f"traffic: {self.workload.name}, {self.seeds} x {self.requests} requests"
+        trace = self.workload.trace
+        if trace and self.seeds > 1 and self.seeds * self.requests > len(trace.requests):
+            traffic += f" of the trace's {len(trace.requests)}, which the samples share"
         return [times, f"{traffic}, {self.arrivals.kind} arrivals; link {self.link.name}"]
 
     # --- closed forms ---

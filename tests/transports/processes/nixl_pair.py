@@ -89,9 +89,17 @@ class Sink:
         return self.transport._sources[source.worker.name].state
 
     def pair(self, source: Peer, wanted: nixl.PathState = nixl.PathState.UP) -> None:
-        """Load once, probably by ZMQ, then wait for the state of the NIXL path."""
+        """Load, probably by ZMQ, then wait for the state of the NIXL path.
+
+        A path that is down is tried again only with the next load.
+        """
         self.expect_exact(source)
-        wait(lambda: self.path_state(source) is wanted)
+        end = time.monotonic() + 150.0
+        while (state := self.path_state(source)) is not wanted:
+            assert time.monotonic() < end, f"not {wanted.name} in time, but {state.name}"
+            if state is nixl.PathState.DOWN:
+                self.expect_exact(source)
+            time.sleep(0.002)
 
 
 def wait(done: Callable[[], bool], seconds: float = 150.0) -> None:

@@ -63,6 +63,7 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns its exit status."""
     standard_streams.open_closed()
+    standard_streams.write_any_text()
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
     extra = words[end + 1 :]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from contextlib import suppress
@@ -31,6 +32,16 @@ def open_closed() -> None:
         sys.stdout = _text_of(STANDARD_OUTPUT)
     if sys.stderr is None:
         sys.stderr = _text_of(STANDARD_ERROR)
+
+
+def write_any_text() -> None:
+    """Has standard output show a character that its encoding lacks by its number.
+
+    Names of files and models may have any, and the encoding is that of the locale.
+    """
+    # Of the locale C the handler is `surrogateescape`, which writes a name's bytes as they are.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _text_of(number: int) -> TextIO:

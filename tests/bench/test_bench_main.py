@@ -272,6 +272,7 @@ def test_requests_that_do_not_fit_are_left_out_and_counted(
         ([*LENGTHS, "--arrivals", "trace"], "--arrivals trace needs a --trace"),
         (["--trace", "nowhere"], "--trace nowhere: No such file"),
         ([*LENGTHS, "--vllm", "/nowhere/vllm"], "no program /nowhere/vllm"),
+        ([*LENGTHS, "--save", ""], "--save: an empty text names no file"),
         ([*LENGTHS, "--save", "/nowhere/x"], "/nowhere is not a writable folder"),
         ([*LENGTHS, "--target", "b"], "--target b: give NAME=URL"),
         ([*LENGTHS, "--target", "b=ftp://x"], "ftp://x is not a URL"),

@@ -244,7 +244,7 @@ def test_key_files(tmp_path: Path) -> None:
         keys.create(str(path))
     for text in (b"", b"abc", b"\xff\xfe", b"00" * 31):
         path.write_bytes(text)
-        with pytest.raises(ConfigError, match="vllm-disagg key"):
+        with pytest.raises(ConfigError, match="copy the fleet's file again"):
             keys.load(str(path))
     with pytest.raises(ConfigError, match="No such file"):
         keys.load(str(tmp_path / "none"))
@@ -284,8 +284,16 @@ def test_key_files_that_are_no_step_of_a_rotation(tmp_path: Path) -> None:
         written(tmp_path / "key", OLD, NEW, b"x" * keys.KEY_BYTES)
     with pytest.raises(ConfigError, match="both lines have the same key"):
         written(tmp_path / "key", OLD, OLD)
-    with pytest.raises(ConfigError, match="not 64 hexadecimal digits"):
+    with pytest.raises(ConfigError, match="not 64 hexadecimal digits; copy the fleet's file"):
         written(tmp_path / "key", OLD, b"short")
+
+
+def test_only_a_missing_key_file_is_to_be_made(tmp_path: Path) -> None:
+    """Beside one that is there `vllm-disagg key` would make the key of another fleet."""
+    with pytest.raises(ConfigError, match="make one with: vllm-disagg key"):
+        keys.load(str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"Is a directory$"):
+        keys.load(str(tmp_path))
 
 
 @pytest.mark.parametrize(

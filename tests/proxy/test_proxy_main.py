@@ -60,6 +60,7 @@ def parsed(*flags: str) -> argparse.Namespace:
         ([*D, "--api-key-file", "/nonexistent"], "--api-key-file /nonexistent"),
         ([*D, "--admin-key-file", "/dev/null"], "--admin-key-file /dev/null: the file has no key"),
         ([*D, "--admin-key", "k", "--admin-key-file", "/dev/null"], "exclude each other"),
+        ([*D, "--api-key", "k", "--host", ""], "--host: an empty text names no address"),
     ],
 )
 def test_bad_settings_are_one_line(
@@ -201,7 +202,9 @@ async def test_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         process = await start(*D, "--port", str(taken.getsockname()[1]))
         _, error = await process.communicate()
-        assert process.returncode == 1 and b"cannot listen on" in error and error.count(b"\n") == 1
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        expected = f"vllm-disagg proxy: cannot listen on {address}: Address already in use\n"
+        assert (process.returncode, error.decode()) == (1, expected)
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])

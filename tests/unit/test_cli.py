@@ -193,6 +193,14 @@ def test_a_reader_that_has_left_is_no_error(tmp_path: Path, unbuffered: str) -> 
     assert (ended.returncode, ended.stderr) == (cli.READER_LEFT_STATUS, "")
 
 
+def test_a_name_that_the_locale_cannot_show_is_no_error(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "vllm_disagg", "key", str(tmp_path / "schl\u00fcssel")]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "schl\\xfcssel" in ended.stdout
+
+
 @pytest.mark.parametrize("streams", ["2>&-", "2>/dev/full", "0<&- 2>&-", "1>&-", "1>/dev/full"])
 @pytest.mark.parametrize("words", [["key", "/nowhere/key"], ["key", "--wrong"]])
 def test_an_error_is_one_line_on_a_stream_that_is_open(words: list[str], streams: str) -> None:

@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
     objectives = GoodputObjectives(args.ttft, args.tpot, args.attainment)
     schedule = _workload(args)
     vllm = load.find(args.vllm)
-    if args.save:
+    if args.save is not None:
         _check_save(args.save)
     targets = _targets(args.target, args.gpus)
     schedule = _fitting(schedule, targets, args.requests)
@@ -331,6 +331,8 @@ def _gpus(words: Sequence[str], names: Sequence[str]) -> dict[str, int]:
 
 def _check_save(name: str) -> None:
     """Raises ConfigError before any work if --save cannot be written."""
+    if not name:  # a variable that is not set
+        raise ConfigError("--save: an empty text names no file; leave the flag out")
     if not find_spec("matplotlib"):
         raise ConfigError(
             "--save needs matplotlib, which is not installed: pip install 'vllm-disagg[plot]'"

@@ -97,10 +97,13 @@ def load(path: str, *, insecure: bool = False) -> FleetKey:
         return FleetKey(None, insecure=insecure)
     try:
         text = Path(path).read_text().strip()
-    except OSError as error:
+    except FileNotFoundError as error:
         raise ConfigError(
             f"key file {path}: {error.strerror}; make one with: vllm-disagg key {path}"
+            " (once for the fleet: copy it to each machine)"
         ) from None
+    except OSError as error:  # such as a file of another user: a new key would be another fleet's
+        raise ConfigError(f"key file {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         text = ""
     except ValueError:
@@ -119,8 +122,7 @@ def load(path: str, *, insecure: bool = False) -> FleetKey:
         key = FleetKey(first, second=second)
     except (ValueError, ConfigError):
         raise ConfigError(
-            f"key file {path}: not {2 * KEY_BYTES} hexadecimal digits; "
-            f"make one with: vllm-disagg key {path}"
+            f"key file {path}: not {2 * KEY_BYTES} hexadecimal digits; copy the fleet's file again"
         ) from None
     warn_of_mode(path)
     return key

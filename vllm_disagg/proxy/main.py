@@ -6,8 +6,10 @@ import argparse
 import asyncio
 import gc
 import logging
+import os
 import resource
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -405,7 +407,7 @@ def run(args: argparse.Namespace) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_until_signal(settings))
     except (OSError, UnicodeError) as error:  # UnicodeError: no name that DNS can have
-        reason = getattr(error, "strerror", None) or "it is no host name"
+        reason = _reason(error)
         address = f"{settings.host}:{settings.port}"
         print(f"vllm-disagg proxy: cannot listen on {address}: {reason}", file=sys.stderr)
         return refused_status
@@ -416,6 +418,15 @@ def run(args: argparse.Namespace) -> int:
         print(f"vllm-disagg proxy: {misfits.exceptions[0]}", file=sys.stderr)
         return refused_status
     return 0
+
+
+def _reason(error: OSError | UnicodeError) -> str:
+    """Returns why an address cannot be listened on, in the system's words alone."""
+    if isinstance(error, UnicodeError):
+        return "it is no host name"
+    if isinstance(error, socket.gaierror):  # its numbers are not those of `os.strerror`
+        return error.strerror or "it is no host name"
+    return os.strerror(error.errno) if error.errno else str(error)
 
 
 async def _until_signal(settings: ProxySettings) -> None:

@@ -111,6 +111,8 @@ def from_arguments(args: argparse.Namespace) -> ProxySettings:
         raise ConfigError("at least one --decode URL is needed, or another way to find instances")
     check_numbers(args)
     check_roles(args)
+    if not args.host:  # it would listen on all addresses
+        raise ConfigError("--host: an empty text names no address; leave the flag out")
     if not 0 <= args.port < 65536:
         raise ConfigError(f"--port: {args.port} is not a port")
     api_keys = _api_keys(args, admin_key)

@@ -464,6 +464,7 @@ def test_a_profile_of_several_gpus_is_served_with_as_many(tmp_path: Path) -> Non
         ),
         (["plan", "--coefficients", "distserve-a100", "--model", "opt-175b"], "has no opt-175b"),
         (["plan", *QUICK, "--gpus", "0"], "--gpus: 0 is too few"),
+        (["plan", *QUICK, "--report", ""], "--report: an empty text names no folder"),
         (["plan", *QUICK, "--gpus", "513"], "--gpus: 513 is too many: give 512 or fewer"),
         (["plan", "--live", "http://h:1", "--report", "d"], "--report goes without --live"),
         (["plan", "--live", "http://h:1", "--by", "gpus"], "--by goes without --live"),

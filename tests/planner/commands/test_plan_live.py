@@ -236,6 +236,11 @@ def test_a_fleet_without_a_ratio_is_said(rows: list[object], words: str) -> None
         live.instances(json.dumps(rows).encode())
 
 
+def test_an_answer_that_is_too_deep_is_no_proxys() -> None:
+    with pytest.raises(ConfigError, match="not the answer of a vllm-disagg proxy: give its URL"):
+        live.instances(b"[" * 100_000)
+
+
 def test_data_parallel_ranks_are_refused_before_their_pages_are_read(
     proxy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

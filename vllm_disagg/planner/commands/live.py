@@ -182,9 +182,9 @@ def instances(body: bytes) -> tuple[list[str], list[str]]:
         usable = [row for row in rows if row["usable"] and not row.get("leaving")]
         prefills = [row["url"] for row in usable if row["role"] == "prefill"]
         decodes = [row["url"] for row in usable if row["role"] == "decode"]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise ConfigError(
-            f"--live: /disagg/instances is not the answer of a vllm-disagg proxy: {error!r}"
+            "--live: /disagg/instances is not the answer of a vllm-disagg proxy: give its URL"
         ) from None
     if not prefills or not decodes:
         found = f"{len(prefills)} prefill and {len(decodes)} decode instances"

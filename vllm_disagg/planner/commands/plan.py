@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--gpus: {args.gpus} is too many: give {MAX_GPUS} or fewer")
     if args.jobs < 0:
         raise ConfigError(f"--jobs: {args.jobs} is not a number of processes")
-    if args.report:
+    if args.report is not None:
         report.check(args.report)
     planned = flags.read(args, args.gpus, "--gpus")
     scenario = criteria.counted(planned.scenario, args)

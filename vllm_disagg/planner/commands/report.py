@@ -30,6 +30,8 @@ TITLES = ("Goodput by rate", "Attainment by rate", "Goodput per GPU by numbers o
 
 def check(directory: str) -> None:
     """Raises ConfigError before any work if the report cannot be written."""
+    if not directory:  # a variable that is not set
+        raise ConfigError("--report: an empty text names no folder; leave the flag out")
     if not find_spec("matplotlib"):
         raise ConfigError(
             "--report needs matplotlib, which is not installed: pip install 'vllm-disagg[plot]'"

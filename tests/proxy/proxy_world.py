@@ -596,6 +596,7 @@ class World:
         """Waits until these engines, or all, have answered a full probe, even if not usable."""
         await until(lambda: all(engine.told for engine in engines or self.prefills + self.decodes))
         await asyncio.sleep(0.1)
+        await settle()
 
     async def until_waiting(self, count: int) -> None:
         """Waits until this number of requests wait in the proxy's queues."""

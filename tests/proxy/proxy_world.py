@@ -650,7 +650,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def until(condition: Callable[[], Any], limit: float = 50.0) -> None:
+async def until(condition: Callable[[], Any], limit: float = 200.0) -> None:
     """Waits for a condition, plain or a coroutine."""
     async with asyncio.timeout(limit):
         while True:

@@ -327,6 +327,9 @@ def test_one_log_folder_serves_one_deployment(up: Callable[..., Up], tmp_path: P
     for name in ("b", "c"):
         (tmp_path / name).mkdir()
     second = Up(tmp_path / "b", flags=("--log-dir", str(tmp_path / "logs")))
+    eventually(lambda: second.process.poll() is not None or bool(second.leaders()))
+    if second.leaders():
+        second.process.kill()  # the guard ends its children
     code, said = second.end()
     assert code == 2 and said == (
         f"vllm-disagg up: --log-dir {tmp_path}/logs: another up (process {first.process.pid})"
@@ -346,9 +349,14 @@ def test_a_child_that_ends_starts_again(up: Callable[..., Up]) -> None:
     started_with = guard.members([int(pid)])
     assert len(started_with) == 2  # it has a descendant
     os.kill(int(pid), signal.SIGKILL)
-    eventually(lambda: (running.pids / "decode").read_text() not in (pid, ""))
-    assert guard.members([int(pid)]) == [], "the descendants of the dead one are ended, too"
+    eventually(
+        lambda: (
+            running.process.poll() is not None
+            or (running.pids / "decode").read_text() not in (pid, "")
+        )
+    )
     assert running.process.poll() is None
+    assert guard.members([int(pid)]) == [], "the descendants of the dead one are ended, too"
     assert running.process.stderr
     ended = False
     for line in running.process.stderr:

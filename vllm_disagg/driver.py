@@ -393,15 +393,20 @@ class Driver:
                 case events.SumBlocks():
                     assert self._summer is not None, "the receiver was told of no summer"
                     self._summer.start(action)
+                case events.GiveUpPath():
+                    self._transports.give_up(action.source, action.transport)
                 case events.LookupResult():
                     self._outcomes.report(action)
-                # A request that was cancelled is no failure, and such lines would hide the others.
                 case events.LoadResult():
-                    if action.reason not in (None, events.Reason.CANCELLED):
-                        self._trace.log_failure(action)
-                    self._outcomes.report(action)
+                    self._report_load(action)
                 case _:
                     assert_never(action)
+
+    def _report_load(self, result: events.LoadResult) -> None:
+        # A request that was cancelled is no failure, and such lines would hide the others.
+        if result.reason not in (None, events.Reason.CANCELLED):
+            self._trace.log_failure(result)
+        self._outcomes.report(result)
 
     def _send_piece(self, action: events.SendPiece) -> None:
         # The address comes from the receiver: its transport may be unknown here.

@@ -14,10 +14,11 @@ import pytest
 from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.layout import Axis, LayerLayout, RankLayout, StridedRegion, uniform
 from vllm_disagg.kv.reshard import plan
-from vllm_disagg.protocol import messages
+from vllm_disagg.protocol import compared_paths, messages
 from vllm_disagg.protocol.events import (
     CancelReads,
     ClockTick,
+    GiveUpPath,
     GroupBlocks,
     LayersSummed,
     LoadCancelled,
@@ -777,6 +778,136 @@ def test_sums_of_a_load_that_has_ended_have_no_effect() -> None:
     side = settling()
     side.handle(LoadCancelled("t"), 0.3)
     assert side.handle(LayersSummed("t", "p", SUMS), 0.4) == []
+
+
+FAST = TransportChanged("p", "fast:1")
+SLOW = TransportChanged("p", "slow:1")
+
+
+def compare(
+    side: Receiver, theirs: list[int], source: str = "p", halfway: TransportChanged | None = None
+) -> list[ReceiverAction]:
+    """Loads 8 tokens; returns what follows from the comparison with the sums of the source."""
+    side.handle(wanted(source), 0.0)
+    for number, tokens in ((0, 4), (1, 8)):
+        progress = messages.Progress("t", source, "d", tokens, tokens, 0)
+        side.handle(progress, 0.1)
+        side.handle(completed(number), 0.2)
+        if halfway is not None:
+            side.handle(halfway, 0.2)
+    side.handle(LayersSummed("t", source, SUMS), 0.3)
+    actions = side.handle(messages.Confirm("t", source, "d", valid=True, sums=theirs), 0.4)
+    side.validate()
+    return actions
+
+
+def comparing(change: TransportChanged = FAST) -> Receiver:
+    side = Receiver("d", "slow:1", 0, SHAPE, sums_blocks=True)
+    side.handle(change, 0.0)
+    return side
+
+
+WRONG = [5, 6]
+
+
+def test_the_third_mismatch_over_a_path_gives_it_up() -> None:
+    side = comparing()
+    for theirs in (WRONG, SUMS, WRONG, SUMS):
+        assert said(compare(side, theirs)) == ["LoadResult"]
+    given_up, result = compare(side, WRONG)
+    assert given_up == GiveUpPath("p", "fast")
+    assert isinstance(result, LoadResult) and result.reason is Reason.KV_MISMATCH
+
+
+def test_mismatches_far_apart_leave_a_path_in_use() -> None:
+    side = comparing()
+    for _ in range(4):
+        for theirs in (WRONG, *[SUMS] * 7):
+            assert said(compare(side, theirs)) == ["LoadResult"]
+    assert said(compare(side, WRONG)) == ["LoadResult"]
+    assert said(compare(side, WRONG)) == ["GiveUpPath", "LoadResult"]
+
+
+def test_a_path_that_brings_equal_blocks_is_not_remembered() -> None:
+    """Sources come and go for months."""
+    side = comparing()
+    compare(side, WRONG)
+    assert len(side.compared_paths._comparisons) == 1
+    for _ in range(16):
+        compare(side, SUMS)
+    assert not side.compared_paths._comparisons
+
+
+def test_the_number_of_remembered_paths_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compared_paths, "MAX_PATHS", 2)
+    paths = compared_paths.ComparedPaths()
+    for source in "abc":
+        paths.add(source, "fast", is_equal=False)
+    assert [source for source, _ in paths._comparisons] == ["b", "c"]
+
+
+def test_a_mismatch_counts_for_its_own_source_and_transport() -> None:
+    side = comparing()
+    for source, change in (("p", FAST), ("q", FAST), ("p", SLOW), ("q", FAST), ("p", FAST)):
+        side.handle(msgspec.structs.replace(change, source=source), 0.0)
+        assert said(compare(side, WRONG, source)) == ["LoadResult"]
+    assert said(compare(side, WRONG)) == ["GiveUpPath", "LoadResult"]
+
+
+def test_a_load_over_two_transports_judges_neither() -> None:
+    side = comparing()
+    for _ in range(4):
+        side.handle(FAST, 0.0)
+        assert said(compare(side, WRONG, halfway=SLOW)) == ["LoadResult"]
+
+
+def test_loads_in_flight_go_on_when_their_path_is_given_up() -> None:
+    side = comparing()
+    side.handle(msgspec.structs.replace(wanted("p"), transfer="other"), 0.0)
+    progress = messages.Progress("other", "p", "d", 8, 8, 0)
+    assert said(side.handle(progress, 0.0)) == ["PostRead", "ReadRequest"]
+    for _ in range(3):
+        actions = compare(side, WRONG)
+    assert said(actions) == ["GiveUpPath", "LoadResult"]
+    # As the transport that is disconnected tells it.
+    assert said(side.handle(SLOW, 0.5)) == ["TransferRequest"]
+    posted, request = side.handle(completed(0, "cancelled", "other"), 0.5)
+    assert isinstance(posted, PostRead) and posted.address == "slow:1"
+    assert said([request]) == ["ReadRequest"]
+    assert said(side.handle(completed(1, transfer="other"), 0.6)) == ["ReadComplete", "SumBlocks"]
+    side.handle(LayersSummed("other", "p", SUMS), 0.7)
+    confirm = messages.Confirm("other", "p", "d", valid=True, sums=SUMS)
+    (result,) = side.handle(confirm, 0.8)
+    assert isinstance(result, LoadResult) and result.is_verified
+
+
+def test_a_path_that_was_given_up_and_connects_again_is_given_up_again() -> None:
+    side = comparing()
+    for _ in range(3):
+        compare(side, WRONG)
+    side.handle(SLOW, 0.5)
+    assert said(side.handle(wanted("p"), 0.5)) == ["ConnectPeer", "TransferRequest"]
+    side.handle(LoadCancelled("t"), 0.5)
+    side.handle(FAST, 0.5)
+    *_, again = side.handle(wanted("p"), 0.5)
+    assert again == GiveUpPath("p", "fast")
+
+
+def test_no_load_begins_over_a_last_path_that_was_given_up() -> None:
+    side = comparing(SLOW)
+    for _ in range(3):
+        actions = compare(side, WRONG)
+    assert actions[0] == GiveUpPath("p", "slow")
+    actions = side.handle(wanted("p"), 0.5)
+    assert said(actions) == ["ConnectPeer", "TransferRequest", "Abort", "LoadResult"]
+    result = actions[-1]
+    assert isinstance(result, LoadResult) and result.reason is Reason.KV_MISMATCH
+    assert result.detail == "too many mismatches from p, and no other transport is up"
+    assert not side.transfers
+    # A restarted source has another name.
+    assert said(compare(side, SUMS, "q")) == ["LoadResult"]
+    side.handle(FAST, 0.6)
+    assert said(compare(side, SUMS)) == ["LoadResult"]
 
 
 def test_a_part_of_the_heads_is_not_compared() -> None:

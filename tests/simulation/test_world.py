@@ -196,6 +196,41 @@ def test_without_sums_these_faults_give_wrong_bytes(fault: str) -> None:
     assert wrong > 10
 
 
+def after_giving_up(world: World, is_fast: bool) -> list[Reason | None]:
+    """Results of the loads that began when their reader had given up a transport."""
+    results = []
+    for rank in world.readers():
+        for (_, is_given_up_fast), begun in rank.reading.given_up.items():
+            if is_given_up_fast == is_fast:
+                later = rank.reading.begun - begun
+                results += [world.outcomes[rank.name, transfer] for transfer in later]
+    return results
+
+
+@pytest.mark.parametrize("topology", EQUAL_RANKS[:2], ids=str)
+def test_a_transport_that_corrupts_is_given_up_and_the_next_one_is_exact(topology: Any) -> None:
+    mismatches = 0
+    later: list[Reason | None] = []
+    for seed in range(max(5, SEEDS // 200)):
+        chaos = frozenset({"connect", "rot fast"})
+        world = World(seed, chaos, 24, topology, has_gpus=seed % 2 == 1).run(1500)
+        mismatches += list(world.outcomes.values()).count(Reason.KV_MISMATCH)
+        later += after_giving_up(world, is_fast=True)
+    assert mismatches > 5 and len(later) > 5
+    assert not any(later)
+
+
+@pytest.mark.parametrize("topology", EQUAL_RANKS[:2], ids=str)
+def test_where_the_last_transport_corrupts_no_load_begins_any_more(topology: Any) -> None:
+    """D computes its prompts itself, and P holds no blocks for it."""
+    later: list[Reason | None] = []
+    for seed in range(max(5, SEEDS // 200)):
+        world = World(seed, frozenset({"rot slow"}), 24, topology, has_gpus=seed % 2 == 1).run(1500)
+        later += after_giving_up(world, is_fast=False)
+    assert len(later) > 5
+    assert set(later) == {Reason.KV_MISMATCH}
+
+
 @pytest.mark.parametrize("has_gpus", [False, True])
 def test_a_seed_replays_bit_for_bit(has_gpus: bool) -> None:
     assert run(7, frozenset(CHAOS), has_gpus).log == run(7, frozenset(CHAOS), has_gpus).log

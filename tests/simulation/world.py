@@ -49,7 +49,9 @@ CHANCES = {
     "stand": 4,  # P's vLLM stands still while its workers' threads live
     "blind": 1,  # a rank cannot wait for its GPU any more
     "unsum": 20,  # a rank cannot sum the blocks of a prompt any more
-}  # the last three: in worlds of their own
+    "rot fast": 100,  # a transport brings other bytes, whatever it is asked for
+    "rot slow": 100,
+}  # the last five: in worlds of their own
 MOODS = (
     0,
     1,
@@ -325,6 +327,8 @@ class World:
         after.
         """
         address = side.name
+        if what == "connect" and (source.name, True) in side.reading.given_up:
+            return
         if what == "connect":
             address = side.reading.come_up(source.name)
         elif what == "break":

@@ -42,7 +42,8 @@ class Engine:
         ]
         world.sides |= {rank.label: rank for rank in self.ranks}
         self.block_size = self.ranks[0].kind.block_size
-        self.free = list(range(1, 2 * POOL // self.block_size))
+        pool = POOL * max(1, len(world.lengths) // 4)
+        self.free = list(range(1, 2 * pool // self.block_size))
         self.dirty: list[int] = []  # freed, to be overwritten when the engine runs next
         self.owner: dict[int, str] = {}  # block -> transfer that is loaded into it
         self.workers = [WorkerInfo(rank.name, "", "", holds=rank.shape) for rank in self.ranks]

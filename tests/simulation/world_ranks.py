@@ -40,7 +40,7 @@ Place = tuple[int, int, int, int]  # layer, head, block, slot
 LIAR = "p0.99"
 BACK = "b"  # ends the name of a transfer from D to P, of the same prompt
 STATES = -1  # in place of a window: a state of the whole prompt
-FAST = "+fast"  # follows a rank's name in addresses of its second transport; then the epoch
+FAST = "+fast:"  # follows a rank's name in addresses of its second transport; then the epoch
 FAST_PIECE_BYTES = 200  # of one piece at that transport; five times those of the other
 FOR_SERVING = (
     events.BlocksScheduled,
@@ -438,12 +438,20 @@ class Reading(Half):
         self.fast_addresses: dict[str, str] = {}  # by source, of those that it connects
         self.by_address = 0  # pieces that were read so
         self.landed: set[tuple[str, int]] = set()
+        # By source and whether it is the fast one: the loads that had begun when it was given up.
+        self.given_up: dict[tuple[str, bool], set[str]] = {}
+        self.begun: set[str] = set()  # loads
 
     def receive(self, raw: bytes) -> None:
         message = messages.decode_at_receiver(raw)
         self.handle_unless_stray(
             message, message.reader != self.rank.name or message.source.endswith(LIAR)
         )
+
+    def handle(self, event: object) -> None:
+        if isinstance(event, events.LoadRequested):
+            self.begun.add(event.transfer)
+        super().handle(event)
 
     def carry_out(self, action: events.ReceiverAction) -> None:
         match action:
@@ -457,6 +465,8 @@ class Reading(Half):
                     transport.posted.cancel(action.transfer, action.numbers)
             case events.SumBlocks():
                 self.summing.append(action)
+            case events.GiveUpPath():
+                self.give_up(action)
             case events.LookupResult():
                 self.rank.engine.found(action)
             case events.LoadResult():
@@ -501,6 +511,16 @@ class Reading(Half):
                 self.fast.copies.remove(copy)
                 self.fast.completed.append(self.fast.posted.end(copy.read, copy.status))
         self.fast.posted.flush(source)
+
+    def give_up(self, action: events.GiveUpPath) -> None:
+        """As the driver: the fast transport is disconnected, and does not connect again."""
+        path = (action.source, action.transport != self.rank.name)
+        if path in self.given_up:
+            return
+        self.given_up[path] = set(self.begun)
+        if path[1]:
+            self.break_down(action.source)
+            self.rank.inbox.append(events.TransportChanged(action.source, self.rank.name))
 
     def read_by_address(self) -> None:
         """Begins a read of what the source's memory holds just now, whatever its machine knows."""
@@ -581,10 +601,11 @@ class Reading(Half):
     def falsify(self, action: events.PostRead, content: list[str]) -> tuple[list[int], int]:
         """Faults of a copy that no checksum sees; returns (blocks, number of the lost cell)."""
         blocks, lost = list(action.blocks), -1
+        rot = "rot fast" if FAST in action.address else "rot slow"
         if len(blocks) > 1 and self.world.roll("swap"):
             self.world.falsified.add(action.transfer)
             blocks[:2] = blocks[1::-1]
-        if self.world.roll("stale"):
+        if self.world.roll("stale") or rot in self.world.chaos:
             self.world.falsified.add(action.transfer)
             lost = self.world.random.randrange(len(content))
         return blocks, lost
@@ -629,7 +650,9 @@ class Reading(Half):
             unended = {transfer for transfer, _ in transport.unended_keys}
             assert report.transfer not in unended, "reported while a read is posted"
         if report.reason is Reason.KV_MISMATCH:
-            assert report.transfer in self.world.falsified, f"a false alarm: {report}"
+            is_refused = bool(self.given_up) and not report.bytes_landed
+            is_false_alarm = report.transfer not in self.world.falsified and not is_refused
+            assert not is_false_alarm, f"a false alarm: {report}"
             assert report.detail, "no layer is named"
         is_summed = self.world.sums and report.transfer not in self.world.unsummed
         if report.reason is None and is_summed and self.world.has_equal_ranks:

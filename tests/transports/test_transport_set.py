@@ -137,6 +137,54 @@ def test_a_sender_that_is_given_up_is_disconnected_by_all_transports(
     assert not transports.zmq.links and not transports._control.links
 
 
+def test_a_transport_that_is_given_up_does_not_connect_to_that_worker_any_more(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    transports = make("fast", "slow")
+    transports.connect(peer("fast", "slow"))
+    for _ in range(2):
+        transports.give_up("p/0", "fast")
+        transports.connect(peer("fast", "slow"))
+    transports.connect(peer("fast", name="p/1"))
+    assert calls(transports, "fast") == [
+        ("connect", "p/0"),
+        ("disconnect", "p/0"),
+        ("connect", "p/1"),
+    ]
+    assert calls(transports, "slow") == [("connect", "p/0")] * 3
+    [line] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert line == (
+        "fast: given up for p/0, because it has brought other bytes several times; its KV comes"
+        " by the next transport, until one of the two engines restarts"
+    )
+
+
+def test_zmq_that_is_given_up_stays_connected_and_one_line_tells_it(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    transports = make("fast")
+    transports.connect(peer("fast"))
+    transports.give_up("p/0", "zmq")
+    transports.give_up("p/0", "zmq")
+    assert list(transports.zmq.links) == ["p/0"]
+    assert calls(transports, "fast") == [("connect", "p/0")]
+    [line] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert "without another transport this engine computes its prompts itself" in line
+
+
+def test_what_is_given_up_is_forgotten_with_the_worker(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "MAX_LINKS", 1)
+    transports = make("fast")
+    transports.give_up("p/0", "fast")
+    assert not transports._given_up
+    transports.connect(peer("fast"))
+    transports.give_up("p/0", "fast")
+    transports.connect(peer(name="p/1"))
+    assert not transports._given_up
+
+
 @pytest.mark.parametrize(
     ("setting", "theirs", "level"),
     [

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -26,7 +27,10 @@ from vllm_disagg.kv.fp8 import DECODE, ENCODE
 from vllm_disagg.kv.layout import LayerLayout, RankLayout, StridedRegion
 from vllm_disagg.kv.memory import HostMemory, MemoryPlace
 from vllm_disagg.protocol import events, messages
+from vllm_disagg.protocol.compared_paths import MAX_MISMATCHES
+from vllm_disagg.transports.base import MakeTransport, TransportEvent
 from vllm_disagg.transports.posted_reads import PostedReads
+from vllm_disagg.transports.tcp.transport import TcpTransport
 from vllm_disagg.transports.zmq import control, half_open, link_watch
 from vllm_disagg.transports.zmq.transport import ZmqTransport
 
@@ -55,11 +59,12 @@ def start() -> Iterator[Callable[..., Driver]]:
         key: keys.FleetKey = KEY,
         rank: int = 0,
         summer: BlockSummer | None = None,
+        transports: Mapping[str, MakeTransport] | None = None,
         **settings: object,
     ) -> Driver:
         # A crowded machine stops a driver for seconds.
         config = Config(**{"peer_timeout": LIMIT_SECONDS / 2, **settings})  # type: ignore[arg-type]
-        drivers.append(Driver(config, key, memory, rank, summer=summer))
+        drivers.append(Driver(config, key, memory, rank, transports, summer))
         return drivers[-1]
 
     yield make
@@ -855,3 +860,49 @@ def test_blocks_are_compared_before_a_load_is_reported(
         assert report.reason is events.Reason.KV_MISMATCH
         assert report.detail == f"layer 2 of this rank has other bytes than at {p.name}"
     assert outcome(p) == events.ReleaseBlocks(transfer, delivered=True)
+
+
+class RottenTcp(TcpTransport):
+    """Clears a row of the first block behind the checksum of each piece."""
+
+    def poll_events(self, ready: Collection[object]) -> Iterator[TransportEvent]:
+        for event in super().poll_events(ready):
+            if isinstance(event, events.ReadCompleted):
+                assert isinstance(self._port.memory, HostMemory)
+                self._port.memory.planes[0][0][0] = 0
+            yield event
+
+
+def test_a_transport_that_corrupts_is_replaced_by_the_next_one(
+    start: Callable[..., Driver], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    ours, theirs = memory(48, None), memory(48, 1)
+    transports = {"tcp": RottenTcp}
+    at_p, at_d = SlowSummer(theirs), SlowSummer(ours)
+    for summer in (at_p, at_d):
+        summer.may_end.set()
+    p = start(theirs, summer=at_p, transports=transports)
+    d = start(ours, summer=at_d, transports=transports)
+    source, target = [3, 4, 5], [0, 2, 4]
+    sums = [SummedBlocks(0, block_sums(theirs, layer, source)) for layer in range(LAYERS)]
+
+    def load(number: int) -> events.Reason | None:
+        transfer = f"{number:032x}"
+        d.submit([wanted(p, d, transfer, target, 0, 40)])
+        p.submit([events.BlocksScheduled(transfer, 40, [source])])
+        p.submit([events.BlocksSummed(transfer, 40, sums)])
+        p.submit([events.LayersComputed(transfer, LAYERS), events.PrefillFinished(transfer)])
+        report = outcome(d)
+        assert isinstance(report, events.LoadResult)
+        assert outcome(p) == events.ReleaseBlocks(transfer, delivered=True)
+        return report.reason
+
+    assert load(0) is None  # by ZMQ, while TCP connects
+    wait_until(lambda: any(line.startswith("tcp: connected") for line in caplog.messages))
+    reasons = [load(number) for number in range(1, 9)]
+    wrong = [events.Reason.KV_MISMATCH] * MAX_MISMATCHES
+    assert reasons == wrong + [None] * (len(reasons) - MAX_MISMATCHES)
+    assert (ours.planes[0][0][0] == theirs.planes[0][0][3]).all()
+    lines = [line for line in caplog.messages if line.startswith("tcp: given up for")]
+    assert len(lines) == 1

@@ -271,6 +271,16 @@ class SumBlocks(msgspec.Struct, frozen=True, tag=True):
         return LayersSummed(self.transfer, self.source, sums)
 
 
+class GiveUpPath(msgspec.Struct, frozen=True, tag=True):
+    """Takes no piece of this source by this transport any more: it has brought other bytes.
+
+    May come again.  The loads in flight go on: each is compared, or its pieces come elsewhere.
+    """
+
+    source: str
+    transport: str
+
+
 class LookupResult(msgspec.Struct, frozen=True, tag=True):
     """Reports that all sources of a lookup have at least `tokens` tokens; 0 if one refuses."""
 
@@ -317,7 +327,14 @@ ReceiverEvent = (
     | messages.ToReceiver
 )
 ReceiverAction = (
-    ConnectPeer | SendMessage | PostRead | CancelReads | SumBlocks | LookupResult | LoadResult
+    ConnectPeer
+    | SendMessage
+    | PostRead
+    | CancelReads
+    | SumBlocks
+    | GiveUpPath
+    | LookupResult
+    | LoadResult
 )
 ForSender = BlocksScheduled | PrefillFinished | BlocksRevoked
 ForReceiver = LoadRequested | LookupRequested | LoadSkipped | LoadCancelled

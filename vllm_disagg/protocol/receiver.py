@@ -18,6 +18,8 @@ MOVING    Repeats TransferRequest, takes Progress, and requests the pieces that 
 SETTLING  All bytes are in place.  Repeats ReadComplete until the source confirms.  Meanwhile the
           blocks are summed, where whole blocks were read and memories can sum them.  The
           source's Confirm has the sums of its own blocks.  A difference fails the transfer.
+          Repeated ones give up the transport that brought the blocks (`compared_paths.py`).
+          A load whose source has no other transport left fails when it is requested.
 DRAINING  The transfer has failed and its reads are cancelled, but a piece may still be written
           into its blocks.  Reporting earlier would let vLLM give the blocks to another request
           and change its tokens.
@@ -59,11 +61,13 @@ from typing import assert_never
 from ..kv.extents import Extent
 from ..kv.layout import RankLayout
 from . import messages
+from .compared_paths import ComparedPaths
 from .events import (
     BlocksAtSource,
     CancelReads,
     ClockTick,
     ConnectPeer,
+    GiveUpPath,
     LayersSummed,
     LoadCancelled,
     LoadRequested,
@@ -155,6 +159,7 @@ class SourceRecord:
     # By KV-cache group: ids of the source's blocks, from the prompt's first one on.
     blocks: dict[int, list[int]] = field(default_factory=dict)
     uncounted_bytes: int = 0  # read without a ReadRequest
+    transports: set[str] = field(default_factory=set)  # that have written pieces
     # From the last Progress.  Kept, because an older one may arrive after it.
     tokens_final: int = 0
     tokens_partial: int = 0
@@ -266,6 +271,7 @@ class Receiver:
         self.sums_blocks = sums_blocks
         self.transfers: dict[str, IncomingTransfer] = {}
         self.lookups = Lookups(name, rank, keepalive_interval)
+        self.compared_paths = ComparedPaths()
         # By source: where its pieces arrive, if not at `address`.
         self.addresses: dict[str, str] = {}
         # By source: the limit of one piece, if not `piece_bytes`.
@@ -366,6 +372,16 @@ class Receiver:
             # The connection first: without one the message would be dropped.
             actions.append(ConnectPeer(worker))
             actions.append(self._transfer_request(event.transfer, source))
+        for source in t.sources.values():
+            address = self._address_for(source.name)
+            if not self.compared_paths.is_given_up(source.name, _transport(address)):
+                continue
+            # No transport is left below that of our own address.
+            if address == self.address:
+                t.detail = f"too many mismatches from {source.name}, and no other transport is up"
+                return actions + self._fail(event.transfer, Reason.KV_MISMATCH, now)
+            # It has connected anew since.
+            actions.append(GiveUpPath(source.name, _transport(address)))
         # A rank that reads nothing has no sources and is settled at once.
         return actions + self._report_if_settled(event.transfer, t, now)
 
@@ -497,6 +513,7 @@ class Receiver:
         t.last_progress = now
         if piece.source in self.queues:
             self.landed_at[piece.source] = now
+        source.transports.add(_transport(piece.address))
         source.bytes_remaining -= piece.bytes
         if not piece.is_requested:
             source.uncounted_bytes += piece.bytes
@@ -643,11 +660,26 @@ class Receiver:
         if source.compared and source.confirmed_sums:
             if source.sums is None:
                 return []
-            if source.sums != source.confirmed_sums:
+            is_equal = source.sums == source.confirmed_sums
+            # Blocks that came over two transports judge neither.
+            if len(source.transports) == 1:
+                [transport] = source.transports
+                self.compared_paths.add(source.name, transport, is_equal)
+            if not is_equal:
                 t.detail = _difference(source)
-                return self._fail(name, Reason.KV_MISMATCH, now, informed=source.name)
+                given_up = self._given_up_paths(source)
+                return given_up + self._fail(name, Reason.KV_MISMATCH, now, informed=source.name)
         source.state = SourceState.SETTLED
         return self._report_if_settled(name, t, now)
+
+    def _given_up_paths(self, source: SourceRecord) -> list[ReceiverAction]:
+        # Other loads go on: what a path has brought is judged by their own comparisons.
+        is_given_up = self.compared_paths.is_given_up
+        return [
+            GiveUpPath(source.name, transport)
+            for transport in source.transports
+            if is_given_up(source.name, transport)
+        ]
 
     # Time -----------------------------------------------------------------------------------------
     def _on_tick(self, now: float) -> list[ReceiverAction]:
@@ -1023,6 +1055,10 @@ class Receiver:
         assert self.landed_at.keys() <= self.queues.keys()
         # A credit that is lost narrows the window forever; one that is given back twice widens it.
         assert in_use == self.credit_in_use, (in_use, self.credit_in_use)
+
+
+def _transport(address: str) -> str:
+    return address.partition(":")[0]
 
 
 def _difference(source: SourceRecord) -> str:

@@ -49,6 +49,8 @@ class TransportSet(Mapping[str, Transport]):
         for name, make in others.items():
             port = self._port(name, config, memory, counters, self.zmq.address)
             self._transports[name] = make(port)
+        # By source with a control link: transports by which no piece of it is taken any more.
+        self._given_up: dict[str, set[str]] = {}
         self._note_ends: dict[str, Transport | LocalLinks] = {LINK: control.local}
         self._note_ends |= self._transports
 
@@ -113,8 +115,10 @@ class TransportSet(Mapping[str, Transport]):
         self.zmq.connect(worker)
         # Names come from another process: those that are unknown here have no effect.
         common = [name for name in self.others if name in worker.carriers]
+        given_up = self._given_up.get(worker.name, ())
         for name in common:
-            self._transports[name].connect(worker)
+            if name not in given_up:
+                self._transports[name].connect(worker)
         if is_new and not common:
             self._log_zmq_only(worker)
         # Without its control channel the evicted worker gets no requests: connections that stay
@@ -122,12 +126,39 @@ class TransportSet(Mapping[str, Transport]):
         if evicted is not None:
             self._disconnect(evicted)
 
+    def give_up(self, source: str, name: str) -> None:
+        """Disconnects a transport from a source for good, because it has brought other bytes.
+
+        Its reads that have begun end as they would have, and the next transport takes the others.
+        ZMQ stays connected, as the receiver begins no load over it any more.
+        """
+        # Without a link no piece comes, and an entry would stay for ever.
+        if source not in self._control.links:
+            return
+        given_up = self._given_up.setdefault(source, set())
+        if name in given_up:
+            return
+        given_up.add(name)
+        consequence = "its KV comes by the next transport"
+        if "zmq" in given_up:
+            consequence = "without another transport this engine computes its prompts itself"
+        log.error(
+            "%s: given up for %s, because it has brought other bytes several times; %s,"
+            " until one of the two engines restarts",
+            name,
+            source,
+            consequence,
+        )
+        if name != "zmq":
+            self._transports[name].disconnect(source)
+
     def close_unwanted_links(self, ready: Collection[object]) -> None:
         """Disconnects senders to which the link is down for long, and which no transfer wants."""
         for sender in self._control.close_unwanted_links(ready):
             self._disconnect(sender)
 
     def _disconnect(self, sender: str) -> None:
+        self._given_up.pop(sender, None)
         for transport in self._transports.values():
             transport.disconnect(sender)
 

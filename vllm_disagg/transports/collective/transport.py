@@ -115,7 +115,7 @@ class CollectiveTransport:
         end = self._senders.get(sender)
         if end is not None:
             # As if the link had failed: this also flushes the posted reads and frees the link.
-            failure = channel.LinkFailed(end.epoch, "evicted")
+            failure = channel.LinkFailed(end.epoch, "disconnected")
             self._handle_as_receiver(sender, failure)
             self._last_epoch = max(self._last_epoch, end.epoch)
             del self._senders[sender]

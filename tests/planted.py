@@ -848,6 +848,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("misses at the edges of a sample count", "planner/simulation/simulator.py", "if self._objective is None or r not in self._counted:", "if self._objective is None:", "tests/planner/search/test_sample_size.py::test_misses_at_the_edges_stop_no_simulation"),
     ("plan gives a verdict of a burst", "planner/search/sample_size.py", "return needed if needed > self.scenario.requests else 0", "return 0", "tests/planner/search/test_sample_size.py"),
     ("a sample is as long as a burst", "planner/search/sample_size.py", "max(MIN_SECONDS, MIN_LATENCIES * sum(served) / len(served))", "MIN_SECONDS / 10", "tests/planner/search/test_sample_size.py"),
+    ("an interrupted plan waits for its placements", "planner/search/optimizer.py", "                worker.terminate()\n", "                pass\n", "tests/planner/search/test_planner_search.py::test_an_interrupted_search_waits_for_no_placement"),
     ("workers of a killed plan live on", "planner/search/optimizer.py", "    parent.join()\n", "    threading.Event().wait()\n", "tests/planner/commands/test_plan_commands.py::test_a_killed_plan_leaves_no_process"),
     ("the trace keeps the block ids of long prompts", "trace.py", "    messages.Progress: {\"blocks\": []},\n", "", "tests/unit/test_trace.py"),
     ("a receiver waits for sums that never come", "protocol/sender.py", "        return any(extent.token_end > t.tokens_final for extent in extents)", "        return any(extent.token_end > t.tokens_summed for extent in extents)", "tests/protocol/test_sender.py"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import signal
 
 import msgspec
 import pytest
@@ -99,6 +101,23 @@ def test_processes_change_nothing() -> None:
     assert [one[0] for one in both] == alone
     assert all(alone)
     assert totals == [{len(each)} for each in listed]
+
+
+def test_an_interrupted_search_waits_for_no_placement(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers: list[multiprocessing.Process] = []
+
+    def interrupted(*_: object, **__: object) -> None:
+        workers.extend(multiprocessing.active_children())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(optimizer, "wait", interrupted)
+    scenario = distserve_scenario("opt-13b", 0.2, 3, 60, 2)
+    rates = dict.fromkeys(optimizer.disaggregated(scenario), 0.0)
+    candidates = optimizer.Candidates(rates, _check_progress)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.search_kinds(scenario, [candidates], 2, 2, (scenario.criterion.units,))
+    assert [worker.exitcode for worker in workers] == [-signal.SIGTERM] * len(workers)
+    assert workers
 
 
 def test_a_bisection_ends_only_after_a_failure_and_brackets_the_threshold() -> None:

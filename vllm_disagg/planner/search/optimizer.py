@@ -459,6 +459,9 @@ def _search_in_processes(scenario: Scenario, searches: Sequence[KindSearch], job
                 for future in wait(pending, return_when=FIRST_COMPLETED).done:
                     pending.pop(future).record(future.result())
         except BaseException:
+            # A worker would end its placement first, which may take minutes.
+            for worker in pool._processes.values():
+                worker.terminate()
             pool.shutdown(cancel_futures=True)
             raise
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import signal
+from multiprocessing.process import BaseProcess
 
 import msgspec
 import pytest
@@ -104,7 +105,7 @@ def test_processes_change_nothing() -> None:
 
 
 def test_an_interrupted_search_waits_for_no_placement(monkeypatch: pytest.MonkeyPatch) -> None:
-    workers: list[multiprocessing.Process] = []
+    workers: list[BaseProcess] = []
 
     def interrupted(*_: object, **__: object) -> None:
         workers.extend(multiprocessing.active_children())

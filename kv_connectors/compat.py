@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from vllm import _custom_ops as ops
 from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.attention.backends import cpu_attn
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 from vllm_disagg.errors import ConfigError
@@ -129,6 +131,12 @@ def attention_backends(vllm_config: Any, names: Sequence[str]) -> dict[str, str]
 # The name of the layout in which the bytes of one head of a block are together. None before
 # vLLM 0.32, where the heads of a tensor are not known and blocks move whole.
 HEADS_TOGETHER = "LBHNC" if find_spec("vllm.v1.kv_cache_layout") else None
+
+
+def cache_name(lora: Any) -> str:
+    """Returns what vLLM's prefix cache tells an adapter by: its name, as of 0.32 also its path."""
+    keys = getattr(kv_cache_utils, "_gen_lora_extra_hash_keys", None)
+    return repr(keys(SimpleNamespace(lora_request=lora))) if keys else str(lora.lora_name)
 
 
 # Hooks that vLLM has not --------------------------------------------------------------------------

@@ -6,6 +6,9 @@ Theory of adapters. vLLM loads an adapter's files at the start, at `add_lora`, o
 request that names it, and may load them again later. The KV depends on the files as loaded. So
 `note_adapter` records size, times and inode of the files before vLLM loads them. A prompt has a
 digest only while the files are unchanged since; otherwise old and new files are both possible.
+
+Nor has it one after other files were loaded under the same cache name: vLLM then finds KV of the
+earlier files in its prefix cache. A cache name is an adapter's name; as of vLLM 0.32 with its path.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import compat
 from .fingerprint import WEIGHTS, digest, sample_files
 
 if TYPE_CHECKING:
@@ -32,6 +36,8 @@ MAX_CACHED_DIGESTS = 1024  # of adapters' files
 FileStamps = list[tuple[str, int, int, int, int]]  # name, size, mtime, ctime in ns, inode
 AdapterKey = tuple[str, int]  # path, vLLM's number of the adapter
 _stamps_at_load: dict[AdapterKey, FileStamps] = {}
+_first_files: dict[str, tuple[str, FileStamps]] = {}  # path and state, by cache name
+_replaced: set[str] = set()  # cache names under which different files were loaded
 
 
 def digest_prompt(request: Request) -> str:
@@ -67,10 +73,15 @@ def note_adapter(lora: Any) -> None:
     if len(_stamps_at_load) >= MAX_ADAPTERS:
         return
     try:
-        _stamps_at_load[key] = _stamp_files(lora.lora_path)
+        stamps = _stamp_files(lora.lora_path)
     except OSError as error:
         _log_unreadable(lora, error)
-        _stamps_at_load[key] = []
+        stamps = []
+    _stamps_at_load[key] = stamps
+    cache_name = compat.cache_name(lora)
+    files = (lora.lora_path, stamps)
+    if _first_files.setdefault(cache_name, files) != files:
+        _replaced.add(cache_name)
 
 
 def _digest_adapter(lora: Any) -> str:
@@ -90,6 +101,14 @@ def _digest_adapter(lora: Any) -> str:
         log.warning(
             "LoRA adapter %s: its files have changed since it was loaded; its requests run without"
             " KV transfers",
+            lora.lora_name,
+        )
+        return ""
+    if compat.cache_name(lora) in _replaced:
+        log.warning(
+            "LoRA adapter %s: other files were loaded under its name before, and their KV may be in"
+            " the prefix cache; its requests run without KV transfers until this engine is"
+            " restarted, or the adapter is loaded under a new name",
             lora.lora_name,
         )
         return ""

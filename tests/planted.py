@@ -353,6 +353,8 @@ MUTANTS: list[tuple[str, ...]] = [
     ("GPU: which head a rank has is guessed", "kv_connectors/gpu/layout.py", "if regions and len(totals) == 1 and", "if regions and", "tests/gpu/test_layout.py"),
     ("layers in alphabetical order", "kv_connectors/kv_layout.py", "int(found[0]) if found else -1\n", "found[0] if found else -1\n", "tests/connector/test_kv_layout.py"),
     ("an adapter's new files pass for the old", "kv_connectors/prompt_digest.py", "    if stamps != _stamps_at_load.get((lora.lora_path, lora.lora_int_id)):\n", "    if False:\n", "tests/connector/test_compatibility.py"),
+    ("KV of an adapter's earlier files passes for its own", "kv_connectors/prompt_digest.py", "    if compat.cache_name(lora) in _replaced:\n", "    if False:\n", "tests/connector/test_compatibility.py"),
+    ("an adapter's cache name is its path", "kv_connectors/compat.py", "    return repr(keys(SimpleNamespace(lora_request=lora))) if keys else str(lora.lora_name)\n", "    return str(lora.lora_path)\n", "tests/connector/test_compatibility.py"),
     ("an adapter's files are noted at its first use", "kv_connectors/compat.py", "        note(lora_request)\n", "", "tests/connector/test_compatibility.py"),
     ("a landing writes back its neighbours' tokens", "kv/relayout.py", "        block[places] = tokens[low - start : high - start].reshape(high - low, *block.shape[outer:])", "        whole = block.copy()\n        whole[places] = tokens[low - start : high - start].reshape(high - low, *block.shape[outer:])\n        block[...] = whole", "tests/kv/test_relayout.py"),
     ("a landing forgets its last block", "kv/relayout.py", "{start // block_size, (end - 1) // block_size}", "{start // block_size}", "tests/kv/test_relayout.py"),

@@ -18,6 +18,7 @@ from transformers import LlamaConfig
 from vllm.config import ModelConfig, StructuredOutputsConfig
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -550,7 +551,11 @@ def adapter(folder: Path, weights: bytes, number: int) -> Any:
 
 def asked(lora: Any) -> Any:
     return SimpleNamespace(
-        prompt_token_ids=[1, 2], prompt_embeds=None, mm_features=[], lora_request=lora
+        prompt_token_ids=[1, 2],
+        prompt_embeds=None,
+        mm_features=[],
+        lora_request=lora,
+        cache_salt=None,
     )
 
 
@@ -589,7 +594,7 @@ def test_an_adapter_is_compared_by_its_files_at_load_time(load: Any, tmp_path: P
 def test_an_adapter_with_changed_files_has_no_digest(
     load: Any, tmp_path: Path, is_used: bool
 ) -> None:
-    """New files may have the same length and times. Loaded anew, they are another adapter."""
+    """New files may have the same length and times. At another path they are another adapter."""
     lora = load(adapter(tmp_path / "a", b"a", 201 + is_used))
     if is_used:
         assert prompt_digest.digest_prompt(asked(lora))
@@ -601,8 +606,38 @@ def test_an_adapter_with_changed_files_has_no_digest(
     assert prompt_digest.digest_prompt(asked(lora)) == "", (
         "vLLM may have the old files or, after an eviction, the new ones"
     )
-    lora.lora_int_id = 211 + is_used
-    assert prompt_digest.digest_prompt(asked(load(lora)))
+    assert prompt_digest.digest_prompt(asked(load(adapter(tmp_path / "b", b"b", 211 + is_used))))
+
+
+@pytest.mark.parametrize("has_path", [False, True])
+def test_an_adapter_has_no_digest_while_the_cache_may_have_kv_of_other_files(
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_path: bool
+) -> None:
+    """vLLM names blocks by the adapter's name, as of 0.32 by its path too. D would get P's."""
+    if not has_path:
+        monkeypatch.setattr(
+            kv_cache_utils, "_gen_lora_extra_hash_keys", lambda r: [r.lora_request.lora_name]
+        )
+    name = f"replaced {has_path}"
+
+    def adapter_of(folder: str, weights: bytes, number: int) -> Any:
+        made = adapter(tmp_path / folder, weights, number)
+        made.lora_name = name
+        return made
+
+    def keys(lora: Any) -> Any:
+        return kv_cache_utils.generate_block_hash_extra_keys(asked(lora), 0, 16, 0)
+
+    first = load(adapter_of("a", b"a", 501))
+    again = load(SimpleNamespace(**{**vars(first), "lora_int_id": 502}))
+    digest = prompt_digest.digest_prompt(asked(first))
+    assert digest and digest == prompt_digest.digest_prompt(asked(again))
+    moved = load(adapter_of("b", b"b", 503))
+    assert (keys(moved) != keys(first)) == has_path
+    assert bool(prompt_digest.digest_prompt(asked(moved))) == has_path
+    replaced = load(adapter_of("a", b"c", 504))
+    assert keys(replaced) == keys(first)
+    assert prompt_digest.digest_prompt(asked(replaced)) == ""
 
 
 def test_no_adapter_is_forgotten_above_the_limit(

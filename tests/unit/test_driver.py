@@ -268,7 +268,7 @@ def test_a_source_whose_vllm_stands_still_is_given_up_and_one_that_steps_is_not(
     """The driver of the stalled source lives and answers."""
     p, d = (
         start(memory(64, 1)),
-        start(memory(64, None), peer_timeout=0.9, keepalive_interval=0.3, engine_stall_timeout=3.0),
+        start(memory(64, None), keepalive_interval=0.3, engine_stall_timeout=3.0),
     )
     d.submit([wanted(p, d, "ef" * 16, [1, 2], 0, 20)])
     p.submit(
@@ -786,7 +786,7 @@ def test_a_reader_that_wants_its_pieces_by_what_is_not_here_harms_nobody(
 ) -> None:
     """As after a carrier has broken at P alone; the next TransferRequest says another way."""
     ours, theirs = memory(64, None), memory(64, 1)
-    p, d = start(theirs), start(ours, peer_timeout=0.9, keepalive_interval=0.3)
+    p, d = start(theirs), start(ours, peer_timeout=3.0, keepalive_interval=0.3)
     d._transports._transports["pigeon"] = Pigeon()  # type: ignore[attr-defined]
     d._receiver.addresses[p.name] = "pigeon:1"
     prefill(p, "ac" * 16, [1], 3)

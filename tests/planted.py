@@ -996,6 +996,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("doctor: closed ports are fine", "doctor/instance_checks.py", "        if problem:\n            found.append((f\"its {kind} {endpoint}\", problem))\n", "        pass\n", "tests/doctor/test_doctor_fleet.py"),
     ("doctor: the loopback of another machine is reached", "doctor/pair_checks.py", "if is_on_loopback(prefill) and not is_one_machine:", "if False:", "tests/doctor/test_doctor_fleet.py"),
     ("doctor: a failure policy that fails requests is fine", "doctor/instance_checks.py", "if engine.failure_policy not in (\"\", \"recompute\"):", "if False:", "tests/doctor/test_doctor_fleet.py"),
+    ("doctor: a web server is a proxy of another version", "doctor/proxy_checks.py", "answer.status == 200 and _has_rows(answer):", "answer.status == 200:", "tests/doctor/test_doctor_proxy.py::test_a_server_that_answers_any_path"),
     ("doctor: a misfit at the proxy is fine", "doctor/proxy_checks.py", "report.fail(pair, misfit.why, remedies.of_fact(misfit.why))", "pass", "tests/doctor/test_doctor_proxy.py"),
     ("doctor: a router in front of the proxy is not seen", "doctor/server_client.py", "if server.lower() not in OWN_SERVERS:", "if False:", "tests/doctor/test_doctor_proxy.py"),
     ("doctor: cut answers are fine", "doctor/proxy_checks.py", "if cut := page.total(REQUESTS, outcome=\"timeout\"):", "if cut := 0:", "tests/doctor/test_doctor_proxy.py"),

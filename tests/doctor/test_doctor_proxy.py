@@ -269,6 +269,33 @@ def test_other_servers_are_no_routers_in_front(status: int, server: str, expecte
     assert line.startswith(f"FAIL proxy: GET /health {expected}")
 
 
+@pytest.mark.parametrize(
+    ("page", "expected"),
+    [
+        (b"<html>Welcome</html>", "GET /disagg/instances answered 200: no vllm-disagg proxy; give"),
+        (b"{}", "GET /disagg/instances answered 200: no vllm-disagg proxy; give its URL"),
+        (b"[" * 100_000, "GET /disagg/instances answered 200: no vllm-disagg proxy; give its URL"),
+        (b'[{"url": 1}]', "its list of instances is of another version of vllm-disagg; use the"),
+    ],
+)
+def test_a_server_that_answers_any_path(page: bytes, expected: str) -> None:
+    async def answer(call: Call) -> None:
+        call.raw_write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(page)}\r\n\r\n{page.decode()}")
+        await call.writer.drain()
+
+    async def examine() -> Report:
+        engine = DoctorEngine("d", "decode")
+        vars(engine)["_route"] = answer
+        await engine.start()
+        try:
+            return await report_on("--proxy", engine.url)
+        finally:
+            await engine.stop()
+
+    line, *_ = troubles(run(examine()))
+    assert line.startswith(f"FAIL proxy: {expected}")
+
+
 def test_no_proxy_at_all() -> None:
     (line,) = troubles(run(report_on("--proxy", "http://127.0.0.1:9")))
     assert line.startswith("FAIL proxy: GET /health: Connection refused; start it")

@@ -88,7 +88,7 @@ class ProxyExam:
     async def read_instances(self) -> list[InstanceReport]:
         """Returns the proxy's instances; adds why it does not show them."""
         answer = await self._client.get(INSTANCES_PATH)
-        if answer.status == 200:
+        if answer.status == 200 and _has_rows(answer):
             try:
                 return msgspec.json.decode(answer.body, type=list[InstanceReport])
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -264,6 +264,15 @@ def _compare(report: Report, prefill: InstanceReport, decode: InstanceReport) ->
             f" {', '.join(decode.transports)} at D",
             "set transport and encrypt_data alike, and install the same packages",
         )
+
+
+def _has_rows(answer: ServerAnswer) -> bool:
+    """Whether an answer is a list of objects: web servers answer any path with a page."""
+    try:
+        msgspec.json.decode(answer.body, type=list[dict[str, msgspec.Raw]])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return True
 
 
 def _readiness(answer: ServerAnswer) -> Readiness | None:

@@ -8,7 +8,17 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from proxy_world import Call, ScriptedEngine, World, answer, answer_at_once, until, world
+from proxy_world import (
+    Call,
+    HeldTimeLimits,
+    ScriptedEngine,
+    World,
+    answer,
+    answer_at_once,
+    until,
+    world,
+)
+from vllm_disagg.proxy.requests import legs
 from vllm_disagg.proxy.routing.engine_steps import (
     LOOKS_PER_PATIENCE,
     NUDGE_AFTER_LOOKS,
@@ -201,8 +211,10 @@ asked: dict[str, list[Call]] = {}
 @pytest.mark.parametrize("work", [chunks, window, parked, mute])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_an_engine_at_work_is_left_alone(
-    work: Callable[[ScriptedEngine], Awaitable[None]], role: str
+    work: Callable[[ScriptedEngine], Awaitable[None]], role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The work lasts for reads, and may exceed the seconds of a prefill leg on a crowded machine.
+    monkeypatch.setattr(legs, "TimeLimit", HeldTimeLimits().make)
     async with world(decode=2, prefill_timeout=PREFILL_TIMEOUT) as w:
         busy: list[ScriptedEngine] = []
 

@@ -222,6 +222,38 @@ async def test_one_token_ends_at_prefill(stream: bool) -> None:
         assert await w.metric("vllm_disagg_in_flight") == 0
 
 
+CHAT = b'{"model":"m","messages":[],"max_tokens":1}'
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "server"),
+    [
+        ("/v1/completions", b'{"model":"m","prompt":"hi","max_tokens":1}', "p0"),
+        ("/v1/chat/completions", CHAT, "d0"),
+        ("/v1/messages", CHAT, "d0"),
+    ],
+)
+@pytest.mark.parametrize("parser", ["p", "d"])
+async def test_one_token_of_a_chat_is_parsed_as_ds_chats_are(
+    path: str, body: bytes, server: str, parser: str
+) -> None:
+    """P may have no --reasoning-parser, as it answers no other chats."""
+
+    def prepare(w: World) -> None:
+        (w.d if parser == "p" else w.p).plain_chat = True
+
+    async with world(prepare=prepare) as w:
+        assert (await w.ask("POST", path, body)).json()["text"] == server
+        legs = [call.leg for call in w.p.calls + w.d.calls]
+        assert legs == (["whole"] if server == "p0" else ["prefill", "decode"])
+
+
+async def test_one_token_of_a_chat_ends_at_prefill_where_both_parse_alike() -> None:
+    async with world() as w:
+        assert (await w.ask("POST", "/v1/chat/completions", CHAT)).json()["text"] == "p0"
+        assert not w.d.calls
+
+
 @pytest.mark.parametrize(("is_plain", "params"), [(False, {"disagg_whole": True}), (True, None)])
 async def test_engines_with_our_connector_learn_that_a_request_is_theirs_alone(
     is_plain: bool, params: object

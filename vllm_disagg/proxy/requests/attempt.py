@@ -36,6 +36,9 @@ from .failover import DEATH_REASONS, AttemptHistory
 from .first_token import FirstTokenRelay
 from .streams import StreamRecorder
 
+# Whose answers are the tokens themselves: no parser of the engine takes reasoning out of them.
+_UNPARSED_PATHS = ("/v1/completions", "/inference/v1/generate")
+
 LegName = Literal["prefill", "decode"]
 AttemptPlan = InstancePair | Instance  # both legs, or a decode instance alone
 
@@ -138,11 +141,23 @@ class Attempt:
         self._open_answers: list[UpstreamResponse] = []
 
     @property
+    def ends_at_prefill(self) -> bool:
+        """Whether the prefill instance answers the client: the token that it makes is all of it.
+
+        Its chats must be parsed as the decode instance's, which answers all longer ones.
+        """
+        if not self.pair or not self.context.body.one_token:
+            return False
+        prefill = self.pair.prefill.engine
+        decode = self.pair.decode.engine
+        if self.context.request.path in _UNPARSED_PATHS or not prefill or not decode:
+            return True
+        return prefill.plain_chat == decode.plain_chat
+
+    @property
     def server(self) -> Instance:
         """The instance that answers the client."""
-        if self.pair and self.context.body.one_token:
-            return self.pair.prefill
-        return self.decode
+        return self.pair.prefill if self.pair and self.ends_at_prefill else self.decode
 
     def __enter__(self) -> Attempt:
         self.progress.history.attempts += 1

@@ -80,7 +80,7 @@ class LegRunner:
             return await self._run_aggregated(attempt)
         context.request.mode = "disaggregated"
         context.meter.paired(pair.prefill.url, pair.decode.url)
-        if context.body.one_token:
+        if attempt.ends_at_prefill:
             # P has the token when it has the prompt, so that no KV needs to move.
             return await self._prefill_leg(attempt, pair, whole_body(context.body, pair.prefill))
         if pair.prefill.connector == "nixl":

@@ -80,8 +80,15 @@ def note_adapter(lora: Any) -> None:
     _stamps_at_load[key] = stamps
     cache_name = compat.cache_name(lora)
     files = (lora.lora_path, stamps)
-    if _first_files.setdefault(cache_name, files) != files:
-        _replaced.add(cache_name)
+    if _first_files.setdefault(cache_name, files) == files:
+        return
+    _replaced.add(cache_name)
+    log.warning(
+        "LoRA adapter %s: other files were loaded under its name before, and their KV may be in the"
+        " prefix cache; its requests run without KV transfers until this engine is restarted, or"
+        " the adapter is loaded under a new name",
+        lora.lora_name,
+    )
 
 
 def _digest_adapter(lora: Any) -> str:
@@ -104,13 +111,7 @@ def _digest_adapter(lora: Any) -> str:
             lora.lora_name,
         )
         return ""
-    if compat.cache_name(lora) in _replaced:
-        log.warning(
-            "LoRA adapter %s: other files were loaded under its name before, and their KV may be in"
-            " the prefix cache; its requests run without KV transfers until this engine is"
-            " restarted, or the adapter is loaded under a new name",
-            lora.lora_name,
-        )
+    if compat.cache_name(lora) in _replaced:  # `note_adapter` has logged it
         return ""
     return adapter_digest
 

@@ -611,7 +611,11 @@ def test_an_adapter_with_changed_files_has_no_digest(
 
 @pytest.mark.parametrize("has_path", [False, True])
 def test_an_adapter_has_no_digest_while_the_cache_may_have_kv_of_other_files(
-    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_path: bool
+    load: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    has_path: bool,
 ) -> None:
     """vLLM names blocks by the adapter's name, as of 0.32 by its path too. D would get P's."""
     if not has_path:
@@ -635,9 +639,12 @@ def test_an_adapter_has_no_digest_while_the_cache_may_have_kv_of_other_files(
     moved = load(adapter_of("b", b"b", 503))
     assert (keys(moved) != keys(first)) == has_path
     assert bool(prompt_digest.digest_prompt(asked(moved))) == has_path
+    caplog.clear()
     replaced = load(adapter_of("a", b"c", 504))
     assert keys(replaced) == keys(first)
-    assert prompt_digest.digest_prompt(asked(replaced)) == ""
+    for _ in range(3):
+        assert prompt_digest.digest_prompt(asked(replaced)) == ""
+    assert caplog.text.count("other files were loaded under its name before") == 1
 
 
 def test_no_adapter_is_forgotten_above_the_limit(

@@ -325,6 +325,7 @@ def as_json(advice: Advice, model: str, with_rates: bool = False) -> dict[str, A
         },
         "by_rate": rate_table.as_json(advice) if with_rates else [],
         "drafts": drafts(scenario, placement),
+        "extrapolated": [],  # `plan` fills it in from the profiles
         "setting": describe(scenario),
     }
 

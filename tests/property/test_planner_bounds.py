@@ -159,6 +159,26 @@ def test_a_shortlist_has_the_best_of_all_placements(monkeypatch: pytest.MonkeyPa
         assert shortest >= (1 - 2 * scenario.tolerance) * best[0].value(units)
 
 
+def test_a_guess_below_the_floor_takes_one_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario = _roofline_scenario(4, 150)
+    samples = scenario.samples()
+    place = optimizer.disaggregated(scenario)[0]
+    plain = optimizer.evaluate(scenario, place, samples, 0.0, 1.0)
+    assert plain
+    rates = []
+
+    def count(*args: Any, **kwargs: Any) -> SimulationResult:
+        rates.append(args[2])
+        return simulate(*args, **kwargs)
+
+    monkeypatch.setattr(optimizer, "simulate", count)
+    above = 1.1 * plain.goodput
+    assert optimizer.evaluate(scenario, place, samples, above, 0.7 * plain.goodput) is None
+    assert rates == [pytest.approx(above * place.gpus)]
+    # The floor changes nothing in what is kept.
+    assert optimizer.evaluate(scenario, place, samples, 0.9 * plain.goodput, 1.0) == plain
+
+
 @pytest.mark.parametrize(("ttft", "tpot"), [(0.075, 0.05), (1.5, 0.006)])
 def test_only_what_can_meet_the_objective_is_searched(ttft: float, tpot: float) -> None:
     scenario = _roofline_scenario(8, 60, ttft)

@@ -64,6 +64,20 @@ def test_mean_ttft_is_that_of_an_m_d_1_queue(pp: int, tolerance: float, load: fl
     )
 
 
+@pytest.mark.parametrize("policy", ["least_loaded", "prefix_aware"])
+def test_a_full_prefill_replica_gets_no_prompt(policy: PolicyName) -> None:
+    """The one with less work has no free place, so the last prompt waits at the other."""
+    deployment = Deployment(
+        ReplicaPool(2, PLAIN, LARGE, SchedulingRules(budget=LARGE)),
+        ReplicaPool(1, PLAIN, LARGE),
+        Handoff(concurrency=2),
+        policy,
+    )
+    sample = WorkloadSample([50_000, 10, 10, 10], [1] * 4, [0.0, 1e-3, 1e-3, 1e-3])
+    ttft = simulate(deployment, sample, 1.0).ttft
+    assert max(ttft[1:3]) < 0.2 and ttft[3] > ttft[0] > 5
+
+
 def _deployments() -> dict[str, Deployment]:
     small = 9_000
     large = 60_000

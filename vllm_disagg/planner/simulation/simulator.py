@@ -23,7 +23,7 @@ The simulation is deterministic: only the policy power_of_two draws random numbe
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from operator import attrgetter
 from random import Random
 
@@ -234,10 +234,8 @@ class Simulation:
         self._most_itl = objective.itl if objective else None
         with_gaps = with_gaps or self._most_itl is not None
         self._requests = requests = RequestTable(sample, with_gaps)
-        self._events: list[SimulationEvent] = [
-            (time, ARRIVAL_RANK, r, r, None, None) for r, time in enumerate(self._arrivals)
-        ]
-        heapify(self._events)
+        self._open_arrivals = self._count  # requests that come whatever happens, in order
+        self._events: list[SimulationEvent] = []  # a heap
         self._event_order = self._count
         self._random = Random(seed)
         self._choices = 0  # of replicas
@@ -279,14 +277,22 @@ class Simulation:
     def close_loop(self, clients: int) -> None:
         """Replaces the arrivals: a request of each client at once, each next one at an end."""
         first = min(clients, self._count)
-        self._next_of_loop = first
+        self._next_of_loop = self._open_arrivals = first
         self._arrivals = [0.0] * self._count
-        self._events = [(0.0, ARRIVAL_RANK, r, r, None, None) for r in range(first)]
 
     def run(self) -> SimulationResult:
         """Processes events until none is left, or until too many requests have missed."""
         events = self._events
-        while events and not self._stopped_early:
+        arrivals = self._arrivals
+        arrived = 0
+        while not self._stopped_early:
+            # Kept apart from the heap, which stays small. At one moment arrivals come first.
+            if arrived < self._open_arrivals and (not events or arrivals[arrived] <= events[0][0]):
+                self._on_arrival(arrivals[arrived], arrived)
+                arrived += 1
+                continue
+            if not events:
+                break
             now, _, _, r, replica, batch = heappop(events)
             if replica is None:
                 self._on_arrival(now, r)
@@ -357,10 +363,9 @@ class Simulation:
         places = handoff.concurrency * len(self._prefills)
         # A deployment may have hundreds of ranks: none is looked at while all places are taken.
         while self._queue_head < len(self._queue) and self._active_legs < places:
-            available = [p for p in self._prefills if p.active_legs < handoff.concurrency]
             r = self._queue[self._queue_head]
             self._queue_head += 1
-            prefill = self._choose(available, r)
+            prefill = self._choose_prefill(r)
             prefill.active_legs += 1
             self._active_legs += 1
             self._count_at_prefill(r, prefill)
@@ -368,6 +373,16 @@ class Simulation:
             if handoff.overlap:
                 self._decode_leg(now, r)
             prefill.submit(now, r)
+
+    def _choose_prefill(self, r: int) -> Replica:
+        """Chooses a prefill replica with a free place."""
+        limit = self._deployment.handoff.concurrency
+        if self._deployment.policy != "power_of_two":
+            # The least of all is the least of those with a free place, if it is one of them.
+            chosen = self._choose(self._prefills, r)
+            if chosen.active_legs < limit:
+                return chosen
+        return self._choose([p for p in self._prefills if p.active_legs < limit], r)
 
     def _decode_leg(self, now: float, r: int) -> None:
         """Sends the decode leg to a decode replica."""

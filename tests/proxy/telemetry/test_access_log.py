@@ -313,8 +313,9 @@ def test_what_is_written_late_is_counted_as_lost_at_the_end(pipe: NarrowPipe) ->
     assert len(found) - 1 <= 8 - lost + 2  # those of the batch that waited, too
 
 
-def test_a_standstill_of_ours_loses_no_last_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("standstills", "lost"), [(20, 0), (1000, 1)])
+def test_standstills_of_ours_lose_no_last_line_and_end(
+    standstills: int, lost: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that was stopped for a second at its end blamed the file, and lost lines."""
     now = 0.0
@@ -329,7 +330,7 @@ def test_a_standstill_of_ours_loses_no_last_line(
         nonlocal now, waits
         now += 100.0
         waits += 1
-        if waits == 20:
+        if waits == standstills:
             is_awake.set()
             thread.join()
 
@@ -341,8 +342,10 @@ def test_a_standstill_of_ours_loses_no_last_line(
     writer.write([b"one"])
     writer.end()
     writer.join(1.0)
-    assert writer.take_loss()[0] == 0
-    assert (tmp_path / "file").read_bytes() == b"one\n"
+    assert writer.take_loss()[0] == lost and waits < 100
+    is_awake.set()
+    thread.join()
+    assert (tmp_path / "file").read_bytes() == (b"" if lost else b"one\n")
 
 
 @pytest.mark.parametrize("error", [ValueError("closed"), MemoryError(), OSError(errno.EIO, "I/O")])

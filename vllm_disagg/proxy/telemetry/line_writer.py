@@ -23,6 +23,7 @@ from ...errors import ConfigError
 MAX_WAITING_BYTES = 16 << 20  # of lines that the file has not taken yet
 LAST_SECONDS = 1.0  # for the last lines
 SLICES_PER_JOIN = 8
+MAX_STANDSTILLS = 64  # that one join waits for
 NEWLINE = ord("\n")
 NO_ROOM = "it takes lines too slowly"
 ENDED = "it is closed"
@@ -121,14 +122,19 @@ class LineWriter:
     def join(self, seconds: float) -> None:
         """Waits for the end of the thread. Lines that need more time are lost, and counted.
 
-        Time in which this process stood still does not count: the thread stood still, too.
+        Time in which this process stood still does not count, up to MAX_STANDSTILLS times: the
+        thread stood still, too.
         """
         slice_seconds = seconds / SLICES_PER_JOIN
         slices_left = SLICES_PER_JOIN
-        while slices_left and self.is_running:
+        standstills_left = MAX_STANDSTILLS
+        while slices_left and standstills_left and self.is_running:
             began = time.monotonic()
             self._thread.join(slice_seconds)
-            slices_left -= time.monotonic() - began < 2 * slice_seconds
+            if time.monotonic() - began < 2 * slice_seconds:
+                slices_left -= 1
+            else:
+                standstills_left -= 1
         if waiting := self._added - self._done:
             self._is_cut = True
             self._refused += waiting

@@ -336,6 +336,41 @@ async def test_forwarded_requests_close_a_circuit_breaker() -> None:
         assert (await w.instances())[0]["breaker"] == "closed"
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/version"),
+        ("GET", "/v1/models"),
+        ("POST", "/tokenize"),
+        ("POST", "/v1/chat/completions/derender"),
+    ],
+)
+async def test_answers_that_no_engine_computes_are_no_trial_of_one(method: str, path: str) -> None:
+    """vLLM's API server gives them, whatever its engine does."""
+
+    async def script(call: Call) -> None:
+        if call.path == "/v1/embeddings":
+            call.reset()
+        else:
+            await call.json({"data": [], "models": []})
+
+    async with world(prefill=0, decode=1, probe_interval=60.0) as w:
+        w.d.script = script
+
+        async def breaker() -> object:
+            return (await w.instances())[0]["breaker"]
+
+        for _ in range(2):
+            assert (await w.ask("POST", "/v1/embeddings", b'{"input":"a"}')).status == 502
+        body = b"{}" if method == "POST" else b""
+        assert (await w.ask(method, path, body)).status == 200
+        assert await breaker() != "closed"
+        while await breaker() != "half-open":
+            await asyncio.sleep(0.02)
+        assert (await w.ask(method, path, body)).status == 200
+        assert await breaker() == "half-open", "the trial is left to a request for the engine"
+
+
 async def test_a_forwarded_stream() -> None:
     async with world() as w:
 

@@ -83,6 +83,24 @@ FLEET_VIEWS = frozenset(("/disagg/instances", "/disagg/status", "/disagg/status/
 # Paths whose answers are generated; only these have latencies and count as goodput.
 GENERATING = frozenset((*SCHEMAS, "/v1/chat/completions/batch", "/cohere/v2/chat"))
 
+# Of forwarded requests: vLLM's API server answers these alone, whatever its engine does.
+_WITHOUT_ENGINE = frozenset(
+    (
+        "/tokenize",
+        "/detokenize",
+        "/v1/messages/count_tokens",
+        "/v1/completions/render",
+        "/v1/chat/completions/render",
+        "/v1/responses/render",
+        "/v1/messages/render",
+        "/cohere/v2/chat/render",
+        "/v1/completions/derender",
+        "/v1/chat/completions/derender",
+        "/version",
+        "/tokenizer_info",
+    )
+)
+
 _ONE = "is about one engine: ask that instance itself"
 _DOCS = "describes one engine's own routes: ask that instance itself"
 _ABORT = "would let clients abort each other's requests: to abort yours, close its connection"
@@ -157,6 +175,11 @@ _BY_TEMPLATE: dict[str, tuple[tuple[str, ...], How]] = {
     "/v1/responses/{id}/cancel": (("POST",), "look up"),
     "/adapters/{name}": (("DELETE",), "all"),
 }
+
+
+def needs_engine(path: str) -> bool:
+    """Returns whether the answer to a forwarded request shows that the engine works."""
+    return path not in _WITHOUT_ENGINE and (find(path) or ((), ""))[1] in ("forward", "session")
 
 
 def template(path: str) -> str:

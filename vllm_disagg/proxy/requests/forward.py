@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 import msgspec
 
+from ..http import routes
 from ..http.connection_pool import ConnectionPool, pool_of
 from ..http.error_replies import RequestFailed
 from ..http.headers import Headers, end_to_end, find
@@ -82,9 +83,17 @@ class Forwarder:
         """
         error: Unreachable | None = None
         progress = RequestProgress()
+        is_trial = routes.needs_engine(request.path)
         self._retry_budget.earn()
         for position, instance in enumerate(candidates):
-            record_choice(self.fleet, self._policy, RoutingQuery(0), time.monotonic(), instance)
+            record_choice(
+                self.fleet,
+                self._policy,
+                RoutingQuery(0),
+                time.monotonic(),
+                instance,
+                is_trial=is_trial,
+            )
             # An instance that failed may have been the one with the thing, so that after a failure
             # no other's 404 counts.
             is_last_try = position + 1 == len(candidates)
@@ -115,7 +124,10 @@ class Forwarder:
                     break
                 continue
             if status is not None:
-                _note_answer(progress, instance, status)
+                if is_trial:
+                    _note_answer(instance, status)
+                if status == 200:
+                    progress.blame_suspects(time.monotonic())
                 return status
         if not error:
             which = "an instance that may have it cannot" if absent else "no instance can"
@@ -265,13 +277,10 @@ def _failure_reason(status: int, content: bytes) -> Reason | None:
     return failure_in(content) if status >= 500 else None
 
 
-def _note_answer(progress: RequestProgress, instance: Instance, status: int) -> None:
-    """Closes the circuit breaker of an instance that has answered."""
-    now = time.monotonic()
+def _note_answer(instance: Instance, status: int) -> None:
+    """Closes the circuit breaker of an instance whose engine has answered."""
     if status < 500:
-        instance.on_leg_succeeded(now)
-    if status == 200:
-        progress.blame_suspects(now)
+        instance.on_leg_succeeded(time.monotonic())
 
 
 def _is_missing(request: HttpRequest, status: int) -> bool:

@@ -203,11 +203,20 @@ def _is_known_model(fleet: Fleet, model: str) -> bool:
 
 
 def record_choice(
-    fleet: Fleet, policy: Policy, query: RoutingQuery, now: float, *instances: Instance
+    fleet: Fleet,
+    policy: Policy,
+    query: RoutingQuery,
+    now: float,
+    *instances: Instance,
+    is_trial: bool = True,
 ) -> None:
-    """Notes a choice, so that equal instances take turns and prefixes are found again."""
+    """Notes a choice, so that equal instances take turns and prefixes are found again.
+
+    `is_trial`: the answer will show whether the engines work.
+    """
     fleet.choices += 1
     for instance in instances:
         instance.last_choice = fleet.choices
-        instance.on_chosen(now)
+        if is_trial:
+            instance.on_chosen(now)
     policy.record_choice(query, *instances)

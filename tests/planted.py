@@ -459,6 +459,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("forwarded answers leave a circuit breaker open", "proxy/requests/forward.py", "    if status < 500:\n        instance.on_leg_succeeded(time.monotonic())\n", "    pass\n", "tests/proxy/requests/test_proxy_paths.py"),
     ("an API server's own answer closes its engine's circuit breaker", "proxy/requests/forward.py", "                if is_trial:\n                    _note", "                if True:\n                    _note", "tests/proxy/requests/test_proxy_paths.py"),
     ("an API server's own answer takes the trial of its engine", "proxy/routing/pairing.py", "        if is_trial:\n", "        if True:\n", "tests/proxy/requests/test_proxy_paths.py"),
+    ("failures of forwarded requests are logged without a limit", "proxy/telemetry/logs.py", "        self.write_line(\n            \"forward:", "        log.warning(\n            \"forward:", "tests/proxy/telemetry/test_logs.py"),
     ("a compressed stream is forwarded as text", "proxy/requests/forward.py", "recorder.start_answer(answer.reject, compressed)", "recorder.start_answer(answer.reject)", "tests/proxy/requests/test_odd_streams.py"),
     ("engines see the origin of a page", "proxy/http/headers.py", "b\"accept-encoding\", b\"origin\"}", "b\"accept-encoding\"}", "tests/proxy/http/test_tls.py"),
     ("engines admit origins", "proxy/http/headers.py", "else _HOP_OF_ANSWERS\n", "else _HOP\n", "tests/proxy/http/test_tls.py"),

@@ -19,6 +19,7 @@ from vllm_disagg.proxy.flags import LogFormat
 from vllm_disagg.proxy.http.request import HttpRequest
 from vllm_disagg.proxy.telemetry import line_writer
 from vllm_disagg.proxy.telemetry.logs import (
+    FAILURE_PERIOD_SECONDS,
     MAX_FAILURE_LINES,
     FailedLegLog,
     FailedRequestLog,
@@ -132,6 +133,25 @@ async def test_failed_legs_of_an_outage_are_limited_too(
             assert (await w.post()).status == 500
         lines = [r for r in caplog.records if "another attempt follows" in r.getMessage()]
         assert 0 < len(lines) <= 2 * MAX_FAILURE_LINES  # a period may end in between
+
+
+async def test_repeats_of_forwarded_requests_are_limited_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A pool without room answers 429 to many requests a second, which another instance serves."""
+
+    async def full(call: Call) -> None:
+        await call.json({"error": {"message": "full"}}, 429)
+
+    async with world(prefill=0, decode=2, probe_interval=60.0) as w:
+        w.d.script = full
+        began = time.monotonic()
+        for _ in range(6 * MAX_FAILURE_LINES):
+            assert (await w.ask("POST", "/v1/embeddings", b'{"input":"a"}')).status == 200
+        periods = 1 + int((time.monotonic() - began) / FAILURE_PERIOD_SECONDS)
+        assert len(w.d.calls) > 2 * MAX_FAILURE_LINES
+        lines = [r for r in caplog.records if "another instance is tried" in r.getMessage()]
+        assert 0 < len(lines) <= (1 + periods) * MAX_FAILURE_LINES
 
 
 async def test_failed_legs_above_the_limit_are_counted(caplog: pytest.LogCaptureFixture) -> None:

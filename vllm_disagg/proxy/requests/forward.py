@@ -9,7 +9,6 @@ have a budget, as in the ladder of `failover.py`. Where only one instance holds 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,12 +28,11 @@ from ..http.websocket import join
 from ..routing.fleet import Fleet, Instance
 from ..routing.pairing import record_choice
 from ..routing.policies import Policy, RoutingQuery
+from ..telemetry.logs import FailedForwardLog
 from .attempt import Leg, RequestProgress, SuspectLeg
 from .completeness import END_MARKS, PATHS_WITH_LAST_EVENT, CompletenessCheck, doubtful
 from .failover import CHARGED_REASONS, RetryBudget
 from .streams import StreamRecorder, aborted, failure_in
-
-log = logging.getLogger(__name__)
 
 MAX_RETRIES = 2
 
@@ -66,6 +64,7 @@ class Forwarder:
         self._pools = pools
         self._completeness = completeness
         self._retry_budget = RetryBudget()
+        self._failures = FailedForwardLog()
 
     async def forward(
         self,
@@ -110,14 +109,7 @@ class Forwarder:
                 )
             except Unreachable as failure:
                 is_last = client.started or not may_repeat
-                log.warning(
-                    "forward: %s failed %s %s: %s; %s",
-                    instance.url,
-                    request.method,
-                    request.path,
-                    failure,
-                    "the request fails" if is_last else "another instance is tried",
-                )
+                self._failures.write(request, instance.url, str(failure), is_last)
                 self._note_failure(progress, leg, failure.reason)
                 error = failure
                 if is_last:

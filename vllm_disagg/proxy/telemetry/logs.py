@@ -161,6 +161,24 @@ class FailedRequestLog(LimitedLog):
         )
 
 
+class FailedForwardLog(LimitedLog):
+    """Writes one WARNING for each instance that failed a forwarded request."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING, "forward: %d more failures within %g s")
+
+    def write(self, request: HttpRequest, url: str, detail: str, is_last: bool) -> None:
+        """Logs a failure. `is_last`: no other instance is asked."""
+        self.write_line(
+            "forward: %s failed %s %s: %s; %s",
+            url,
+            request.method,
+            request.path,
+            detail,
+            "the request fails" if is_last else "another instance is tried",
+        )
+
+
 class FailedLegLog(LimitedLog):
     """Writes one INFO line for each failed leg: another attempt may still serve its request."""
 

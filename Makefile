@@ -168,12 +168,13 @@ worlds: setup
 world-faults: setup
 	$(BIN)/python tests/scheduler_worlds/world_faults.py
 
-# In one process FRAMES inputs, at the ports of each real process SECONDS; SEED repeats a run.
+# In one process FRAMES inputs, at the ports of each real process SECONDS, then FLOOD more at each
+# worker's without a pause; SEED repeats a run.
 FRAMES  ?= 10000000
 FUZZ_PATH := .:tests:tests/fuzz:tests/proxy:tests/transports/processes
 fuzz: setup
 	PYTHONPATH=$(FUZZ_PATH) $(BIN)/python tests/fuzz/fuzz.py \
-		--seed $(or $(SEED),$$(date +%s)) --frames $(FRAMES) --port-seconds $(or $(SECONDS),300)
+		--seed $(or $(SEED),$$(date +%s)) --frames $(FRAMES) --port-seconds $(or $(SECONDS),300) --flood $(or $(FLOOD),0)
 
 # A prefill and a decode engine, a proxy and a plain vLLM; SECONDS of hostile frames at every port,
 # then FLOOD more without a pause.

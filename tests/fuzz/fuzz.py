@@ -93,7 +93,7 @@ def _at_ports(args: argparse.Namespace, tally: Tally) -> float:
 
     slowdowns = [0.0]
     for name, fire in PORTS.items():
-        found = fire(args.port_seconds, args.seed)
+        found = fire(args.port_seconds, args.flood, args.seed)
         slowdowns.append(found.slowdown)
         tally.frames += found.frames
         tally.bodies += found.bodies
@@ -116,6 +116,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, help="only the batch of this number")
     parser.add_argument("--frames", type=int, default=0, help="inputs in one process")
     parser.add_argument("--port-seconds", type=float, default=0.0, help="of each real process")
+    parser.add_argument("--flood", type=int, default=0, help="frames of a flood at each worker")
     args = parser.parse_args()
     logging.getLogger("vllm_disagg").addHandler(FormattingHandler())
     logging.getLogger("vllm_disagg").propagate = False

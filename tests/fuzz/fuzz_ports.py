@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -44,6 +45,7 @@ QUIET_SECONDS = 20.0  # in which all connections and requests of killed clients 
 GOOD_TOKENS = 20
 TOKEN_SECONDS = 0.005  # of an engine; a good answer takes a tenth of a second
 CONNECTIONS = 12
+FLOOD_PAUSE_SECONDS = 1.0  # between two loads
 NICE = 19  # of hostile clients: they share the cores with those that are measured
 PATHS = [*SCHEMAS, "/tokenize", "/v1/embeddings", "/disagg/register", "/disagg/instances"]
 PROMPT_TOKENS = 512  # of a good load: all blocks of a peer
@@ -347,8 +349,26 @@ def _load(p: Peer, d: Peer) -> float:
     return seconds
 
 
-def worker_ports(seconds: float, seed: int, transport: str) -> PortTally:
-    """Fires at all ports of a sending worker, as strangers and as members of its fleet."""
+def _outlast(
+    flood: HostileProcess, frames: int, load: Callable[[], float], tally: PortTally
+) -> None:
+    """Loads until so many frames have come."""
+    while flood.counts.get("frames", 0) < frames:
+        if not flood.is_alive:
+            raise RuntimeError("the flood has ended")
+        load()
+        tally.good += 1
+        time.sleep(FLOOD_PAUSE_SECONDS)
+    tally.frames += flood.counts["frames"]
+    flood.kill()
+
+
+def worker_ports(seconds: float, flood_frames: int, seed: int, transport: str) -> PortTally:
+    """Fires at all ports of a sending worker, as strangers and as members of its fleet.
+
+    A flood of so many frames comes at the end, as fast as they are taken. Loads beside it are late,
+    and must still be right.
+    """
     tally = PortTally()
     with ExitStack() as stack:
         settings: dict[str, object] = {"transport": transport}
@@ -370,7 +390,8 @@ def worker_ports(seconds: float, seed: int, transport: str) -> PortTally:
             one.look(is_warm=False)
         listed = ",".join(map(str, sorted(ports)))
         endpoints = f"{p.worker.control},{p.worker.data}"
-        hostile = HostileProcess("hostile_peers.py", listed, endpoints, p.worker.name, seed)
+        words = (listed, endpoints, p.worker.name, seed)
+        hostile = HostileProcess("hostile_peers.py", *words)
         stack.callback(hostile.kill)
         windows = Windows(hostile, seconds, tally)
         while windows.go_on():
@@ -382,6 +403,10 @@ def worker_ports(seconds: float, seed: int, transport: str) -> PortTally:
         tally.frames = hostile.counts.get("frames", 0)
         hostile.kill()
         expect_frames(hostile.counts.get("by_port", {}), ports)
+        if flood_frames:
+            flood = HostileProcess("hostile_peers.py", *words, "flood")
+            stack.callback(flood.kill)
+            _outlast(flood, flood_frames, partial(_load, p, d), tally)
         for one in watched:
             one.judge(tally)
         if not tally.deaths:
@@ -391,8 +416,9 @@ def worker_ports(seconds: float, seed: int, transport: str) -> PortTally:
     return tally
 
 
-PORTS: dict[str, Callable[[float, int], PortTally]] = {
-    "the proxy's port": lambda seconds, seed: asyncio.run(proxy_port(seconds, seed)),
-    "a worker's ports, TCP": lambda seconds, seed: worker_ports(seconds, seed, "tcp"),
-    "a worker's ports, ZMQ": lambda seconds, seed: worker_ports(seconds, seed, "zmq"),
+# Called with seconds, frames of a flood (which the proxy gets none of) and a seed.
+PORTS: dict[str, Callable[[float, int, int], PortTally]] = {
+    "the proxy's port": lambda seconds, _, seed: asyncio.run(proxy_port(seconds, seed)),
+    "a worker's ports, TCP": partial(worker_ports, transport="tcp"),
+    "a worker's ports, ZMQ": partial(worker_ports, transport="zmq"),
 }

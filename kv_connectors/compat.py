@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache, wraps
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -140,8 +141,8 @@ def cache_name(lora: Any) -> str:
 
 
 # Hooks that vLLM has not --------------------------------------------------------------------------
-def before_adapters_load(note: Callable[[Any], None]) -> None:
-    """Has `note` called with each LoRA request, before vLLM loads that adapter at run time.
+def around_adapter_loads(note: Callable[[Any], AbstractContextManager[None]]) -> None:
+    """Has vLLM load each adapter at run time within `note`, called with its LoRA request.
 
     Connectors have no hook for this, so `EngineCore.add_lora` is wrapped, once.
     """
@@ -154,8 +155,8 @@ def before_adapters_load(note: Callable[[Any], None]) -> None:
     # vLLM converts a client's arguments by the signature, which `wraps` keeps.
     @wraps(load)
     def add_lora(self: Any, lora_request: Any) -> bool:
-        note(lora_request)
-        return load(self, lora_request)
+        with note(lora_request):
+            return load(self, lora_request)
 
     add_lora.noted_by = note  # type: ignore[attr-defined]
     EngineCore.add_lora = add_lora  # type: ignore[method-assign]

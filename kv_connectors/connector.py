@@ -93,7 +93,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         role = ROLES[str(self._kv_transfer_config.kv_role)]
         rank = data_parallel.shared_server_rank(vllm_config)
-        compat.before_adapters_load(prompt_digest.note_adapter)
+        compat.around_adapter_loads(prompt_digest.note_load)
         compat.keep_kv_mapped()
         self._scheduler = SchedulerSide(
             key,

@@ -4,11 +4,12 @@ The inputs are token ids, images and the like, and the LoRA adapter as vLLM has 
 
 Theory of adapters. vLLM loads an adapter's files at the start, at `add_lora`, or at the first
 request that names it, and may load them again later. The KV depends on the files as loaded. So
-`note_adapter` records size, times and inode of the files before vLLM loads them. A prompt has a
+`note_load` records size, times and inode of the files before vLLM loads them. A prompt has a
 digest only while the files are unchanged since; otherwise old and new files are both possible.
 
 Nor has it one after other files were loaded under the same cache name: vLLM then finds KV of the
 earlier files in its prefix cache. A cache name is an adapter's name; as of vLLM 0.32 with its path.
+Files that vLLM could not load have made no KV: they may be a copy that was not whole yet.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import hashlib
 import json
 import logging
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,25 +64,44 @@ def digest_prompt(request: Request) -> str:
     return state.hexdigest()
 
 
-def note_adapter(lora: Any) -> None:
-    """Records the state of an adapter's files, once, before vLLM loads them.
+@contextmanager
+def note_load(lora: Any) -> Iterator[None]:
+    """Records the state of an adapter's files before vLLM loads them, in the `with` block."""
+    is_recorded = _record_stamps(lora)
+    try:
+        yield
+    except Exception:
+        if is_recorded:
+            del _stamps_at_load[lora.lora_path, lora.lora_int_id]
+        raise
+    if is_recorded:
+        _compare_with_first_files(lora)
+
+
+def _record_stamps(lora: Any) -> bool:
+    """Records the state of an adapter's files; returns False if it has one, or cannot get one.
 
     For an adapter without `add_lora` call, the first request that names it is early enough.
     """
     key = lora.lora_path, lora.lora_int_id
     if key in _stamps_at_load:
-        return
+        return False
     # No entry is dropped to make room: the adapter would be recorded anew, with later files.
     if len(_stamps_at_load) >= MAX_ADAPTERS:
-        return
+        return False
     try:
         stamps = _stamp_files(lora.lora_path)
     except OSError as error:
         _log_unreadable(lora, error)
         stamps = []
     _stamps_at_load[key] = stamps
+    return True
+
+
+def _compare_with_first_files(lora: Any) -> None:
+    """Finds out whether other files were loaded under an adapter's cache name before."""
     cache_name = compat.cache_name(lora)
-    files = (lora.lora_path, stamps)
+    files = (lora.lora_path, _stamps_at_load[lora.lora_path, lora.lora_int_id])
     if _first_files.setdefault(cache_name, files) == files:
         return
     _replaced.add(cache_name)
@@ -96,7 +118,8 @@ def _digest_adapter(lora: Any) -> str:
     if getattr(lora, "load_inplace", False):  # the files may be newer than the loaded adapter
         return ""
     try:
-        note_adapter(lora)
+        if _record_stamps(lora):
+            _compare_with_first_files(lora)
         adapter_digest = _digest_files(lora.lora_path, lora.lora_int_id)
         stamps = _stamp_files(lora.lora_path)
     except OSError as error:
@@ -111,7 +134,7 @@ def _digest_adapter(lora: Any) -> str:
             lora.lora_name,
         )
         return ""
-    if compat.cache_name(lora) in _replaced:  # `note_adapter` has logged it
+    if compat.cache_name(lora) in _replaced:  # `_compare_with_first_files` has logged it
         return ""
     return adapter_digest
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from contextlib import nullcontext
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -564,7 +565,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Loads an adapter by the call that vLLM's engine core gets."""
     monkeypatch.setattr(EngineCore, "add_lora", EngineCore.add_lora)
     for _ in range(3):  # connectors of one process
-        compat.before_adapters_load(prompt_digest.note_adapter)
+        compat.around_adapter_loads(prompt_digest.note_load)
     taken: list[Any] = []
     core: Any = SimpleNamespace(
         model_executor=SimpleNamespace(add_lora=lambda lora: taken.append(lora) or True)
@@ -647,6 +648,28 @@ def test_an_adapter_has_no_digest_while_the_cache_may_have_kv_of_other_files(
     assert caplog.text.count("other files were loaded under its name before") == 1
 
 
+def test_files_that_vllm_could_not_load_are_no_earlier_files(
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An adapter is named before its copy is whole, then again. Nothing has computed with it."""
+    monkeypatch.setattr(prompt_digest, "_stamps_at_load", {})
+
+    def fail(lora: Any) -> bool:
+        raise ValueError("a file is cut")
+
+    core: Any = SimpleNamespace(model_executor=SimpleNamespace(add_lora=fail))
+    for number in range(3):  # vLLM numbers each try anew
+        with pytest.raises(ValueError, match="a file is cut"):
+            EngineCore.add_lora(core, adapter(tmp_path / "a", b"half", 601 + number))
+    assert not prompt_digest._stamps_at_load, "clients name adapters, and could fill it"
+    whole = load(adapter(tmp_path / "a", b"whole", 604))
+    assert prompt_digest.digest_prompt(asked(whole))
+    with pytest.raises(ValueError, match="a file is cut"):
+        EngineCore.add_lora(core, whole)
+    adapter(tmp_path / "a", b"later files", 0)
+    assert prompt_digest.digest_prompt(asked(whole)) == "", "those of the first load count"
+
+
 def test_no_adapter_is_forgotten_above_the_limit(
     load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -703,7 +726,7 @@ def test_the_wrapped_add_lora_keeps_its_signature(monkeypatch: pytest.MonkeyPatc
     """vLLM converts a client's arguments by the signature."""
     before = EngineCore.add_lora
     monkeypatch.setattr(EngineCore, "add_lora", before)
-    compat.before_adapters_load(lambda lora: None)
+    compat.around_adapter_loads(lambda lora: nullcontext())
     assert EngineCore.add_lora is not before
     assert inspect.signature(EngineCore.add_lora) == inspect.signature(before)
 

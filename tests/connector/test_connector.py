@@ -127,7 +127,7 @@ def test_an_engine_that_drafts_computes_seeded_requests(
     monkeypatch.setattr(data_parallel, "shared_server_rank", lambda vllm_config: None)
     monkeypatch.setattr(data_parallel, "computes_in_step", lambda vllm_config: False)
     monkeypatch.setattr(compatibility, "permits_bidirectional_reuse", lambda vllm_config: True)
-    monkeypatch.setattr(compat, "before_adapters_load", lambda note: None)
+    monkeypatch.setattr(compat, "around_adapter_loads", lambda note: None)
     role = SimpleNamespace(kv_role="kv_consumer")
     engine: Any = SimpleNamespace(_kv_transfer_config=role)
     # In the case without drafts the model's images attend to later tokens.
@@ -156,7 +156,7 @@ def test_a_load_beside_drafts_leaves_the_blocks_of_a_step_free() -> None:
 def test_a_rank_in_step_never_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compatibility, "layout", lambda vllm_config, compress: {})
     monkeypatch.setattr(compatibility, "permits_bidirectional_reuse", lambda vllm_config: True)
-    monkeypatch.setattr(compat, "before_adapters_load", lambda note: None)
+    monkeypatch.setattr(compat, "around_adapter_loads", lambda note: None)
     transfer = SimpleNamespace(kv_role="kv_consumer", engine_id="a1b2_dp1")
     parallel = SimpleNamespace(
         data_parallel_size=2,

@@ -906,3 +906,4 @@ def test_a_transport_that_corrupts_is_replaced_by_the_next_one(
     assert (ours.planes[0][0][0] == theirs.planes[0][0][3]).all()
     lines = [line for line in caplog.messages if line.startswith("tcp: given up for")]
     assert len(lines) == 1
+    assert not [line for line in caplog.messages if "retry" in line], "nothing tries it again"

@@ -164,13 +164,10 @@ class TcpTransport:
 
     def disconnect(self, sender: str) -> None:
         """Closes the connection to a sender and forgets it."""
-        source = self._sources.get(sender)
-        if source is None:
-            return
-        # DOWN: all has ended already, and a log line would report a second loss.
-        if source.state is not TcpState.DOWN:
-            self._lose(source, "its control link is closed")
-        del self._sources[sender]
+        # Without the line of a loss: nothing tries again.
+        source = self._sources.pop(sender, None)
+        if source is not None:
+            self._close(source)
 
     def on_sender_note(self, sender: str, data: bytes) -> None:
         """Handles Listening or NotListening; notes of another attempt have no effect."""
@@ -253,8 +250,8 @@ class TcpTransport:
         # The buffer of an earlier connection may be half full.
         source.unfilled = EMPTY
 
-    def _lose(self, source: TcpSource, reason: str) -> None:
-        """Closes the connection until the next attempt; after this nothing is written for it."""
+    def _close(self, source: TcpSource) -> None:
+        """Closes the connection; after this nothing is written for it."""
         # First: closing ends all writing, so the reads below may be reported as ended (rule 2).
         if source.connection is not None:
             # The descriptor is registered only once connect_ex has been called.
@@ -270,16 +267,20 @@ class TcpTransport:
         if source.read is not None:
             self._events.append(self._posted.end(source.read, ReadStatus.CANCELLED))
         self._posted.flush(source.worker.name)
-        # Counts from the last piece, not from the last connection: a path that connects and breaks
-        # again and again must not move the pieces to and fro each second.
-        source.failures += 1
-        pause = retry_pause(source.failures, RETRY_SECONDS, MAX_RETRY_SECONDS)
         source.state = TcpState.DOWN
-        source.retry_at = time.monotonic() + pause
         source.read = None
         # Both deadlines end with the connection, or they would count as a second loss.
         source.is_in_piece = False
         source.piece_deadline = math.inf
+
+    def _lose(self, source: TcpSource, reason: str) -> None:
+        """Closes the connection until the next attempt."""
+        self._close(source)
+        # Counts from the last piece, not from the last connection: a path that connects and breaks
+        # again and again must not move the pieces to and fro each second.
+        source.failures += 1
+        pause = retry_pause(source.failures, RETRY_SECONDS, MAX_RETRY_SECONDS)
+        source.retry_at = time.monotonic() + pause
         log.warning(
             "tcp: %s not reached by TCP, retry in %.0f s: %s",
             source.worker.name,

@@ -666,6 +666,7 @@ def test_files_that_vllm_could_not_load_are_no_earlier_files(
     assert prompt_digest.digest_prompt(asked(whole))
     with pytest.raises(ValueError, match="a file is cut"):
         EngineCore.add_lora(core, whole)
+    assert set(prompt_digest._stamps_at_load) == {(whole.lora_path, 604)}
     adapter(tmp_path / "a", b"later files", 0)
     assert prompt_digest.digest_prompt(asked(whole)) == "", "those of the first load count"
 

@@ -233,14 +233,15 @@ CHAT = b'{"model":"m","messages":[],"max_tokens":1}'
         ("/v1/messages", CHAT, "d0"),
     ],
 )
-@pytest.mark.parametrize("parser", ["p", "d"])
+@pytest.mark.parametrize("parsers", ["p", "d", "pd"])
 async def test_one_token_of_a_chat_is_parsed_as_ds_chats_are(
-    path: str, body: bytes, server: str, parser: str
+    path: str, body: bytes, server: str, parsers: str
 ) -> None:
-    """P may have no --reasoning-parser, as it answers no other chats."""
+    """P may have no --reasoning-parser, as it answers no other chats, or another one."""
 
     def prepare(w: World) -> None:
-        (w.d if parser == "p" else w.p).plain_chat = True
+        w.p.plain_chat = "p" not in parsers
+        w.d.plain_chat = "d" not in parsers
 
     async with world(prepare=prepare) as w:
         assert (await w.ask("POST", path, body)).json()["text"] == server
@@ -248,8 +249,11 @@ async def test_one_token_of_a_chat_is_parsed_as_ds_chats_are(
         assert legs == (["whole"] if server == "p0" else ["prefill", "decode"])
 
 
-async def test_one_token_of_a_chat_ends_at_prefill_where_both_parse_alike() -> None:
-    async with world() as w:
+async def test_one_token_of_a_chat_ends_at_prefill_where_none_parses_reasoning() -> None:
+    def prepare(w: World) -> None:
+        w.p.plain_chat = w.d.plain_chat = True
+
+    async with world(prepare=prepare) as w:
         assert (await w.ask("POST", "/v1/chat/completions", CHAT)).json()["text"] == "p0"
         assert not w.d.calls
 

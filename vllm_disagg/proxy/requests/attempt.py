@@ -144,7 +144,8 @@ class Attempt:
     def ends_at_prefill(self) -> bool:
         """Whether the prefill instance answers the client: the token that it makes is all of it.
 
-        Its chats must be parsed as the decode instance's, which answers all longer ones.
+        Of a chat neither may parse reasoning: the decode instance, which answers all longer ones,
+        may have another parser.
         """
         if not self.pair or not self.context.body.one_token:
             return False
@@ -152,7 +153,7 @@ class Attempt:
         decode = self.pair.decode.engine
         if self.context.request.path in _UNPARSED_PATHS or not prefill or not decode:
             return True
-        return prefill.plain_chat == decode.plain_chat
+        return prefill.plain_chat and decode.plain_chat
 
     @property
     def server(self) -> Instance:

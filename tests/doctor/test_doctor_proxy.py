@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -225,19 +225,21 @@ async def _as_nginx(call: Call) -> None:
     await call.json({}, headers="server: nginx\r\n")
 
 
+async def report_on_server(answer: Callable[[Call], Awaitable[None]] | None) -> Report:
+    """Reports on a server that answers any path so; None: an engine."""
+    engine = DoctorEngine("d", "decode")
+    if answer:
+        vars(engine)["_route"] = answer
+    await engine.start()
+    try:
+        return await report_on("--proxy", engine.url)
+    finally:
+        await engine.stop()
+
+
 @pytest.mark.parametrize("is_router", [False, True])
 def test_servers_that_are_no_proxy(is_router: bool) -> None:
-    async def examine() -> Report:
-        engine = DoctorEngine("d", "decode")
-        if is_router:
-            vars(engine)["_route"] = _as_nginx
-        await engine.start()
-        try:
-            return await report_on("--proxy", engine.url)
-        finally:
-            await engine.stop()
-
-    found = troubles(run(examine()))
+    found = troubles(run(report_on_server(_as_nginx if is_router else None)))
     if is_router:
         assert found[0].startswith("WARN proxy: a router is in front of it (server: nginx); its")
     else:
@@ -256,16 +258,7 @@ def test_other_servers_are_no_routers_in_front(status: int, server: str, expecte
     async def answer(call: Call) -> None:
         await call.json({}, status=status, headers=f"server: {server}\r\n" if server else "")
 
-    async def examine() -> Report:
-        engine = DoctorEngine("d", "decode")
-        vars(engine)["_route"] = answer
-        await engine.start()
-        try:
-            return await report_on("--proxy", engine.url)
-        finally:
-            await engine.stop()
-
-    (line,) = troubles(run(examine()))
+    (line,) = troubles(run(report_on_server(answer)))
     assert line.startswith(f"FAIL proxy: GET /health {expected}")
 
 
@@ -283,16 +276,7 @@ def test_a_server_that_answers_any_path(page: bytes, expected: str) -> None:
         call.raw_write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(page)}\r\n\r\n{page.decode()}")
         await call.writer.drain()
 
-    async def examine() -> Report:
-        engine = DoctorEngine("d", "decode")
-        vars(engine)["_route"] = answer
-        await engine.start()
-        try:
-            return await report_on("--proxy", engine.url)
-        finally:
-            await engine.stop()
-
-    line, *_ = troubles(run(examine()))
+    line, *_ = troubles(run(report_on_server(answer)))
     assert line.startswith(f"FAIL proxy: {expected}")
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import secrets
 import signal
 import statistics
 import subprocess
@@ -30,7 +29,7 @@ import msgspec
 from fuzz_campaign import descriptors, resident_bytes
 from hostile_peers import expect_frames
 from listening import listening
-from peer import Peer
+from peer import Peer, load
 
 from proxy_world import Call, Client, ScriptedEngine, World, answer, until
 from vllm_disagg.proxy.http.endpoint_schema import SCHEMAS
@@ -338,29 +337,21 @@ async def _is_idle(world: World) -> bool:
 def _load(p: Peer, d: Peer) -> float:
     """Returns the seconds of a load from P to D, which must be whole and right."""
     began = time.monotonic()
-    said = _result_of_load(p, d)
+    said = load(p, d, PROMPT_TOKENS)
     seconds = time.monotonic() - began
     if "reason=None" not in said:
         raise AssertionError(f"a good load ended as {said}")
     return seconds
 
 
-def _result_of_load(p: Peer, d: Peer) -> str:
-    """Returns D's LoadResult of a load from P."""
-    transfer = secrets.token_hex(16)
-    p(f"prefill {transfer} {PROMPT_TOKENS}")
-    d(f"want {transfer} {PROMPT_TOKENS} {msgspec.json.encode(p.worker).decode()}")
-    said = str(d("outcome"))
-    p("outcome")
-    return said
-
-
-def _outlast(flood: HostileProcess, frames: int, load: Callable[[], str], tally: PortTally) -> None:
+def _outlast(
+    flood: HostileProcess, frames: int, load_again: Callable[[], str], tally: PortTally
+) -> None:
     """Loads until so many frames have come; counts loads that did not fail."""
     while flood.counts.get("frames", 0) < frames:
         if not flood.is_alive:
             raise RuntimeError("the flood has ended")
-        tally.good += "reason=None" in load()
+        tally.good += "reason=None" in load_again()
         time.sleep(FLOOD_PAUSE_SECONDS)
     tally.frames += flood.counts["frames"]
     flood.kill()
@@ -409,7 +400,7 @@ def worker_ports(seconds: float, flood_frames: int, seed: int, transport: str) -
         if flood_frames:
             flood = HostileProcess("hostile_peers.py", *words, "flood")
             stack.callback(flood.kill)
-            _outlast(flood, flood_frames, partial(_result_of_load, p, d), tally)
+            _outlast(flood, flood_frames, partial(load, p, d, PROMPT_TOKENS), tally)
         for one in watched:
             one.judge(tally)
         if not tally.deaths:

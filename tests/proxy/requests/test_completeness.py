@@ -310,7 +310,12 @@ TOOL_STREAMS = {
 @pytest.mark.parametrize("path", TOOL_ENDS)
 async def test_a_tools_call_may_hide_an_abort(path: str, one_token: bool) -> None:
     """The engine stops after the first of two calls."""
-    async with world(prefill=2 * one_token, decode=2) as w:
+
+    def prepare(w: World) -> None:
+        for engine in w.prefills + w.decodes:
+            engine.plain_chat = True  # else no chat ends at P
+
+    async with world(prefill=2 * one_token, decode=2, prepare=prepare) as w:
         engines = Stopping(w)
 
         async def serve(call: Call) -> None:

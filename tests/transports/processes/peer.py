@@ -18,6 +18,7 @@ import importlib
 import json
 import logging
 import os
+import secrets
 import subprocess
 import sys
 import time
@@ -96,6 +97,16 @@ class Peer:
                 pipe.close()  # type: ignore[union-attr]
             except BrokenPipeError:
                 pass
+
+
+def load(p: Peer, d: Peer, tokens: int) -> str:
+    """Returns D's LoadResult of a prompt that it loads from P."""
+    transfer = secrets.token_hex(16)
+    p(f"prefill {transfer} {tokens}")
+    d(f"want {transfer} {tokens} {msgspec.json.encode(p.worker).decode()}")
+    said = str(d("outcome"))
+    p("outcome")
+    return said
 
 
 class Liar:

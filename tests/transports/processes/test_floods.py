@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import selectors
 import socket
 import time
@@ -12,10 +11,9 @@ from collections.abc import Iterator
 from random import Random
 from urllib.parse import urlsplit
 
-import msgspec
 import pytest
 from listening import listening
-from peer import Peer
+from peer import Peer, load
 
 from vllm_disagg.transports.zmq import half_open
 
@@ -39,15 +37,6 @@ def peers() -> Iterator[tuple[Peer, Peer]]:
 
 def descriptors(p: Peer) -> int:
     return len(os.listdir(f"/proc/{p.process.pid}/fd"))
-
-
-def load(p: Peer, d: Peer) -> str:
-    transfer = secrets.token_hex(16)
-    p(f"prefill {transfer} 48")
-    d(f"want {transfer} 48 {msgspec.json.encode(p.worker).decode()}")
-    said = str(d("outcome"))
-    p("outcome")
-    return said
 
 
 class Crowd:
@@ -101,10 +90,10 @@ def test_a_flood_of_silent_connections_is_bounded(peers: tuple[Peer, Peer]) -> N
         while time.monotonic() < end:
             crowd.renew()
             if time.monotonic() > end - SECONDS / 2 and not d("received"):
-                assert "reason=None" in load(p, d), "a member that comes in the middle of it"
+                assert "reason=None" in load(p, d, 48), "a member that comes in the middle of it"
     finally:
         crowd.leave()
-    assert "reason=None" in load(p, d)
+    assert "reason=None" in load(p, d, 48)
     end = time.monotonic() + LIMIT_SECONDS
     while descriptors(p) > before + 20:
         assert time.monotonic() < end, (before, descriptors(p))
@@ -117,7 +106,7 @@ def test_garbage_at_each_port_stops_no_load() -> None:
     random = Random(17)
     try:
         while not d("received").get("tcp"):  # type: ignore[attr-defined]
-            assert "reason=None" in load(p, d)
+            assert "reason=None" in load(p, d, 48)
         ports = {port for held in listening(p.process.pid).values() for _, port in held}
         assert len(ports) == 3
         before = descriptors(p)
@@ -125,7 +114,7 @@ def test_garbage_at_each_port_stops_no_load() -> None:
             for port in ports:
                 with socket.create_connection(("127.0.0.1", port)) as stranger:
                     stranger.sendall(random.choice(OPENINGS) + random.randbytes(2000 * (at % 3)))
-            assert "reason=None" in load(p, d)
+            assert "reason=None" in load(p, d, 48)
         end = time.monotonic() + LIMIT_SECONDS
         while descriptors(p) > before + 5:
             assert time.monotonic() < end, (before, descriptors(p))

@@ -23,6 +23,20 @@ from .endpoint_schema import SCHEMAS
 
 How = Literal["generate", "forward", "look up", "models", "session", "all", "own"]
 
+# Between texts and tokens: of no engine step.
+_TEXTS = (
+    "/tokenize",
+    "/detokenize",
+    "/v1/messages/count_tokens",
+    "/v1/completions/render",
+    "/v1/chat/completions/render",
+    "/v1/responses/render",
+    "/v1/messages/render",
+    "/cohere/v2/chat/render",
+    "/v1/completions/derender",
+    "/v1/chat/completions/derender",
+)
+
 ROUTES: dict[str, tuple[tuple[str, ...], How]] = {
     **dict.fromkeys(SCHEMAS, (("POST",), "generate")),
     **dict.fromkeys(
@@ -30,17 +44,7 @@ ROUTES: dict[str, tuple[tuple[str, ...], How]] = {
             # generation whose bodies or answers are not made for two legs
             "/v1/chat/completions/batch",
             "/cohere/v2/chat",
-            # texts and tokens
-            "/tokenize",
-            "/detokenize",
-            "/v1/messages/count_tokens",
-            "/v1/completions/render",
-            "/v1/chat/completions/render",
-            "/v1/responses/render",
-            "/v1/messages/render",
-            "/cohere/v2/chat/render",
-            "/v1/completions/derender",
-            "/v1/chat/completions/derender",
+            *_TEXTS,
             # models that do not generate
             "/v1/embeddings",
             "/v2/embed",
@@ -84,22 +88,7 @@ FLEET_VIEWS = frozenset(("/disagg/instances", "/disagg/status", "/disagg/status/
 GENERATING = frozenset((*SCHEMAS, "/v1/chat/completions/batch", "/cohere/v2/chat"))
 
 # Of forwarded requests: vLLM's API server answers these alone, whatever its engine does.
-_WITHOUT_ENGINE = frozenset(
-    (
-        "/tokenize",
-        "/detokenize",
-        "/v1/messages/count_tokens",
-        "/v1/completions/render",
-        "/v1/chat/completions/render",
-        "/v1/responses/render",
-        "/v1/messages/render",
-        "/cohere/v2/chat/render",
-        "/v1/completions/derender",
-        "/v1/chat/completions/derender",
-        "/version",
-        "/tokenizer_info",
-    )
-)
+_WITHOUT_ENGINE = frozenset((*_TEXTS, "/version", "/tokenizer_info"))
 
 _ONE = "is about one engine: ask that instance itself"
 _DOCS = "describes one engine's own routes: ask that instance itself"

@@ -14,7 +14,7 @@ from ..http.request import HttpRequest
 from ..http.upstream_response import HOLD_BYTES, Unreachable, UpstreamResponse
 from ..membership.discovery import engine_in, report_in
 from ..routing.pairing import InstancePair
-from .attempt import Leg, RequestContext
+from .attempt import Attempt, Leg
 from .completeness import CompletenessCheck, doubtful
 from .first_content import ContentState, FirstContentDetector
 from .streams import aborted, engine_failed, failure_in
@@ -58,7 +58,7 @@ async def until_started(request: HttpRequest, answer: UpstreamResponse) -> bytes
 
 
 async def find_problem(
-    context: RequestContext,
+    attempt: Attempt,
     leg: Leg,
     answer: UpstreamResponse,
     error_event: bytes,
@@ -73,9 +73,9 @@ async def find_problem(
     content = answer.peek()
     if answer.status >= 500 or engine_failed(content):
         return AnswerProblem(failure_in(content), f"it answered {answer.status}", answer)
-    path = context.request.path
+    path = attempt.context.request.path
     is_cut_off = _is_aborted(path, answer, content)
-    if not is_cut_off and _is_doubtful(context, leg, answer, content):
+    if not is_cut_off and _is_doubtful(attempt, leg, answer, content):
         is_cut_off = not await completeness.is_engine_running(leg.instance)
     if is_cut_off:
         return AnswerProblem("stopping", STOPPING_DETAIL, None)
@@ -94,14 +94,12 @@ def _is_aborted(path: str, answer: UpstreamResponse, content: bytes) -> bool:
     return b'"type":"message"' in content and b'"stop_reason":' not in content
 
 
-def _is_doubtful(
-    context: RequestContext, leg: Leg, answer: UpstreamResponse, content: bytes
-) -> bool:
+def _is_doubtful(attempt: Attempt, leg: Leg, answer: UpstreamResponse, content: bytes) -> bool:
     """Whether an answer for the client is whole and looks complete, but may have been cut off."""
     if answer.status != 200 or answer.is_stream:
         return False
-    for_client = leg.name == "decode" or context.body.one_token
-    return for_client and doubtful(context.request.path, content, leg.instance.engine)
+    is_for_client = leg.instance is attempt.server
+    return is_for_client and doubtful(attempt.context.request.path, content, leg.instance.engine)
 
 
 def _error_detail(event: bytes) -> str:

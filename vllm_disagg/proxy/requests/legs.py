@@ -187,7 +187,7 @@ class LegRunner:
         except Unreachable as error:
             return attempt.record_failure(leg, error.reason, str(error))
         attempt.close_at_end(answer)
-        problem = await find_problem(attempt.context, leg, answer, error_event, self._completeness)
+        problem = await find_problem(attempt, leg, answer, error_event, self._completeness)
         if problem:
             return attempt.record_failure(leg, problem.reason, problem.detail, problem.answer)
         now = time.monotonic()

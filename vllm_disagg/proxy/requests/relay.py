@@ -154,7 +154,7 @@ class Relay:
         result = await self._delivery.deliver_answer(attempt, answer)
         if isinstance(result, AttemptFailure):
             return _blamed_on_first_token(attempt, result)
-        if result == 200 and not context.body.one_token:
+        if result == 200 and not attempt.ends_at_prefill:
             # For bidirectional KV reuse: D now has the KV of prompt and answer.
             self.policy.record_answer(context.query, attempt.decode)
         return result

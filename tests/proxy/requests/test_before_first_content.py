@@ -184,7 +184,7 @@ async def test_d_that_fails_before_its_content_is_replaced(path: str, how: bytes
 
 # A stream of /v1/responses is held from its last event on, which must be whole for that.
 @pytest.mark.parametrize("path", [path for path in PREFACES if path != "/v1/responses"])
-async def test_the_end_of_the_body_ends_its_last_event(path: str) -> None:
+async def test_a_last_event_needs_no_blank_line(path: str) -> None:
     preface, content = PREFACES[path]
     async with world(prefill=0) as w:
 
@@ -197,6 +197,24 @@ async def test_the_end_of_the_body_ends_its_last_event(path: str) -> None:
         w.d.script = script
         reply = await post(w, path)
         assert (reply.status, reply.body) == (200, preface + content.rstrip(b"\n"))
+
+
+async def test_the_end_of_the_body_ends_its_last_event() -> None:
+    """No other event shows that the answer has begun."""
+    path = "/v1/messages"
+    preface, _ = PREFACES[path]
+    last = LAST_EVENTS[path].rstrip(b"\n")
+    async with world(prefill=0) as w:
+
+        async def script(call: Call) -> None:
+            await call.stream()
+            await call.chunk(preface)
+            await call.chunk(last)
+            await call.end()
+
+        w.d.script = script
+        reply = await post(w, path)
+        assert (reply.status, reply.body) == (200, preface + last)
 
 
 async def test_a_compressed_stream_begins_with_its_first_byte() -> None:

@@ -37,12 +37,19 @@ from typing import NamedTuple
 
 from planted import MUTANTS
 from planting import ROOT
-from warm_pytest import Fault, Procedure, Trial, import_what_has_no_fault, run_procedures
+from warm_pytest import (
+    Fault,
+    Procedure,
+    TestLimits,
+    Trial,
+    import_what_has_no_fault,
+    run_procedures,
+)
 
-# After which tests with a fault are killed: those that hang notice it, too.
-LIMIT_SECONDS = 20.0
+# After which a test with a fault is killed: one that hangs notices it, too.
+LIMIT_SECONDS = 10.0
 WORLDS_LIMIT_SECONDS = 120.0  # for each 100 seeds; worlds bound what they do themselves
-TIMED_LIMIT_SECONDS = 10.0  # the same for tests that have run without a fault
+RUN_LIMIT_FACTOR = 6  # of a test's limit: that of all tests of a run
 COLD_SECONDS = 100.0  # more for a new Python, which imports vLLM
 LIMIT_FACTOR = 5  # of the time without a fault
 HEALTHY_SECONDS = 1200.0  # for each 100 seeds: the limit of tests without a fault
@@ -87,7 +94,7 @@ class Run(NamedTuple):
 
     tests: Sequence[str]
     seeds: int = FEW
-    limit_seconds: float = LIMIT_SECONDS  # for each 100 seeds
+    limit_seconds: float = LIMIT_SECONDS  # of each test, for each 100 seeds
 
 
 def worlds(tests: Sequence[str], *seeds: int) -> list[Run]:
@@ -243,11 +250,21 @@ class Health:
     shared: frozenset[str] = frozenset()  # files whose tests look for many faults
 
     def limit(self, run: Run, *, is_cold: bool) -> float:
-        """Returns after how many seconds tests with a fault are killed."""
+        """Returns after how many seconds a run with a fault is killed."""
         known = [self._time(test, run.seeds, is_cold=is_cold) for test in run.tests]
-        least = run.limit_seconds if None in known else TIMED_LIMIT_SECONDS
-        least = (least + COLD_SECONDS * is_cold) * max(1, run.seeds // FEW)
+        least = RUN_LIMIT_FACTOR * _test_limit(run, is_cold=is_cold)
         return max(least, LIMIT_FACTOR * sum(seconds or 0.0 for seconds in known))
+
+    def test_limits(self, run: Run, *, is_cold: bool) -> TestLimits:
+        """Returns after how many seconds in each of its tests a run with a fault is killed."""
+        least = _test_limit(run, is_cold=is_cold)
+        known = {
+            test: max(least, LIMIT_FACTOR * seconds)
+            for (test, seeds, was_cold), seconds in self.seconds.items()
+            if seeds == run.seeds and was_cold is is_cold
+        }
+        # Imports before the first test depend on the number of files.
+        return TestLimits(least, {**known, "": self.limit(run, is_cold=is_cold)})
 
     def _time(self, test: str, seeds: int, *, is_cold: bool) -> float | None:
         """Returns the seconds of a test, or of its file if only that has run."""
@@ -282,9 +299,15 @@ class Health:
             self.cpu_seconds += ended.cpu_seconds
             if ended.status in (0, 5):
                 self.seconds[key] = ended.seconds
+                for one, taken in ended.test_seconds.items():
+                    self.seconds[one, seeds, is_cold] = taken
             else:
                 self.failing[key] = ended.output
         return key in self.seconds
+
+
+def _test_limit(run: Run, *, is_cold: bool) -> float:
+    return run.limit_seconds * max(1, run.seeds // FEW) + COLD_SECONDS * is_cold
 
 
 def _healthy_limit(seeds: int) -> float:
@@ -353,30 +376,34 @@ def plant_once(
     `is_timed`: the tests have just run without the fault.
     """
     if all("::" in test for test in run.tests):
-        # Few and short: first without the fault, so they are soon known to hang with it.
+        # Few: first without the fault, so a slow one has its limit at once.
         for test in run.tests:
             if not (yield from health.passes(test, run.seeds, is_cold=is_cold)):
                 return Outcome.MISSED, ""
     fault = Fault(source(ROOT, mutant.file), mutant.old, mutant.new)
     limit = health.limit(run, is_cold=is_cold)
-    ended = yield Trial(tuple(run.tests), run.seeds, limit, fault, is_cold)
+    limits = health.test_limits(run, is_cold=is_cold)
+    ended = yield Trial(tuple(run.tests), run.seeds, limit, fault, is_cold, limits)
     health.cpu_seconds += ended.cpu_seconds
     found = outcome_from(ended.status, ended.output, [*run.tests, mutant.what])
     if found is not Outcome.CAUGHT:
         return found, ""
     failed = FAILED.search(ended.output)
-    tests = [failed[1]] if failed and "::" in failed[1] else run.tests
+    test = ended.hung or (failed[1] if failed else "")
     is_killed = ended.status is None
     # What is killed may be slow for the load: it is timed without the fault at the same load.
     passes = health.passes_now if is_killed and not is_timed else health.passes
-    for test in tests:
-        if not (yield from passes(test, run.seeds, is_cold=is_cold)):
+    for one in [test] if "::" in test else run.tests:
+        if not (yield from passes(one, run.seeds, is_cold=is_cold)):
             return Outcome.MISSED, ""
-    if is_killed and health.limit(run, is_cold=is_cold) > limit:
-        # These tests are slow, with the fault or without.
-        return (yield from plant_once(mutant, run, health, is_cold=is_cold, is_timed=True))
-    killed = "killed at its limit" if is_killed else f"exit status {ended.status}"
-    return found, failed[1] if failed else killed
+    if not is_killed:
+        return found, test or f"exit status {ended.status}"
+    new_limits = health.test_limits(run, is_cold=is_cold)
+    if new_limits.of(ended.hung) > limits.of(ended.hung):
+        # Slow, with the fault or without. Another test may be slow, too.
+        is_timed = not ended.hung
+        return (yield from plant_once(mutant, run, health, is_cold=is_cold, is_timed=is_timed))
+    return found, f"{test or 'all tests together'}: killed at its limit"
 
 
 def part_of(mutants: list[Mutant], parts: int, part: int | None) -> list[Mutant]:
@@ -438,7 +465,8 @@ def report(by_outcome: dict[Outcome, list[str]], seconds: float, health: Health)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("-j", "--jobs", type=int, default=os.cpu_count())
+    # Most tests wait.
+    parser.add_argument("-j", "--jobs", type=int, default=2 * (os.cpu_count() or 1))
     parser.add_argument("--parts", type=int, default=1, help="plant one of so many parts")
     parser.add_argument("--part", type=int, help="which one, from 0; without it by the commit")
     parser.add_argument(

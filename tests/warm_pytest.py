@@ -15,11 +15,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
+import trial_progress
 from planting import ROOT, plant, plant_in_children
 
 COPIED = ("vllm_disagg", "kv_connectors", "tests", "deploy")
@@ -59,23 +62,42 @@ class Fault(NamedTuple):
     new: str
 
 
+class TestLimits(NamedTuple):
+    """After which a trial's process is killed, for what it does at that time."""
+
+    seconds: float  # of all that `by_test` does not have
+    by_test: Mapping[str, float]
+
+    def of(self, test: str) -> float:
+        return self.by_test.get(test, self.seconds)
+
+
 class Trial(NamedTuple):
-    """One run of pytest. `is_cold`: a new Python in a copy of the tree runs it."""
+    """One run of pytest. `is_cold`: a new Python in a copy of the tree runs it.
+
+    `limit_seconds`: of the whole run. `test_limits`: of each of its tests.
+    """
 
     tests: tuple[str, ...]
     seeds: int
     limit_seconds: float
     fault: Fault | None = None
     is_cold: bool = False
+    test_limits: TestLimits | None = None
 
 
 class Ended(NamedTuple):
-    """How a trial has ended. `status`: pytest's; None if it was killed at its limit."""
+    """How a trial has ended. `status`: pytest's; None if it was killed at a limit.
+
+    `hung`: the test at whose limit it was killed. `test_seconds`: of each test that has ended.
+    """
 
     status: int | None
     output: str
     seconds: float
     cpu_seconds: float
+    hung: str = ""
+    test_seconds: Mapping[str, float] = MappingProxyType({})
 
 
 Result = TypeVar("Result")
@@ -89,11 +111,20 @@ class Child:
 
     pid: int
     output: Path
+    progress: Path  # `trial_progress.py` writes it
     deadline: float
+    test_limits: TestLimits | None = None
     started_at: float = field(default_factory=time.monotonic)
     folder: Path | None = None  # the copy of the tree
 
-    def end(self, status: int | None, cpu_seconds: float) -> Ended:
+    def hung(self) -> str | None:
+        """Returns the test that has run beyond its limit; None while none has."""
+        if self.test_limits is None:
+            return None
+        began, test = trial_progress.starts(self.progress, self.started_at)[-1]
+        return test if time.monotonic() > began + self.test_limits.of(test) else None
+
+    def end(self, status: int | None, cpu_seconds: float, hung: str = "") -> Ended:
         """Ends what the tests have left running, and removes what they ran in."""
         try:
             os.killpg(self.pid, signal.SIGKILL)
@@ -101,10 +132,13 @@ class Child:
             pass  # nothing is left
         seconds = time.monotonic() - self.started_at
         output = self.output.read_text(errors="replace")
+        starts = trial_progress.starts(self.progress, self.started_at)
         self.output.unlink()
+        self.progress.unlink()
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
-        return Ended(status, output, seconds, cpu_seconds)
+        ended = {test: end - began for (began, test), (end, _) in pairwise(starts) if test}
+        return Ended(status, output, seconds, cpu_seconds, hung, ended)
 
 
 def import_what_has_no_fault() -> None:
@@ -161,31 +195,36 @@ def _advance(
 
 
 def _ended(child: Child) -> Ended | None:
-    """Returns how a child has ended; None if it still runs. Kills it after its deadline."""
+    """Returns how a child has ended; None if it still runs. Kills it at a limit."""
     pid, status, usage = os.wait4(child.pid, os.WNOHANG)
     if pid:
         code = os.waitstatus_to_exitcode(status)
         return child.end(code, usage.ru_utime + usage.ru_stime)
-    if time.monotonic() < child.deadline:
+    hung = child.hung()
+    if hung is None and time.monotonic() < child.deadline:
         return None
     os.killpg(child.pid, signal.SIGKILL)
     usage = os.wait4(child.pid, 0)[2]
-    return child.end(None, usage.ru_utime + usage.ru_stime)
+    return child.end(None, usage.ru_utime + usage.ru_stime, hung or "")
 
 
 def _start(trial: Trial) -> Child:
     number, name = tempfile.mkstemp(prefix="mutants-")
+    progress_number, progress = tempfile.mkstemp(prefix="mutants-")
+    os.close(progress_number)
     folder = Path(tempfile.mkdtemp(prefix="mutants-")) if trial.is_cold else None
     sys.stdout.flush()
     pid = os.fork()
     if not pid:
+        os.environ[trial_progress.VARIABLE] = progress
         _run_here(trial, folder, number)
     os.close(number)
     try:
         os.setpgid(pid, pid)  # as the child does: whoever is first
     except (PermissionError, ProcessLookupError):
         pass  # the child was first
-    return Child(pid, Path(name), time.monotonic() + trial.limit_seconds, folder=folder)
+    deadline = time.monotonic() + trial.limit_seconds
+    return Child(pid, Path(name), Path(progress), deadline, trial.test_limits, folder=folder)
 
 
 def _run_here(trial: Trial, folder: Path | None, output: int) -> None:
@@ -197,7 +236,8 @@ def _run_here(trial: Trial, folder: Path | None, output: int) -> None:
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.environ["SEEDS"] = str(trial.seeds)
-        arguments = ["-x", "-p", "no:cacheprovider", "-W", IMPORTED_BEFORE, *trial.tests]
+        plugins = ["-p", "no:cacheprovider", "-p", trial_progress.__name__]
+        arguments = ["-x", *plugins, "-W", IMPORTED_BEFORE, *trial.tests]
         if folder is None:
             status = _run_pytest(arguments, trial.fault)
         else:

@@ -94,6 +94,45 @@ def test_a_planted_fault(
     assert verdicts[test] == [outcome, failed]
 
 
+HANGING = """
+import time
+def test_first(): pass
+def test_that_hangs(): time.sleep(3600)
+"""
+TRYING = """
+import json, sys
+import warm_pytest
+from warm_pytest import TestLimits, Trial
+
+warm_pytest.WARM_MODULES = ("pytest",)
+warm_pytest.import_what_has_no_fault()
+is_cold = sys.argv[2] == "cold"
+
+def procedure():
+    # Only what hangs has a limit that a crowded machine could reach.
+    limits = TestLimits(600.0, {"test_hanging.py::test_that_hangs": 0.5})
+    return (yield Trial((sys.argv[1],), 100, 600.0, None, is_cold, limits))
+
+[ended] = warm_pytest.run_procedures([procedure()], 1)
+print(json.dumps([ended.status, ended.hung, list(ended.test_seconds)]))
+"""
+
+
+@pytest.mark.parametrize("where", ["fork", "cold"])
+def test_a_test_that_hangs_is_killed_at_its_own_limit(tmp_path: Path, where: str) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -q\n")
+    (tmp_path / "test_hanging.py").write_text(HANGING)
+    done = subprocess.run(
+        [sys.executable, "-c", TRYING, str(tmp_path / "test_hanging.py"), where],
+        capture_output=True,
+        text=True,
+        env={"PATH": "", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == [None, "test_hanging.py::test_that_hangs", ["test_hanging.py::test_first"]]
+
+
 FAILED = Ended(1, "FAILED tests/x.py::test_it[a b] - x - y\n1 failed\n", 0.1, 0.1)
 PASSED = Ended(0, "1 passed\n", 0.1, 0.1)
 
@@ -174,6 +213,42 @@ def test_slow_tests_do_not_hang() -> None:
     assert ended.value.value.outcome is Outcome.CAUGHT
 
 
+def test_a_slow_test_does_not_hang() -> None:
+    """It is timed alone, and the fault is planted once more with its new limit."""
+    trying = mutants.try_mutant(Mutant("x", *VERSION, "tests/x.py"), mutants.Health())
+    slow = Ended(None, "", 10.0, 1.0, hung="tests/x.py::test_slow")
+    first = next(trying)
+    assert first.test_limits is not None and first.test_limits.of(slow.hung) < first.limit_seconds
+    control = trying.send(slow)
+    assert control.tests == (slow.hung,) and control.fault is None and control.test_limits is None
+    again = trying.send(Ended(0, "1 passed\n", 60.0, 1.0))
+    assert again.fault is not None and again.test_limits is not None
+    assert again.test_limits.of(slow.hung) == mutants.LIMIT_FACTOR * 60.0
+    assert again.test_limits.of("tests/x.py::test_other") == mutants.LIMIT_SECONDS
+    # With the fault it hangs beyond that, too.
+    assert trying.send(slow).fault is None
+    with pytest.raises(StopIteration) as ended:
+        trying.send(Ended(0, "1 passed\n", 60.0, 1.0))
+    assert ended.value.value.outcome is Outcome.CAUGHT
+    assert ended.value.value.test == "tests/x.py::test_slow: killed at its limit"
+
+
+def test_each_test_of_a_run_without_a_fault_is_timed() -> None:
+    health = mutants.Health(shared=frozenset({"tests/x.py"}))
+    trying = mutants.try_mutant(Mutant("x", *VERSION, "tests/x.py"), health)
+    next(trying)
+    trying.send(FAILED)
+    passed = PASSED._replace(seconds=50.0, test_seconds={"tests/x.py::test_slow": 40.0})
+    with pytest.raises(StopIteration):
+        trying.send(passed)
+    next_trial = next(mutants.try_mutant(Mutant("y", *VERSION, "tests/x.py"), health))
+    limits = next_trial.test_limits
+    assert limits is not None
+    assert limits.of("tests/x.py::test_slow") == mutants.LIMIT_FACTOR * 40.0
+    assert limits.of("tests/x.py::test_it") == mutants.LIMIT_SECONDS
+    assert limits.of("") == next_trial.limit_seconds == mutants.LIMIT_FACTOR * 50.0
+
+
 def test_tests_that_were_killed_are_timed_at_the_load_of_that_time() -> None:
     """Not by an earlier run of them or of their file, when the machine may have been idle."""
     health = mutants.Health(shared=frozenset({"tests/x.py"}))
@@ -201,13 +276,13 @@ def test_a_test_that_hangs_without_the_fault_too_notices_none() -> None:
 
 
 def test_a_single_test_runs_first_without_the_fault() -> None:
-    """So it is killed sooner when it hangs; what has passed whole has passed with a parameter."""
+    """So a slow one has its limit; what has passed whole has passed with a parameter."""
     trying = mutants.try_mutant(Mutant("x", *VERSION, "tests/x.py::test_it"), mutants.Health())
     control = next(trying)
     assert control.fault is None and control.tests == ("tests/x.py::test_it",)
-    planted = trying.send(PASSED)
-    assert planted.fault is not None
-    assert planted.limit_seconds == mutants.TIMED_LIMIT_SECONDS < mutants.LIMIT_SECONDS
+    planted = trying.send(PASSED._replace(seconds=20.0))
+    assert planted.fault is not None and planted.test_limits is not None
+    assert planted.test_limits.of("tests/x.py::test_it") == mutants.LIMIT_FACTOR * 20.0
     with pytest.raises(StopIteration) as ended:
         trying.send(FAILED)
     assert ended.value.value.outcome is Outcome.CAUGHT
@@ -227,7 +302,7 @@ def test_a_single_test_that_fails_without_the_fault_notices_none() -> None:
 def test_worlds_have_more_time(tests: str) -> None:
     """Some run for longer without a fault than others may with one, and none hangs."""
     limits = [
-        mutants.Health().limit(run, is_cold=False)
+        mutants.Health().test_limits(run, is_cold=False).seconds
         for run in mutants.runs(Mutant("x", *VERSION, tests))
     ]
     assert limits[0] == mutants.WORLDS_LIMIT_SECONDS and limits[1] >= 10 * limits[0]
@@ -235,8 +310,9 @@ def test_worlds_have_more_time(tests: str) -> None:
 
 def test_a_new_python_has_time_to_import() -> None:
     run, health = mutants.Run(["tests/x.py"]), mutants.Health()
-    more = health.limit(run, is_cold=True) - health.limit(run, is_cold=False)
-    assert more == mutants.COLD_SECONDS
+    cold, warm = (health.test_limits(run, is_cold=is_cold) for is_cold in (True, False))
+    assert cold.seconds - warm.seconds == mutants.COLD_SECONDS
+    assert cold.of("") - warm.of("") >= mutants.COLD_SECONDS
 
 
 def test_parts_have_each_fault_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -531,7 +531,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("who reads no answers is served on", "proxy/http/connection_state.py", "    if reads_slowly:\n", "    if False:\n", "tests/proxy/http/test_careless_clients.py"),
     ("two Host fields pass", "proxy/http/headers.py", "if len(hosts) > 1 or (needed and not hosts):", "if needed and not hosts:", "tests/proxy/http/test_careless_clients.py"),
     ("any Host passes", "proxy/http/headers.py", "if hosts and not _HOST.fullmatch(hosts[0]):", "if False:", "tests/proxy/http/test_careless_clients.py"),
-    ("the URL is no part of the head", "proxy/http/limits.py", "size = len(url) + len(", "size = len(", "tests/proxy/http/test_careless_clients.py"),
+    ("the URL is no part of the head", "proxy/http/limits.py", "size = len(url) + len(", "size = len(", "tests/proxy/http/test_request_reader.py"),
     ("any number of headers passes", "proxy/http/request_reader.py", "if len(headers) > MAX_HEADERS:", "if False:", "tests/proxy/http/test_careless_clients.py"),
     ("HTTP/2.0 is answered", "proxy/http/request_reader.py", "not in (\"1.1\", \"1.0\"):", "not in (\"1.1\", \"1.0\", \"2.0\", \"0.9\"):", "tests/proxy/http/test_careless_clients.py"),
     ("RTSP is answered", "proxy/http/request_reader.py", "return self._incoming.url + b\" HTTP/\" in self._line_bytes", "return True", "tests/proxy/http/test_careless_clients.py"),

@@ -184,8 +184,10 @@ async def test_the_failures_that_count(reason: Reason, at_once: int, after_succe
     assert pair.decode.consecutive_failures == at_once
     pair.progress.blame_suspects(now)
     assert pair.decode.consecutive_failures == after_success
-    pair.progress.blame_suspects(now)
+    failed_at = pair.decode.last_failure_at
+    pair.progress.blame_suspects(now + 10.0)
     assert pair.decode.consecutive_failures == after_success, "each failure counts once"
+    assert pair.decode.last_failure_at == failed_at
 
 
 async def test_p_answers_a_request_for_one_token() -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_disagg.errors import CopyFailed
 from vllm_disagg.kv.extents import Extent, blocks_of, size, split, whole_blocks
 from vllm_disagg.kv.layout import RankLayout, uniform
 from vllm_disagg.kv.memory import HostMemory, checksum, plane_at
@@ -98,6 +99,19 @@ def test_too_few_or_too_many_bytes_write_nothing() -> None:
     for wrong in (b"", b"x" * 19, b"x" * 21):
         assert not memory.write(Extent(0, 1, 0, 4), [0, 1], [memoryview(wrong)])
     assert not memory.planes[0][0].any()
+
+
+def test_a_lack_of_memory_costs_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = HostMemory([[np.zeros((4, 10), np.uint8)]], 2)
+
+    def lack(_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(np, "concatenate", lack)
+        with pytest.raises(CopyFailed, match="no memory for a copy of 20 bytes"):
+            memory.read(Extent(0, 1, 0, 4), [0, 1])
+    assert len(b"".join(memory.read(Extent(0, 1, 0, 4), [0, 1]))) == 20
 
 
 def test_rows_with_a_gap_between_them() -> None:

@@ -147,6 +147,23 @@ def test_a_layout_that_numpy_refuses_is_a_piece_that_was_not_written(
     assert "a piece in another layout was not written: ValueError" in caplog.text
 
 
+def test_a_lack_of_memory_is_a_piece_that_was_not_written(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lack(*_: object) -> None:
+        raise MemoryError
+
+    here = plain(8)
+    memory = HostMemory([[np.zeros((3, here.block_bytes[0]), np.uint8)]], RankLayout([here], [0]))
+    frame = memoryview(np.ones(plain(16).block_bytes[0], np.uint8))  # type: ignore[arg-type]
+    piece = (Extent(0, 1, 0, 16), [0, 1], [frame], RemoteLayout(plain(16), 0))
+    with monkeypatch.context() as patched:
+        patched.setattr(np, "frombuffer", lack)
+        assert not memory.write(*piece)
+    assert "was not written: no memory for a copy" in caplog.text
+    assert memory.write(*piece)
+
+
 def test_other_sizes_than_the_extents_write_nothing() -> None:
     there, here = plain(16), plain(8)
     ours = np.zeros((3, here.block_bytes[0]), np.uint8)

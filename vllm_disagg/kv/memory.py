@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from ..errors import CopyFailed
 from .extents import Extent, heads_of
 from .layout import LayerLayout, RankLayout, RemoteLayout, uniform
 from .planes import Plane, PlaneTable
@@ -158,10 +159,17 @@ class HostMemory:
         self.shape = shape
 
     def read(self, extent: Extent, blocks: Sequence[int]) -> list[memoryview]:
-        """Returns the extent's bytes in wire order, as views or, for short runs, as a copy."""
+        """Returns the extent's bytes in wire order, as views or, for short runs, as a copy.
+
+        Raises CopyFailed without memory for the copy.
+        """
         runs = list(self._runs(extent, blocks))
-        if sum(run.nbytes for run in runs) < SMALL_RUN_BYTES * len(runs):
-            runs = [np.concatenate(runs)]
+        size = sum(run.nbytes for run in runs)
+        if size < SMALL_RUN_BYTES * len(runs):
+            try:
+                runs = [np.concatenate(runs)]
+            except MemoryError:
+                raise CopyFailed(f"no memory for a copy of {size} bytes") from None
         return _frames(runs)
 
     def write(
@@ -173,8 +181,9 @@ class HostMemory:
     ) -> bool:
         """Writes the frames into the extent's blocks.
 
-        Returns False, and writes nothing, unless the frames have exactly the extent's size.
-        `remote_layout` is that of the frames' bytes, if it differs from ours.
+        Returns False, and writes nothing, unless the frames have exactly the extent's size, or
+        without memory for a copy. `remote_layout` is that of the frames' bytes, if it differs from
+        ours.
         """
         if remote_layout is not None:
             return self._convert(extent, blocks, frames, remote_layout)
@@ -256,7 +265,11 @@ class HostMemory:
         layers = extent.layer_end - extent.layer
         if sum(len(frame) for frame in frames) != layers * count * sum(there.block_bytes):
             return False
-        content = np.frombuffer(frames[0] if len(frames) == 1 else b"".join(frames), np.uint8)
+        try:
+            content = np.frombuffer(frames[0] if len(frames) == 1 else b"".join(frames), np.uint8)
+        except MemoryError:
+            log.warning("a piece in another layout was not written: no memory for a copy")
+            return False
         at = 0
         for layer in range(extent.layer, extent.layer_end):
             planes: list[Row] = []

@@ -81,3 +81,16 @@ def test_finish_waits_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(NixlError):
         closings.finish()
     assert time.monotonic() - began < 20
+
+
+def test_a_job_without_a_thread_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended the thread of all transfers."""
+
+    def lack(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", lack)
+        job = Job(lambda: 1)
+    assert job.is_over and not job.ends(60.0)
+    assert (job.result, job.error) == (None, "can't start new thread")

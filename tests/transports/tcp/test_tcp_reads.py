@@ -191,3 +191,23 @@ def test_a_damaged_piece_ends_its_read(receiving: Receiving) -> None:
     receiving.post(0)
     receiving.send(0)
     assert receiving.poll() == [completed(0, WRITTEN)] and receiving.block(0) == 1
+
+
+def test_a_lack_of_memory_ends_the_read_of_one_piece(
+    receiving: Receiving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ended the thread of all transfers."""
+
+    def lack(*_: object) -> None:
+        raise MemoryError
+
+    receiving.post(0)
+    receiving.post(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(module.np, "empty", lack)
+        receiving.send(0)
+        assert receiving.poll() == [completed(0, DAMAGED)]
+    assert f"no memory for {BLOCK_BYTES} bytes" in caplog.text
+    receiving.send(1)
+    assert receiving.poll() == [completed(1, WRITTEN)]
+    assert [receiving.block(number) for number in (0, 1)] == [0, 2]

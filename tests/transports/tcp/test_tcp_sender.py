@@ -10,8 +10,10 @@ import pytest
 import zmq
 
 from vllm_disagg.config import Config
+from vllm_disagg.errors import CopyFailed
+from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.memory import HostMemory
-from vllm_disagg.protocol.events import ConnectionLost
+from vllm_disagg.protocol.events import ConnectionLost, SendPiece
 from vllm_disagg.transports.base import Counters, DriverPort
 from vllm_disagg.transports.tcp import notes
 from vllm_disagg.transports.tcp import sender as module
@@ -86,3 +88,36 @@ def test_a_receiver_whose_machine_has_vanished_is_given_up(
     ready = {fd for fd, _ in opened.poller.poll(60_000)}
     assert list(sender.poll_events(ready)) == [ConnectionLost("d/0")]
     assert not sender._receivers
+
+
+def test_a_piece_that_cannot_be_read_is_lost_alone(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ended the thread of all transfers."""
+    sender, listening = opened.sender, opened.listening
+    memory = sender._port.memory
+
+    def lack(*_: object) -> None:
+        raise CopyFailed("no memory for a copy of 1000 bytes")
+
+    with socket.socket(socket.AF_UNIX) as receiver:
+        receiver.settimeout(60)
+        receiver.connect(listening.path)
+        receiver.send(listening.token)
+        while not sender._receivers:
+            ready = {fd for fd, _ in opened.poller.poll(60_000)}
+            assert ready and list(sender.poll_events(ready)) == []
+        assert receiver.recv(10) == notes.ACCEPTED
+        pieces = [
+            SendPiece("ab" * 16, "d/0", notes.address(1), number, Extent(0, 1, 0, 16), [number])
+            for number in range(2)
+        ]
+        with monkeypatch.context() as patched:
+            patched.setattr(memory, "read", lack)
+            sender.send(pieces[0])
+        assert list(sender.poll_events(())) == [pieces[0].completed()]
+        sender.send(pieces[1])
+        assert list(sender.poll_events(())) == [pieces[1].completed()]
+        head = notes.encode_head(notes.PieceHead(pieces[1].transfer, 1, 1000))
+        assert receiver.recv(len(head), socket.MSG_WAITALL) == head, "nothing of the lost one"
+    assert "a piece of transfer " in caplog.text and "no memory for a copy" in caplog.text

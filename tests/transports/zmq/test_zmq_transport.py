@@ -5,6 +5,7 @@ Receivers here read nothing, go, or never connect.
 
 from __future__ import annotations
 
+import resource
 import secrets
 import socket
 import time
@@ -520,6 +521,46 @@ def test_silent_connections_have_a_grace(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(half_open, "GRACE_SECONDS", 0.0)
     sockets.close_excess_connections()
     assert len(sockets.silent_connections._accepted_at) == 2
+    for stranger in crowd:
+        stranger.close()
+    sockets.close()
+
+
+@pytest.mark.usefixtures("patient")
+def test_silent_connections_are_closed_when_they_have_taken_all_descriptors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(half_open, "MAX_SILENT_CONNECTIONS", 2)
+    monkeypatch.setattr(half_open, "GRACE_SECONDS", 0.0)
+    sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "p/0")
+    host, port = sockets.address.removeprefix("tcp://").split(":")
+    crowd = [socket.create_connection((host, int(port)), LIMIT_SECONDS) for _ in range(5)]
+    end = time.monotonic() + LIMIT_SECONDS
+    while len(sockets.silent_connections._accepted_at) < len(crowd):
+        assert time.monotonic() < end
+        sockets.silent_connections._read_monitor_events()
+        time.sleep(0.01)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as highest:
+        lowest_free = highest.fileno()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))  # forbids new ones only
+    try:
+        sockets.close_excess_connections()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    poller = zmq.Poller()
+    for stranger in crowd:
+        stranger.setblocking(False)
+        poller.register(stranger, zmq.POLLIN)
+    ended: set[int] = set()
+    while len(ended) < 3:
+        assert time.monotonic() < end
+        for fd, _ in poller.poll(10):
+            [stranger] = [one for one in crowd if one.fileno() == fd]
+            if not stranger.recv(1024):  # else ZMQ's greeting
+                ended.add(fd)
+                poller.unregister(stranger)
+    assert ended == {stranger.fileno() for stranger in crowd[:3]}, "the oldest"
     for stranger in crowd:
         stranger.close()
     sockets.close()

@@ -343,7 +343,10 @@ class Job(Generic[T]):
         self._thread = threading.Thread(
             target=self._run, args=(do,), name="vllm-disagg-nixl", daemon=True
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # this process may have no more threads
+            self.error = str(error)
 
     def _run(self, do: Callable[[], T]) -> None:
         try:
@@ -359,7 +362,8 @@ class Job(Generic[T]):
 
     def ends(self, seconds: float) -> bool:
         """Waits for so many seconds at most; returns whether the call has ended well."""
-        self._thread.join(max(0.0, seconds))
+        if not self.is_over:  # a thread that was never started cannot be joined
+            self._thread.join(max(0.0, seconds))
         return self.is_over and not self.error
 
     def next_deadline(self, now: float) -> float:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from ...errors import BadMessage
+from ...errors import BadMessage, CopyFailed
 from ...kv.memory import hasher
 from ...protocol.events import ConnectionLost, SendCompleted, SendPiece
 from .. import local_socket
@@ -335,8 +335,16 @@ class TcpSender:
         return False
 
     def _parts(self, receiver: TcpReceiver, piece: SendPiece) -> Iterator[memoryview]:
-        """Yields head, frames and checksum of a piece, as they go on the wire."""
-        frames = self._port.memory.read(piece.extent, piece.blocks)
+        """Yields head, frames and checksum of a piece, as they go on the wire.
+
+        Yields nothing if it cannot be read. It is lost then, as on any network: the receiver
+        requests it again.
+        """
+        try:
+            frames = self._port.memory.read(piece.extent, piece.blocks)
+        except CopyFailed as error:
+            log.warning("tcp: a piece of transfer %s was not sent: %s", piece.transfer, error)
+            return
         size = sum(len(frame) for frame in frames)
         peer_timeout = self._port.config.peer_timeout
         # From the piece's first byte on: pieces ahead of it in the queue have their own deadlines.

@@ -400,7 +400,18 @@ class TcpTransport:
         head: notes.PieceHead,
     ) -> Iterator[memoryview | TransportEvent]:
         """Yields buffers for the bytes and the checksum of a piece, then its ReadCompleted."""
-        buffer, views = self._destination(read, head.size)
+        try:
+            buffer, views = self._destination(read, head.size)
+        except MemoryError:
+            log.warning(
+                "tcp: a piece of transfer %s was not received: no memory for %d bytes",
+                head.transfer,
+                head.size,
+            )
+            yield from self._skip(head.size)
+            source.read = None
+            yield self._posted.end(read, ReadStatus.DAMAGED)
+            return
         state = hasher(head.transfer)
         for view in views:
             yield view
@@ -432,6 +443,7 @@ class TcpTransport:
 
         The views are the blocks themselves where both layouts agree and runs are long enough.
         Otherwise they are frames of the buffer, which is written into the blocks once it is full.
+        Raises MemoryError without memory for that buffer.
         """
         memory = self._port.memory
         if read.remote_layout is None and isinstance(memory, HostMemory):

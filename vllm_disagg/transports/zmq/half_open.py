@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import resource
 import socket
 import struct
@@ -106,12 +105,16 @@ class SilentConnections:
 
         The descriptor may have been reused since, so only connections of this port are touched.
         """
-        # A duplicate is closed here, never ZMQ's own descriptor: its number could be given to
-        # another file while ZMQ still uses it.
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
-            address = connection.getsockname()
-            if connection.family != socket.AF_UNIX and address[1] == self._port:
-                connection.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            # No duplicate: such connections may have taken all descriptors.
+            connection = socket.socket(fileno=fd)
+            try:
+                address = connection.getsockname()
+                if connection.family != socket.AF_UNIX and address[1] == self._port:
+                    connection.shutdown(socket.SHUT_RDWR)
+            finally:
+                # Never closed here: the number could be given to another file while ZMQ uses it.
+                connection.detach()
         if time.monotonic() > self._logged_at + LOG_INTERVAL_SECONDS:
             self._logged_at = time.monotonic()
             log.warning(

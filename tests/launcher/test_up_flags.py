@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import resource
 import signal
+import subprocess
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -469,6 +472,48 @@ def test_no_folder_for_temporary_files_is_one_line(monkeypatch: pytest.MonkeyPat
     children = processes.ChildProcesses(processes.ChildOutput(None, ""), lambda: False)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"temporary files can be used .*; set TMPDIR"):
         children.__enter__()
+
+
+def test_a_child_whose_output_cannot_be_read_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended all other children, and ran on without an owner."""
+    monkeypatch.setattr(processes.tempfile, "tempdir", str(tmp_path))
+    children = processes.ChildProcesses(processes.ChildOutput(None, ""), lambda: False)  # type: ignore[arg-type]
+    children._output._console = SimpleNamespace(is_terminal=False)  # type: ignore[assignment]
+    started: list[subprocess.Popen[bytes]] = []
+    make = subprocess.Popen
+
+    def popen(*args: Any, **more: Any) -> subprocess.Popen[bytes]:
+        started.append(make(*args, **more))
+        return started[-1]
+
+    def lack(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    command = SimpleNamespace(name="decode-0", env={})
+    with children, monkeypatch.context() as patched:
+        patched.setattr(processes.subprocess, "Popen", popen)
+        patched.setattr(threading.Thread, "start", lack)
+        with pytest.raises(ConfigError, match="cannot start sleep: can't start new thread"):
+            children.start(command, ["sleep", "600"])  # type: ignore[arg-type]
+        assert started[0].returncode == -signal.SIGKILL
+
+
+def test_the_folder_of_the_key_is_kept_from_cleaners(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """systemd-tmpfiles tries this lock, and would remove the key after ten days."""
+    monkeypatch.setattr(processes.tempfile, "tempdir", str(tmp_path))
+    children = processes.ChildProcesses(processes.ChildOutput(None, ""), lambda: False)  # type: ignore[arg-type]
+    with children:
+        folder = os.open(children.directory, os.O_RDONLY)
+        for kind in (fcntl.LOCK_SH, fcntl.LOCK_EX):  # of systemd 236 and of 250
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(folder, kind | fcntl.LOCK_NB)
+    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(folder)
+    assert not list(tmp_path.iterdir())
 
 
 # Starting again -----------------------------------------------------------------------------------

@@ -207,6 +207,7 @@ class ChildProcess:
         lines: PrefixedLines | LineFile,
         log_path: str = "",
     ) -> None:
+        """Starts the process. Raises OSError, or RuntimeError if there can be no more threads."""
         self.name = command.name
         self.started_at = time.monotonic()
         self.progress = StartProgress(self.started_at)
@@ -221,7 +222,12 @@ class ChildProcess:
             process_group=0,
         )
         self._reader = threading.Thread(target=self._read, args=(lines,), daemon=True)
-        self._reader.start()
+        try:
+            self._reader.start()
+        except RuntimeError:  # such as too many threads: it would run on without an owner
+            self.process.kill()
+            self.process.communicate()
+            raise
 
     def ending(self) -> str:
         """Describes the exit and its cause in one line. Call after `join`."""
@@ -298,6 +304,7 @@ class ChildProcesses:
             raise ConfigError(
                 f"no folder for temporary files can be used ({error.strerror}); set TMPDIR to one"
             ) from None
+        self._lock = _keep_from_cleaners(self.directory)
         self._guard = subprocess.Popen(
             [sys.executable, "-m", "vllm_disagg.launcher.guard", self.directory],
             stdin=subprocess.PIPE,
@@ -313,9 +320,10 @@ class ChildProcesses:
         lines = self._output.open(command.name, len(self._children))
         try:
             child = ChildProcess(command, argv, lines, self._output.path(command.name))
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             lines.close()
-            raise ConfigError(f"cannot start {argv[0]}: {error.strerror}") from None
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ConfigError(f"cannot start {argv[0]}: {reason}") from None
         self._children.append(child)
         self._send_to_guard(child.process.pid)
 
@@ -357,7 +365,20 @@ class ChildProcesses:
         with suppress(BrokenPipeError):
             self._guard.stdin.close()  # the guard ends, and no group is left for it to end
         shutil.rmtree(self.directory, ignore_errors=True)
+        os.close(self._lock)
         local_socket.remove_stale()
+
+
+def _keep_from_cleaners(folder: str) -> int:
+    """Locks a folder for temporary files, and returns the descriptor that holds the lock.
+
+    systemd-tmpfiles removes what none has used for ten days, except below a locked folder. Engines
+    that start again after weeks read the key in there.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
 
 
 def probe(command: ChildCommand, timeout: float = 2.0) -> tuple[bool, str]:

@@ -3,6 +3,8 @@
 import argparse
 import asyncio
 import contextlib
+import os
+import resource
 import signal
 import socket
 import sys
@@ -435,3 +437,52 @@ def test_a_fleet_without_a_decode_instance_has_no_misfit() -> None:
     del fleet.instances[1]
     fleet.instances[0].can_transfer = True
     assert not fleet.permanent_mismatch()
+
+
+async def test_a_lack_of_files_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The event loop cuts new clients meanwhile, without a word."""
+    monkeypatch.setattr(main, "_FILES_CHECK_SECONDS", 0.01)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    watch = asyncio.create_task(main._log_lack_of_files())
+    with open(os.devnull) as highest:
+        lowest_free = highest.fileno()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))  # forbids new ones only
+    try:
+        await until(lambda: "new clients are cut" in caplog.text)
+        await asyncio.sleep(0.1)  # more tries, and no more lines
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    await until(lambda: "files can be opened again" in caplog.text)
+    watch.cancel()
+    assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
+
+
+LOOK_UP_LATE = """
+import asyncio, os, uvloop
+from vllm_disagg.proxy import main
+from vllm_disagg.proxy.requests import bodies
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+async def use():
+    await main._start_threads()
+    before = threads()
+    loop = asyncio.get_running_loop()
+    await loop.run_in_executor(bodies.parser_thread, int)
+    await loop.getaddrinfo("localhost", 80)
+    print(threads() - before)
+
+uvloop.run(use())
+"""
+
+
+async def test_no_thread_is_started_while_it_serves() -> None:
+    """Where there can be no more threads, libuv's first look-up of a name aborts the process."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", LOOK_UP_LATE, stdout=asyncio.subprocess.PIPE
+    )
+    output, _ = await asyncio.wait_for(process.communicate(), 60)
+    assert output == b"0\n"

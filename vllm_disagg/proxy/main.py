@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
 from functools import partial
 
 import uvloop
@@ -33,6 +34,7 @@ from .membership.reconcile import Member
 from .membership.registry import Registry
 from .membership.roles import RoleKeeper
 from .membership.sources import follow_file, follow_names, within
+from .requests import bodies
 from .requests.admin import Admin
 from .requests.api import Api
 from .requests.failover import FALLBACK_REASONS, RUNGS
@@ -61,6 +63,7 @@ __all__ = ["add_arguments", "run", "serve"]
 
 _FILE_CHECK_SECONDS = 1.0  # between two looks at the fleet file
 _EXPIRY_CHECK_SECONDS = 1.0  # between two looks for expired registrations
+_FILES_CHECK_SECONDS = 1.0  # between two tries to open a file
 _MISFIT_SECONDS = 10.0  # after the start, in which instances that do not fit end the proxy
 
 # Python's default looks for cycles very often, and a request makes few.
@@ -132,6 +135,7 @@ async def serve(
                     *_sources(settings, members, registry, networks),
                     *_role_tasks(settings, fleet, queues.prefill, metrics, members, bus, discovery),
                     feed.run(),
+                    _log_lack_of_files(),
                 )
             ]
             running.append(members.start(tasks))
@@ -345,10 +349,40 @@ def _sources(
 
 
 async def _expire(registry: Registry, members: Members) -> None:
-    """Drops engines whose registrations have expired, until cancelled."""
+    """Drops engines whose registrations have expired, until cancelled.
+
+    Time in which this process did not run does not count: it read no registration.
+    """
+    now = asyncio.get_running_loop().time
     while True:
+        slept_at = now()
         await asyncio.sleep(_EXPIRY_CHECK_SECONDS)
-        members.set("registration", registry.members(asyncio.get_running_loop().time()))
+        registry.forgive(max(0.0, now() - slept_at - _EXPIRY_CHECK_SECONDS), now())
+        members.set("registration", registry.members(now()))
+
+
+async def _log_lack_of_files() -> None:
+    """Logs when this process can open no more files, and when it can again, until cancelled.
+
+    The event loop closes the connections of new clients then, and tells nobody.
+    """
+    is_lacking = False
+    while True:
+        await asyncio.sleep(_FILES_CHECK_SECONDS)
+        try:
+            os.close(os.open(os.devnull, os.O_RDONLY))
+        except OSError as error:
+            if not is_lacking:
+                log.error(
+                    "proxy: no file can be opened (%s): new clients are cut without an answer;"
+                    " raise the limit of open files, or lower --max-connections",
+                    error.strerror,
+                )
+            is_lacking = True
+        else:
+            if is_lacking:
+                log.warning("proxy: files can be opened again")
+            is_lacking = False
 
 
 async def _refuse_misfit(fleet: Fleet, interval: float) -> None:
@@ -429,7 +463,20 @@ def _reason(error: OSError | UnicodeError) -> str:
     return os.strerror(error.errno) if error.errno else str(error)
 
 
+async def _start_threads() -> None:
+    """Starts the threads of look-ups and of large bodies.
+
+    Later the system may give no more: libuv would abort the process then, in its first look-up of
+    a name, and large bodies would be answered with 500.
+    """
+    loop = asyncio.get_running_loop()
+    await loop.run_in_executor(bodies.parser_thread, int)
+    with suppress(OSError):  # such a look-up asks no server, and fails
+        await loop.getaddrinfo("localhost", None, flags=socket.AI_NUMERICHOST)
+
+
 async def _until_signal(settings: ProxySettings) -> None:
+    await _start_threads()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

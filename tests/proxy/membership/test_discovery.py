@@ -462,8 +462,9 @@ async def test_another_model_at_an_address_may_not_generate() -> None:
         await until(is_other)
 
 
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EADDRNOTAVAIL])
 async def test_a_lack_of_descriptors_here_is_not_a_failure_of_the_instances(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Neither legs nor health checks nor probes blame them; requests in flight go on."""
     monkeypatch.setattr(connection_pool, "IDLE_SECONDS", 0.0)  # a new connection each time
@@ -472,7 +473,7 @@ async def test_a_lack_of_descriptors_here_is_not_a_failure_of_the_instances(
     async def lack(pool: ConnectionPool, address: str) -> UpstreamConnection:
         nonlocal attempts
         attempts += 1
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        raise OSError(number, os.strerror(number))
 
     async with world() as w:
         w.d.script = Call.forever
@@ -485,7 +486,7 @@ async def test_a_lack_of_descriptors_here_is_not_a_failure_of_the_instances(
             for _ in range(3):
                 reply = await w.post()
                 assert reply.status == 502
-                assert "this proxy cannot connect: Too many open files" in reply.body.decode()
+                assert f"this proxy cannot connect: {os.strerror(number)}" in reply.body.decode()
             before = attempts
             await until(lambda: attempts > before + 20)
             assert await usable(w, w.p.url) and await usable(w, w.d.url)
@@ -699,3 +700,18 @@ async def test_why_an_instance_makes_no_transfers(
         words = "this proxy has no fleet key"
     assert made.unavailable_reason.startswith("serves no KV transfers: ")
     assert words in made.unavailable_reason
+
+
+async def test_an_instance_that_has_left_is_forgotten() -> None:
+    """Pods come and go for months: each left its engine's description behind."""
+    fleet = Fleet()
+    pools: dict[str, ConnectionPool] = {}
+    watcher = Discovery(fleet, pools, KEY, lambda: None, "", 1.0, 120.0)
+    instance = Instance("http://127.0.0.1:1", "decode")
+    pools[instance.url] = ConnectionPool(instance.url)
+    watching = asyncio.create_task(watcher.watch(instance, 0.01))
+    await until(lambda: instance.url in watcher._reported)
+    watching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await watching
+    assert not watcher._reported

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from proxy_world import KEY, Call, EngineRole, ScriptedEngine, World, until, wor
 from vllm_disagg.errors import BadGrant, ConfigError
 from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.fleet.registration import Registration, RegistrationNote, sign
+from vllm_disagg.proxy import main
 from vllm_disagg.proxy.http.addresses import parse_networks
 from vllm_disagg.proxy.membership.members import SWEEP_SECONDS
 from vllm_disagg.proxy.membership.reconcile import Member, MembershipChanges, reconcile
@@ -652,6 +654,35 @@ def test_numbers_that_are_forgotten_are_not_repeated(monkeypatch: pytest.MonkeyP
     of_several = Registry(KEY, challenge)
     for incarnation in "abcd":
         assert announce(of_several, incarnation) == "ok", "the others have this challenge, too"
+
+
+async def test_a_standstill_of_the_proxy_ends_no_registration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of a container that was paused: the engines could register, and no note was read."""
+    now = 1000.0
+    registry = Registry(KEY)
+    note = RegistrationNote(registry.challenge, "i", 1, "decode", "http://d")
+    registry.register(sign(KEY, note), now)
+    listed: list[int] = []
+    standstills = iter([0.0, 600.0, *[0.0] * 20])
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        standstill = next(standstills, None)
+        if standstill is None:
+            raise asyncio.CancelledError
+        now += seconds + standstill
+
+    loop = SimpleNamespace(time=lambda: now)
+    monkeypatch.setattr(
+        main, "asyncio", SimpleNamespace(sleep=sleep, get_running_loop=lambda: loop)
+    )
+    members: Any = SimpleNamespace(set=lambda source, found: listed.append(len(found)))
+    with pytest.raises(asyncio.CancelledError):
+        await main._expire(registry, members)
+    # 10 s of its own time, in which the engine did not register.
+    assert listed == [1] * 9 + [0] * 13
 
 
 async def test_an_engine_registers_itself_and_says_goodbye() -> None:

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -164,6 +165,31 @@ async def test_a_worker_applies_the_roles_of_the_first_one_and_tells_ends_of_dra
     os.close(table)
 
 
+async def test_a_worker_ends_in_order_when_its_supervisor_is_killed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With a message on its way: it ended at once, and cut its requests."""
+    hub_end, worker_end = socket.socketpair()
+    table = os.memfd_create("load")
+    os.truncate(table, size(2))
+    place = WorkerPlace(1, 2, worker_end.detach(), table, 0, "")
+    bus = WorkerBus(place, Fleet(), {}, lambda: None)
+    ended: list[str] = []
+    members: Any = SimpleNamespace()
+    listening = asyncio.create_task(bus.listen(members, None, lambda: ended.append("drain")))
+    await until(lambda: bus._writer is not None)
+    hub_end.close()  # the kernel, of a process that was killed: "ready" was not read
+    await asyncio.wait_for(listening, 60)
+    assert ended == ["drain"]
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("proxy worker: the supervisor was killed, so this worker ends: ")
+    assert bus._writer
+    bus._writer.close()
+    with suppress(ConnectionError):
+        await bus._writer.wait_closed()
+    os.close(table)
+
+
 class SignalledProcess:
     """Keeps the signals that a worker's process was sent."""
 
@@ -245,9 +271,11 @@ async def test_a_worker_that_cannot_start_again_is_tried_again(
 SLEEPING = ["sh", "-c", "exec sleep 600"]  # whatever arguments are added
 
 
+@pytest.mark.parametrize("lack", [OSError("no memory"), RuntimeError("no memory")])
 async def test_a_process_that_cannot_be_started_is_tried_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    lack: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """In Python 3.11 asyncio needs a thread for each process: RuntimeError without one."""
     monkeypatch.setattr(supervisor, "RESTART_SECONDS", 0.001)
     start = supervisor.start_worker
     tries = 0
@@ -257,7 +285,7 @@ async def test_a_process_that_cannot_be_started_is_tried_again(
         nonlocal tries
         tries += 1
         if tries < 3:
-            raise OSError("no memory")
+            raise lack
         stop.set()
         return await start(command, place)
 

@@ -29,6 +29,7 @@ CONNECT_SECONDS = 2.0
 # Of a connection that this process cannot open, to whatever instance.
 LOCAL_ERRORS = (
     *(errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM),
+    errno.EADDRNOTAVAIL,  # no port of this machine is left, or it has no address of that family
     # Of a look-up that got no answer from DNS. An unknown name (EAI_NONAME) is an answer.
     *(socket.EAI_AGAIN, socket.EAI_MEMORY, socket.EAI_SYSTEM),
 )

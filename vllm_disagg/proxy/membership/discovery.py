@@ -344,6 +344,8 @@ class Discovery:
             for task in (probe, poll, self._nudges.pop(instance, None)):
                 if task:
                     task.cancel()
+            # Pods come and go for months, each with its own address.
+            self._reported.pop(instance.url, None)
 
     def _judge(self, instance: Instance, trouble: str) -> bool:
         """Returns whether the instance is well now; else records the reason.

@@ -108,6 +108,13 @@ class Registry:
         }
         return frozenset(self._listed)
 
+    def forgive(self, seconds: float, now: float) -> None:
+        """Lets all listed engines expire later: this process has not run for so long."""
+        self._listed = {
+            member: listed._replace(at=min(now, listed.at + seconds))
+            for member, listed in self._listed.items()
+        }
+
     def _remember_number(self, note: RegistrationNote) -> None:
         self._numbers[note.incarnation] = note.number
         self.last_numbers = {note.incarnation: note.number}

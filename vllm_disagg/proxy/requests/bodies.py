@@ -44,7 +44,7 @@ LARGE_BYTES = 1024 * 1024  # a larger body is parsed in a thread
 SLICE_BYTES = 1024 * 1024  # searched in one call: some 20 ms at worst
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.Encoder().encode
-_parser_thread = ThreadPoolExecutor(1, "bodies")
+parser_thread = ThreadPoolExecutor(1, "bodies")
 T = TypeVar("T")
 
 
@@ -241,7 +241,7 @@ async def check_form(content_type: bytes, raw: bytes) -> None:
 
 
 async def _in_thread(work: Callable[..., T], *args: object) -> T:
-    return await asyncio.get_running_loop().run_in_executor(_parser_thread, work, *args)
+    return await asyncio.get_running_loop().run_in_executor(parser_thread, work, *args)
 
 
 class _FieldName(enum.Enum):

@@ -135,14 +135,20 @@ class WorkerBus:
     async def listen(
         self, members: Members, registry: Registry | None, on_end: Callable[[], None]
     ) -> None:
-        """Applies the others' messages; calls `on_end` when the supervisor has ended."""
+        """Applies the others' messages; calls `on_end` when the supervisor has ended.
+
+        One that was killed, as for lack of memory, ends in an error if it left messages unread.
+        """
         reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
         members.on_drain_outlived = self.broadcast  # else a new worker would begin with it
         self._send(BusMessage("ready"))
         for unsent in self._unsent:
             self._send(unsent)
-        while message := await receive(reader):
-            self._apply(message, members, registry)
+        try:
+            while message := await receive(reader):
+                self._apply(message, members, registry)
+        except ConnectionError as error:
+            log.error("proxy worker: the supervisor was killed, so this worker ends: %s", error)
         on_end()
 
     def _apply(self, message: BusMessage, members: Members, registry: Registry | None) -> None:

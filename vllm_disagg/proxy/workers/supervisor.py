@@ -354,7 +354,9 @@ async def _run_process(
     """
     try:
         process, ours = await _start_with_socket(command, place, hub.challenge)
-    except OSError as error:  # as without memory or file descriptors
+    # As without memory or file descriptors; RuntimeError: without a thread, where asyncio needs one
+    # to wait for a process.
+    except (OSError, RuntimeError) as error:
         log.error("supervisor: worker %d cannot be started: %s", worker.index, error)
         return 1
     worker.process = process
@@ -379,14 +381,15 @@ async def _start_with_socket(
 ) -> tuple[asyncio.subprocess.Process, socket.socket]:
     """Starts one process of a worker; returns it and this side of their connection.
 
-    Raises OSError.
+    Raises OSError, or RuntimeError. A process that was started all the same ends, since its
+    connection does.
     """
     ours, theirs = socket.socketpair()
     with theirs:
         place = msgspec.structs.replace(place, hub=theirs.fileno(), challenge=challenge)
         try:
             return await start_worker(command, place), ours
-        except OSError:
+        except (OSError, RuntimeError):
             ours.close()
             raise
 

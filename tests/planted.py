@@ -894,7 +894,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("failed requests above the limit are not mentioned", "proxy/telemetry/logs.py", "        if left_out:\n", "        if False:\n", "tests/proxy/telemetry/test_logs.py"),
     ("an error of the proxy has no request id", "proxy/http/error_replies.py", "error_body(status, message, param, request_id=request_id)", "error_body(status, message, param, request_id=\"\")", "tests/proxy/telemetry/test_logs.py"),
     ("refusals by the admin API are not counted", "proxy/requests/api.py", "        if self._admin.handle(request, client):\n            self._count_refusal(request, client)\n", "        if self._admin.handle(request, client):\n", "tests/proxy/telemetry/test_logs.py"),
-    ("a failed request has no rung", "proxy/requests/plans.py", "        context.request.rung = step.value\n", "", "tests/proxy/telemetry/test_logs.py"),
+    ("a failed request has no rung", "proxy/requests/plans.py", "        context.request.rung = step.value\n", "", "tests/proxy/status/test_status.py::test_a_request_has_the_last_rung_of_its_failover"),
     ("a unit of a setting is ignored", "setting_values.py", "return float(match[1]) * units[match[2]]", "return float(match[1])", "tests/unit/test_config.py"),
     ("a wrong setting of a child of MultiConnector is found late", "kv_connectors/early_check.py", "        found += used\n", "        found += [{} for _ in used]\n", "tests/connector/test_early_check.py"),
     ("settings are checked after the weights", "kv_connectors/__init__.py", "    early_check.install()\n", "", "tests/connector/test_early_check.py"),

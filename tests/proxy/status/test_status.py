@@ -73,6 +73,17 @@ async def test_the_status_has_what_was_served() -> None:
     assert found["readiness"] == {"prefill": 2, "decode": 2}
 
 
+async def test_a_request_has_the_last_rung_of_its_failover() -> None:
+    async def reset(call: Call) -> None:
+        call.reset()
+
+    async with world() as w:
+        w.p.script = reset
+        assert (await w.post()).json()["leg"] == "whole"
+        [row] = (await status(w))["requests"]
+    assert (row["outcome"], row["rung"]) == ("ok", "same_decode")
+
+
 async def test_the_last_fifty_requests_are_kept() -> None:
     async with world() as w:
         for _ in range(52):

@@ -6,23 +6,22 @@ layouts of their layers.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_disagg.errors import ConfigError
 from vllm_disagg.protocol.messages import VERSION
 
 from . import compat
-from .fingerprint import digest, sample_files
+from .fingerprint import PROCESSOR_FILES, digest, model_files, sample_files
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-PROCESSOR_FILES = (
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-)
+log = logging.getLogger("vllm_disagg.compatibility")
+
 IMAGE_SETTINGS = (
     "mm_processor_kwargs",
     "media_io_kwargs",
@@ -38,10 +37,11 @@ LLAMA_4_LIMIT_TOKENS = 32768  # `attn_temperature_tuning` differs for longer pos
 def layout(vllm_config: VllmConfig, compress: str = "off") -> dict[str, str]:
     """Returns the facts by name; `peers.difference` describes the first one that differs.
 
-    `compress`: the setting of this name.
+    `compress`: the setting of this name. Raises ConfigError if the model's files have changed since
+    vLLM began to load them.
     """
     model = vllm_config.model_config
-    return {
+    facts = {
         "architecture": _architecture(model),
         "model config": digest(_model_config(model.hf_config)),
         "weights": _weights(model),
@@ -58,6 +58,21 @@ def layout(vllm_config: VllmConfig, compress: str = "off") -> dict[str, str]:
         "compress": compress,
         "transfer protocol": str(VERSION),
     }
+    _refuse_changed_files(vllm_config)  # last: the facts were read from these files
+    return facts
+
+
+def _refuse_changed_files(vllm_config: VllmConfig) -> None:
+    """Raises ConfigError if the model's files are not those that were there before the load."""
+    before = getattr(vllm_config, "files_before_load", None)
+    if before is None:  # a configuration that no vLLM has completed
+        return
+    changed = sorted(set(before) ^ set(model_files(vllm_config)))
+    if changed:
+        raise ConfigError(
+            f"the model's files changed while vLLM loaded them (such as {changed[0][0]}), so it is"
+            " not known which of them this engine has: start it again"
+        )
 
 
 def permits_bidirectional_reuse(vllm_config: VllmConfig) -> bool:
@@ -130,10 +145,29 @@ def _weights(model: Any) -> str:
     samples = sample_files(place) if place.exists() else []
     if samples:
         return digest(samples)
-    # `model_weights` is set when weights are streamed from a bucket.
-    name = getattr(model, "model_weights", "") or model.model
-    commit = getattr(model.hf_config, "_commit_hash", None)
+    # Set when weights are streamed from a bucket, or come from another repository.
+    separate = getattr(model, "model_weights", "")
+    name = separate or model.model
+    commit = None if separate else _commit(model)
+    if commit is None:
+        log.warning(
+            "weights of %s are compared by their name and --revision alone; give other weights"
+            " another of the two",
+            name,
+        )
     return f"{name}@{commit or model.revision or 'main'}"
+
+
+def _commit(model: Any) -> str | None:
+    """Returns the commit of a model on the hub; None if this vLLM does not know it."""
+    # As of 0.32 vLLM resolves a revision itself. The text of it is still what the user gave.
+    resolved = getattr(model.revision, "resolved", None)
+    if resolved:
+        return str(resolved)
+    config_place = getattr(model, "hf_config_path", None)
+    if config_place and config_place != model.model:
+        return None  # the commit of the configuration is that of another repository
+    return getattr(model.hf_config, "_commit_hash", None)
 
 
 def _positions(model: Any) -> str:

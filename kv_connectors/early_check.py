@@ -2,7 +2,8 @@
 
 vLLM creates connectors after it has loaded the weights. There a mistake costs minutes, and its
 message drowns in those of all other processes. vLLM has no hook for an earlier check, so the end of
-a configuration is wrapped.
+a configuration is wrapped. The states of the model's files are noted there, too: see
+`fingerprint.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 from vllm_disagg import config
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet import keys
+
+from .fingerprint import model_files
 
 CONNECTOR = "DisaggConnector"
 # Connectors that may not be children of MultiConnector beside this one, and why.
@@ -59,6 +62,8 @@ def install() -> None:
         complete(self)
         if images is not None:
             _require_embeddings(images, takes_embeddings)
+        # An attribute goes with the configuration into vLLM's other processes.
+        self.files_before_load = model_files(self)
 
     check_and_complete.checks_settings = True  # type: ignore[attr-defined]
     VllmConfig.__post_init__ = check_and_complete  # type: ignore[method-assign]

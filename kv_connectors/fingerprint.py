@@ -1,4 +1,10 @@
-"""Makes short digests of values and of weights files, equal in engines that have the same."""
+"""Makes short digests of values and of weights files, equal in engines that have the same.
+
+Theory of weights. vLLM makes a connector minutes after it has loaded the weights. A folder may have
+other files by then: a symbolic link was changed, or files were overwritten. Their digest would be
+that of weights that this engine has not. So the files' states are recorded before vLLM loads them,
+and must be the same behind the digest.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +21,16 @@ MIN_SAMPLES_PER_FILE = 16
 SAMPLE_BYTES = 4096
 MAX_SAMPLES = 8192  # of all files: on a network's file system each may take a millisecond
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+
+# State of a file: its place behind all symbolic links, size, mtime in ns. Not its inode, which some
+# mounted buckets draw anew.
+FileState = tuple[str, int, int]
+_MODEL_FILES = (*WEIGHTS, *PROCESSOR_FILES)
 
 
 def sample_files(place: Path) -> list[tuple[str, int, str]]:
@@ -36,6 +52,30 @@ def sample_files(place: Path) -> list[tuple[str, int, str]]:
                 file_digest.update(opened.read(SAMPLE_BYTES))
         sampled.append((file.name, size, file_digest.hexdigest()))
     return sampled
+
+
+def file_states(place: Path) -> list[FileState]:
+    """Returns the states of the files whose content decides KV: weights, and processors' settings.
+
+    `place`: a folder, or a single file; no states if there is none. Raises OSError.
+    """
+    found = [place] if place.is_file() else [f for each in _MODEL_FILES for f in place.glob(each)]
+    states = []
+    for file in filter(Path.is_file, found):  # a link may lead nowhere
+        status = file.stat()
+        states.append((str(file.resolve()), status.st_size, status.st_mtime_ns))
+    return sorted(states)
+
+
+def model_files(vllm_config: Any) -> list[FileState]:
+    """Returns the states of the files of an engine's model and of its draft; none on a hub."""
+    speculative = vllm_config.speculative_config
+    models = [vllm_config.model_config, getattr(speculative, "draft_model_config", None)]
+    states: list[FileState] = []
+    for model in models:
+        if model is not None:
+            states += file_states(Path(model.model))
+    return states
 
 
 def digest(value: Any) -> str:

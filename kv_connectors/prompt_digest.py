@@ -10,6 +10,9 @@ digest only while the files are unchanged since; otherwise old and new files are
 Nor has it one after other files were loaded under the same cache name: vLLM then finds KV of the
 earlier files in its prefix cache. A cache name is an adapter's name; as of vLLM 0.32 with its path.
 Files that vLLM could not load have made no KV: they may be a copy that was not whole yet.
+
+An adapter that is named by its place on a hub has no digest. vLLM looks the name up at each load,
+without a revision, so that two engines, or one at two times, may have two adapters of one name.
 """
 
 from __future__ import annotations
@@ -148,7 +151,7 @@ def _log_unreadable(lora: Any, error: OSError) -> None:
 
 
 def _stamp_files(path: str) -> FileStamps:
-    """Returns the state of the files that vLLM reads; empty for an adapter on the hub."""
+    """Returns the state of the files that vLLM reads; empty for an adapter on a hub."""
     folder = Path(path).expanduser()
     stamps = []
     for pattern in (ADAPTER_SETTINGS, *WEIGHTS):
@@ -161,13 +164,19 @@ def _stamp_files(path: str) -> FileStamps:
 
 @lru_cache(maxsize=MAX_CACHED_DIGESTS)
 def _digest_files(path: str, adapter_number: int) -> str:
-    """Returns a digest of an adapter's files, or of its name on the hub.
+    """Returns a digest of an adapter's files; empty without a folder.
 
     `adapter_number`: vLLM's, part of the cache key; an adapter loaded anew has a new number.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        return digest(path)
+        log.warning(
+            "LoRA adapter %s: it is no folder here, and a name on a hub may stand for other files"
+            " at another engine; its requests run without KV transfers: download it, and load it"
+            " from its folder",
+            path,
+        )
+        return ""
     settings = folder / ADAPTER_SETTINGS
     settings_text = settings.read_text() if settings.is_file() else ""
     return digest([settings_text, sample_files(folder)])

@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kv_connectors import compat, compatibility, prompt_digest, supported
+from kv_connectors import compat, compatibility, fingerprint, prompt_digest, supported
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.protocol.peers import difference
 
@@ -319,8 +319,17 @@ def test_engines_with_different_compress_differ(tmp_path: Any) -> None:
     assert not difference(packed, compatibility.layout(both, "fp8"))  # type: ignore[arg-type]
 
 
-def layout(folder: Path, lora: Any = None, speculative: Any = None, **model: Any) -> dict[str, str]:
-    """Returns the facts of an engine with a model in a folder."""
+def layout(
+    folder: Path,
+    lora: Any = None,
+    speculative: Any = None,
+    files: list[Any] | None = None,
+    **model: Any,
+) -> dict[str, str]:
+    """Returns the facts of an engine with a model in a folder.
+
+    `files`: the states before vLLM loaded them.
+    """
     hf = SimpleNamespace(architectures=["A"], to_dict=dict, **model.pop("hf", {}))
     fields = {
         "model": str(folder),
@@ -343,6 +352,7 @@ def layout(folder: Path, lora: Any = None, speculative: Any = None, **model: Any
             load_config=load,
             lora_config=lora,
             speculative_config=speculative,
+            files_before_load=files,
         )
     )  # type: ignore[arg-type]
 
@@ -500,6 +510,98 @@ def test_weights_on_the_hub_are_compared_by_name(tmp_path: Path) -> None:
         layout(tmp_path, model_weights=f"s3://models/{name}") for name in ("one", "other")
     )
     assert "weights is s3://models/one@main on one side" in difference(one, other)
+
+
+def test_the_commit_of_weights_is_not_that_of_their_configuration(tmp_path: Path) -> None:
+    """`--hf-config-path` names another repository, and two revisions had one fact."""
+    hub = {"model": "org/model", "hf": {"_commit_hash": "c" * 40}}
+
+    def engine(commit: str | None = None, **change: Any) -> str:
+        revision: Any = "main"
+        if commit:  # as of vLLM 0.32: a text with what it was resolved to
+            revision = type("ResolvedRevision", (str,), {"resolved": commit})("main")
+        return layout(tmp_path, **{**hub, "revision": revision, **change})["weights"]
+
+    assert engine() == f"org/model@{'c' * 40}"
+    assert engine(hf_config_path="org/model") == engine()
+    assert engine("a" * 40) == engine("a" * 40, hf_config_path="org/config")
+    assert engine("a" * 40) == f"org/model@{'a' * 40}"
+    named = {"revision": "v2", "hf_config_path": "org/config"}  # before vLLM 0.32
+    assert engine(**named) == "org/model@v2"
+    other = {**named, "revision": None, "model_weights": "s3://models/one"}
+    assert engine(**other) == "s3://models/one@main"
+    assert engine("a" * 40, model_weights="org/other") == "org/other@main"
+
+
+def test_weights_that_are_known_by_name_alone_are_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout(tmp_path, model="org/model", hf={"_commit_hash": "c" * 40})
+    assert not caplog.records
+    layout(tmp_path, model_weights="s3://models/one")
+    assert "weights of s3://models/one are compared by their name and --revision" in caplog.text
+
+
+def files_before_load(place: Path, draft: Path | None = None) -> list[Any]:
+    speculative = draft and SimpleNamespace(draft_model_config=SimpleNamespace(model=str(draft)))
+    model = SimpleNamespace(model=str(place))
+    return fingerprint.model_files(
+        SimpleNamespace(model_config=model, speculative_config=speculative)
+    )
+
+
+@pytest.mark.parametrize("of", ["model", "draft"])
+@pytest.mark.parametrize("change", ["link", "content", "time", "more", "fewer", "processor"])
+def test_an_engine_whose_files_changed_while_it_loaded_them_does_not_start(
+    tmp_path: Path, of: str, change: str
+) -> None:
+    """It loaded the old weights, and the fact that P and D compare was that of the new ones."""
+    for version in ("1", "2"):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "model.safetensors").write_text(version)
+        os.utime(tmp_path / version / "model.safetensors", (1e9, 1e9))
+    place = tmp_path / "production"
+    place.symlink_to("1")
+    (tmp_path / "1" / "training.bin").symlink_to("nowhere")
+    other = tmp_path / "2"
+    draft = SimpleNamespace(
+        method="eagle",
+        draft_model_config=SimpleNamespace(
+            model=str(place if of == "draft" else other),
+            hf_config=SimpleNamespace(to_dict=dict),
+            revision=None,
+            dtype="bf16",
+        ),
+    )
+    model = str(place if of == "model" else other)
+    engine = {"speculative": draft, "model": model}
+    before = files_before_load(Path(model), Path(draft.draft_model_config.model))
+    layout(tmp_path, files=before, **engine)
+    weights = place / "model.safetensors"
+    match change:
+        case "link":
+            place.unlink()
+            place.symlink_to("2")
+        case "content":
+            weights.write_text("longer")
+            os.utime(weights, (1e9, 1e9))
+        case "time":
+            os.utime(weights, (2e9, 2e9))
+        case "more":
+            (place / "more.safetensors").write_text("3")
+        case "fewer":
+            weights.unlink()
+        case "processor":
+            (place / "preprocessor_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"files changed while vLLM loaded them \(such as /"):
+        layout(tmp_path, files=before, **engine)
+
+
+def test_files_that_decide_no_kv_may_change(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_text("1")
+    before = files_before_load(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("new")
+    layout(tmp_path, files=before)
 
 
 def test_the_longest_prompt_counts_where_it_changes_positions(tmp_path: Path) -> None:

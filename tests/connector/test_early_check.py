@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -255,3 +257,18 @@ def test_settings_may_be_null() -> None:
     assert early_check.settings_in(multi) == []
     own = SimpleNamespace(kv_connector="DisaggConnector", kv_connector_extra_config=None)
     assert early_check.settings_in(own) == [{}]
+
+
+def test_the_states_of_the_models_files_go_with_the_configuration(
+    images: Path, tmp_path: Path
+) -> None:
+    """Into other processes: weights are loaded there, minutes before this connector is made."""
+    kv_connectors.register()
+    folder = tmp_path / "model"
+    shutil.copytree(images, folder)
+    (folder / "pytorch_model.bin").write_text("1")
+    made: Any = VllmConfig(model_config=model(folder), kv_transfer_config=use({"insecure": True}))
+    sent = pickle.loads(pickle.dumps(made))
+    (state,) = sent.files_before_load
+    assert state[:2] == (str(folder / "pytorch_model.bin"), 1)
+    assert not hasattr(VllmConfig(), "files_before_load"), "of an engine without this connector"

@@ -907,6 +907,17 @@ def test_an_adapter_that_was_loaded_anew_is_read_anew(tmp_path: Path) -> None:
     assert before != sent_digest("decode", lora_request=other)
 
 
+def test_an_adapter_on_a_hub_has_no_transfer(caplog: pytest.LogCaptureFixture) -> None:
+    """Its digest was that of its name, which two engines may have looked up at two times."""
+    adapter_there = SimpleNamespace(lora_name="one", lora_path="org/adapter", lora_int_id=77)
+    for name in ("r1", "r2"):
+        transfer = {"r1": "ab", "r2": "cd"}[name] * 16
+        assert not load_starts(
+            side("decode"), name=name, transfer=transfer, lora_request=adapter_there
+        )
+    assert caplog.text.count("LoRA adapter org/adapter: it is no folder here") == 1
+
+
 def load_starts(engine: SchedulerSide, **change: Any) -> bool:
     """Returns whether a decode leg loads KV; its prompt has 40 tokens."""
     asked = request("decode", engine, **change)

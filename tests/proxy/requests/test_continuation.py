@@ -681,6 +681,32 @@ async def test_many_streams_of_one_instance_go_on_at_once() -> None:
             assert reply.complete and told(reply.body)["text"] == "".join(WORDS)
 
 
+async def test_a_stream_goes_on_past_an_engine_that_lacks_its_adapter() -> None:
+    """As one that has replaced another. The client got an error event, beside an engine with it."""
+    asked: list[Call] = []
+
+    async def script(call: Call) -> None:
+        asked.append(call)
+        if len(asked) == 2:
+            await call.json({"error": {"message": "The model does not exist."}}, 404)
+            return
+        await call.stream()
+        for at, event in enumerate(Script(call.engine.name).completion()):
+            if at == 4 and len(asked) == 1:
+                await settle()
+                await call.engine.stop()
+                return
+            await call.chunk(event)
+        await call.end()
+
+    async with world(prefill=0, decode=3) as w:
+        for d in w.decodes:
+            d.script = script
+        reply = await w.post(stream=True, temperature=0)
+        assert reply.complete and told(reply.body)["text"] == "".join(WORDS)
+        assert len({call.engine for call in asked}) == 3
+
+
 async def test_a_request_that_kills_engines_gets_no_third() -> None:
     async with world(decode=4) as w:
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from proxy_world import Call, ScriptedEngine, answer, settle, until, world
+from proxy_world import Call, ScriptedEngine, World, answer, settle, until, world
 from vllm_disagg.proxy.http.routes import REFUSED, ROUTES, UNGUARDED, find
 from vllm_disagg.proxy.requests import forward
 from vllm_disagg.proxy.requests.failover import RetryBudget
@@ -549,3 +549,84 @@ async def test_two_models() -> None:
             ("nobody's", {"d0", "d1", "d2"}),
         ):
             assert {(await w.post(model=model)).json()["text"] for _ in range(6)} == names
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+async def test_a_model_of_an_instance_that_has_not_answered_is_not_unknown(path: str) -> None:
+    """As behind a proxy that starts before a model's only engine: clients got 404 for the model."""
+
+    async def serve_other(call: Call) -> None:
+        if call.body["model"] == "other":
+            await answer(call)
+        else:
+            await call.json({"error": {"message": "The model does not exist."}}, 404)
+
+    def prepare(w: Any) -> None:
+        w.d.models = ["other"]
+        w.d.script = serve_other
+        w.decodes[1].probe_status = 500
+
+    async def has_failed(w: World) -> bool:
+        return any(row["why_not"].startswith("does not answer") for row in await w.instances())
+
+    async with world(prefill=0, decode=2, prepare=prepare, ready=False) as w:
+        await w.until_probed(w.d)
+        await until(lambda: has_failed(w))
+        reply = await w.post(path)
+        assert (reply.status, reply.headers["retry-after"]) == (503, "5")
+        assert (await w.post(path, model="other")).status == 200
+        w.decodes[1].probe_status = 200
+        await w.until_ready()
+        assert (await w.post(path)).json()["text"] == "d1"
+        w.decodes[1].script = serve_other
+        assert (await w.post(path, model="unknown")).status == 404
+
+
+async def test_an_adapter_loaded_since_the_probe_is_served_beside_an_instance_that_is_down() -> (
+    None
+):
+    def prepare(w: Any) -> None:
+        w.decodes[1].probe_status = 500
+
+    async with world(prefill=0, decode=2, prepare=prepare, ready=False) as w:
+        await w.until_probed(w.d)
+        for path in ("/v1/completions", "/v1/embeddings"):
+            assert (await w.post(path, model="adapter")).json()["text"] == "d0"
+
+
+async def lack_adapter(call: Call) -> None:
+    await call.json({"error": {"message": "The model `adapter` does not exist."}}, 404)
+
+
+@pytest.mark.parametrize("prefill", [0, 1])
+async def test_an_adapter_is_sought_at_other_instances(prefill: int) -> None:
+    """An engine that replaced another has no adapters that were loaded at run time."""
+    async with world(prefill=prefill, decode=3) as w:
+        for engine in (w.decodes[0], w.decodes[2]):
+            engine.script = lack_adapter
+        for _ in range(6):
+            assert (await w.post(model="adapter")).json()["text"] == "d1"
+        names = "vllm_disagg_fallbacks_total{"
+        assert 0 < await w.metric(names, "decode_failed") <= 6, "one for each request at most"
+        assert not await w.metric(names, "prefill")
+        w.decodes[1].script = lack_adapter
+        before = sum(len(engine.calls) for engine in w.decodes)
+        reply = await w.post(model="adapter")
+        assert (reply.status, "does not exist" in reply.body.decode()) == (404, True)
+        assert sum(len(engine.calls) for engine in w.decodes) == before + 3, "each once"
+        assert all(row["breaker"] == "closed" for row in await w.instances())
+
+
+async def test_requests_for_a_model_wait_for_the_first_probe_of_its_instance() -> None:
+    def prepare(w: Any) -> None:
+        w.d.models = ["other"]
+        w.decodes[1].probe_hangs = True
+
+    async with world(prefill=0, decode=2, prepare=prepare, ready=False) as w:
+        await w.until_probed(w.d)
+        client = await w.start()
+        await w.until_waiting(1)
+        w.decodes[1].probe_hangs = False
+        w.decodes[1].drop_connections()  # else the probe is repeated only after its timeout
+        assert (await client.receive()).json()["text"] == "d1"
+        client.close()

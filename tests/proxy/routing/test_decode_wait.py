@@ -68,6 +68,20 @@ async def test_another_models_instance_is_no_alternative() -> None:
     await task
 
 
+async def test_a_model_that_no_instance_serves_may_be_that_of_one_not_probed_yet() -> None:
+    """Another model's instance would answer that there is no such model."""
+    new = instance("http://d", NOT_PROBED)
+    new.models = frozenset()
+    waiting = waits(new, instance("http://e", "", "b"))
+    for model in ("b", ""):
+        assert (await began(waiting, RoutingQuery(0, model=model))).done()
+    task = await began(waiting, RoutingQuery(0, model="a"))
+    assert not task.done()
+    new.unavailable_reason = SILENT  # an unknown name must not wait for each dead address
+    waiting.wake()
+    await asyncio.wait_for(task, 20.0)
+
+
 async def test_the_wait_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     task = await began(waits(instance("http://d", SILENT), patience=0.05))
     assert not task.done()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 # "local": this proxy lacked something, and the instance is not to blame.
-# "declined": P refuses a request that D may serve.
+# "declined": P refuses a request that D may serve, or D has not what it names.
 # "stopping": the instance has got SIGTERM, and aborts requests that it would have to begin.
 Reason = Literal[
     "refused",

@@ -255,7 +255,9 @@ class Api:
             candidates = self._candidates(RoutingQuery(0, model=model))
             if is_form:
                 candidates = _verifiable(candidates)
-            return await self._relay.forwarder.forward(request, client, candidates)
+            return await self._relay.forwarder.forward(
+                request, client, candidates, absent=self._relay.fleet.is_model_uncertain(model)
+            )
         finally:
             self._concurrency_limit.leave()
 

@@ -88,8 +88,10 @@ class RequestProgress(msgspec.Struct, eq=False):
     failed_instances: list[Instance] = []  # not tried again
     suspects: list[SuspectLeg] = []
     recorder: StreamRecorder | None = None  # once a stream was started at the client
-    # The rung that followed when P declined the request; "" if none did.
+    # The rung that followed when an instance declined the request, and the label of the fallback;
+    # "" if none did.
     declined_rung: str = ""
+    declined_reason: str = ""
 
     def on_attempt_failed(self, reason: Reason, answer_started: bool) -> None:
         """Brings the history up to date after a failed attempt."""

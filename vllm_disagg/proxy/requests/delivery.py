@@ -10,7 +10,6 @@ from __future__ import annotations
 from ..http.error_replies import RequestFailed
 from ..http.headers import end_to_end, find
 from ..http.reasons import CUT_OFF_DETAIL, STOPPING_DETAIL
-from ..http.server import Connection
 from ..http.sse import DONE, ERROR
 from ..http.upstream_response import Unreachable, UpstreamResponse
 from ..routing.fleet import Fleet
@@ -22,6 +21,10 @@ from .completeness import (
     end_mark_of,
 )
 from .streams import StreamRecorder
+
+MODEL_MAY_BE_ELSEWHERE = (
+    "no instance that can be asked has this model, and one that may have it has not answered yet"
+)
 
 
 class Delivery:
@@ -42,7 +45,7 @@ class Delivery:
             # The client has a stream; this is a refusal, or an answer of another kind.
             detail = f"another instance answered {answer.status}"
             return AttemptFailure("decode", "diverged", detail)
-        return await _deliver_whole(client, answer)
+        return await self._deliver_whole(attempt, answer)
 
     def begin_stream(self, attempt: Attempt, answer: UpstreamResponse, events: bytes) -> bool:
         """Begins the client's stream with `events`, under the head of D's answer, which follows.
@@ -66,13 +69,23 @@ class Delivery:
         """
         client = attempt.context.client
         if not client.started and failure.answer:
-            return await _deliver_whole(client, failure.answer)
+            return await self._deliver_whole(attempt, failure.answer)
         error_event = _last_error_event(attempt.progress.recorder)
         if client.started and error_event:
             client.write(error_event + b"\n\n" + DONE)
             client.end()
             return 500
         raise RequestFailed(502, f"the {failure.leg} instance failed: {failure.detail}")
+
+    async def _deliver_whole(self, attempt: Attempt, answer: UpstreamResponse) -> int:
+        """Sends a whole answer to the client; returns its status. Raises RequestFailed."""
+        context = attempt.context
+        if answer.status == 404 and self._fleet.is_model_uncertain(context.query.model):
+            raise RequestFailed(503, MODEL_MAY_BE_ELSEWHERE, retry_after=5)
+        content = await answer.read()
+        context.client.answer(answer.status, end_to_end(answer.headers), content)
+        await context.client.drained()
+        return answer.status
 
     async def _deliver_stream(
         self, attempt: Attempt, answer: UpstreamResponse
@@ -132,10 +145,3 @@ def _last_error_event(recorder: StreamRecorder | None) -> bytes:
     if recorder.continued and not recorder.error_event.startswith(ERROR):
         return b""
     return recorder.error_event
-
-
-async def _deliver_whole(client: Connection, answer: UpstreamResponse) -> int:
-    content = await answer.read()
-    client.answer(answer.status, end_to_end(answer.headers), content)
-    await client.drained()
-    return answer.status

@@ -3,6 +3,7 @@
     a pair fails at P   -> another pair -> this D alone -> another D alone -> give up
     P has no room (429) -> another pair ---------------------------------> give up
     P refuses (4xx)     -> --------------> this D alone -> another D alone -> give up
+    D has no such model -> ------------------------------> another D alone -> give up   (404)
     a pair fails at D   -> another pair ------------------> another D alone -> give up   (429 too)
     D alone fails       -------------------------------------> another D alone -> give up
 
@@ -15,7 +16,7 @@ request. Three bounds keep failing requests from multiplying:
 * `RetryBudget`, for the whole fleet. Failures of instances that are alive (5xx, no answer in time)
   are retried for at most a fifth of the requests, since then the fleet is busy rather than broken.
   Deaths are not charged: a death ends each request of the dead instance once, all in the same
-  moment, and must cost none of them its answer. Nor is a refusal (4xx) of P.
+  moment, and must cost none of them its answer. Nor is a refusal (4xx) of P, or a 404 of D.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MAX_DEATHS = 2
 # The instance seems to be alive, so the failure may be a sign of overload; "local": of the proxy.
 # Not "declined": it leads to one step, and invalid requests of one client would use up the budget.
 CHARGED_REASONS = frozenset(("garbled", "timeout", "5xx", "busy", "local"))
-# An answer of P is left for the client, and nothing has failed.
+# The instance's answer is left for the client, and nothing has failed.
 REFUSALS = frozenset(("busy", "declined"))
 
 

@@ -104,7 +104,7 @@ class Forwarder:
                     request,
                     client,
                     instance,
-                    skip_missing=seek and not is_last_word,
+                    skip_missing=(seek or absent) and not is_last_word,
                     skip_failed=may_repeat and not seek,
                 )
             except Unreachable as failure:

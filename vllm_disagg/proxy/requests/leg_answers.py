@@ -1,7 +1,8 @@
 """Judges the answer of one leg: when it has started, and whether it is a failure.
 
-D's refusal of the client's request (4xx) is an answer, not a failure: other D would give it, too. P
-may refuse what D serves, so D decides (`failover.py`).
+D's refusal of the client's request (4xx) is an answer, not a failure: other D would give it, too.
+Only what D has not (404), another one may have. P may refuse what D serves, so D decides
+(`failover.py`).
 """
 
 from __future__ import annotations

@@ -198,6 +198,11 @@ class LegRunner:
         if answer.status == 429:  # another instance may have room
             attempt.progress.failed_instances.append(instance)
             return AttemptFailure(name, "busy", "it answered 429", answer)
+        if answer.status == 404 and name == "decode":
+            # Another one may have the adapter, or the path. One that replaced another has neither
+            # the adapters that were loaded at run time, nor always the same version.
+            attempt.progress.failed_instances.append(instance)
+            return AttemptFailure(name, "declined", "it answered 404", answer)
         return answer
 
     async def _exchange(

@@ -168,7 +168,9 @@ class AttemptPlans:
             return None
         context.request.rung = step.value
         if failure.reason == "declined":
-            progress.declined_rung = step.value  # D may refuse it, too: `on_served` counts
+            # All others may refuse it, too: `on_served` counts.
+            progress.declined_rung = step.value
+            progress.declined_reason = _fallback_reason(failure, progress.history)
         else:
             self._metrics.failed_over(step.value)
             self._metrics.fell_back(_fallback_reason(failure, progress.history))
@@ -177,10 +179,10 @@ class AttemptPlans:
         return attempt.decode if step is NextStep.SAME_DECODE else other_decode
 
     def on_served(self, progress: RequestProgress) -> None:
-        """Counts the fallback of a request that was served although P has declined it."""
+        """Counts the fallback of a request that was served although an instance declined it."""
         if progress.declined_rung:
             self._metrics.failed_over(progress.declined_rung)
-            self._metrics.fell_back("prefill_declined")
+            self._metrics.fell_back(progress.declined_reason)
 
     def _can_afford(self, failure: AttemptFailure, now: float) -> bool:
         """Pays for the next attempt; returns False if the retry budget is exhausted."""

@@ -12,6 +12,7 @@ Course of a request:
     wait in the prefill queue -> attempt -> the decode leg's answer goes to the client as it comes
 
     D refuses its leg (4xx)       that answer goes to the client, P's leg is cancelled
+    D answers 404                 another D alone may have what the request names
     P refuses its leg             D alone serves the request, or refuses it
     either answers 429            another instance that has room is tried first
     either leg fails              the next step of the ladder in `failover.py`: the same request on

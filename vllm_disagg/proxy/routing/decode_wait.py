@@ -5,6 +5,9 @@ MAX_SILENCE_SECONDS at most, if no other instance can serve them. New ones wait 
 an error at once. So do those that come before an instance was probed for the first time, as after
 the restart of a proxy worker. An instance that refuses connections has ended: no request waits for
 it.
+
+A model that no instance serves may be that of one that was not probed yet. Its requests wait, too,
+although others could refuse them.
 """
 
 from __future__ import annotations
@@ -60,12 +63,17 @@ class DecodeWait:
     def _seconds_left(self, query: RoutingQuery, came_at: float) -> float:
         """Returns how long a query that came at `came_at` waits on at most; 0: not at all."""
         now = time.monotonic()
+        reasons: tuple[str, ...] = (SILENT, NOT_PROBED)
+        if choose_decode(self._fleet, self._policy, now, query=query):
+            if not self._fleet.is_model_uncertain(query.model):
+                return 0.0
+            reasons = (NOT_PROBED,)
         silent_since = [
             decode.state_since
             for decode in self._fleet.with_role("decode")
-            if not decode.up and decode.unavailable_reason in (SILENT, NOT_PROBED)
+            if not decode.up and decode.unavailable_reason in reasons
         ]
-        if not silent_since or choose_decode(self._fleet, self._policy, now, query=query):
+        if not silent_since:
             return 0.0
         given_up_at = max(silent_since) + MAX_SILENCE_SECONDS
         return max(0.0, min(given_up_at, came_at + self._patience) - now)

@@ -332,6 +332,19 @@ class Fleet:
         """Returns the instances of one role, in the order of their addition."""
         return [instance for instance in self.instances if instance.role == role]
 
+    def knows_model(self, model: str) -> bool:
+        """Returns whether an instance serves this model, by its last probe."""
+        return any(model in instance.models for instance in self.instances)
+
+    def is_model_uncertain(self, model: str) -> bool:
+        """Returns whether a decode instance that has never answered may alone serve this model.
+
+        "No such model" of any other instance then proves nothing.
+        """
+        if not model or self.knows_model(model):
+            return False
+        return any(not decode.models for decode in self.with_role("decode"))
+
     def on_leg_failed(
         self, instance: Instance, reason: Reason, now: float, started_at: float | None = None
     ) -> None:

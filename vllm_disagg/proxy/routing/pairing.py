@@ -91,7 +91,7 @@ def _compatible_groups(
     fleet: Fleet, query: RoutingQuery, now: float, avoid: Collection[Instance]
 ) -> Iterator[tuple[list[Instance], list[Instance]]]:
     """Yields for each compatibility key its prefill and decode instances that serve the query."""
-    known = _is_known_model(fleet, query.model)
+    known = fleet.knows_model(query.model)
     prefills: defaultdict[str, list[Instance]] = defaultdict(list)
     decodes: defaultdict[str, list[Instance]] = defaultdict(list)
     for i in fleet.instances:
@@ -193,13 +193,9 @@ def _serving_model(fleet: Fleet, instances: list[Instance], query: RoutingQuery)
 
     In that case an engine's own error answer is the right one for the client.
     """
-    if not _is_known_model(fleet, query.model):
+    if not fleet.knows_model(query.model):
         return instances
     return [i for i in instances if query.model in i.models]
-
-
-def _is_known_model(fleet: Fleet, model: str) -> bool:
-    return any(model in i.models for i in fleet.instances)
 
 
 def record_choice(

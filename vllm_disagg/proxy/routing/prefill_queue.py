@@ -155,8 +155,7 @@ class PrefillQueue:
         return uncached_bytes(query.prompt_bytes, max(cached.values(), default=0))
 
     def _queue_key(self, query: RoutingQuery) -> QueueKey:
-        known = any(query.model in i.models for i in self._fleet.instances)
-        return query.model if known else "", query.path
+        return query.model if self._fleet.knows_model(query.model) else "", query.path
 
     def _remove(self, waiting: _WaitingRequest) -> None:
         """Removes a request, if it is still queued."""

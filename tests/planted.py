@@ -1712,6 +1712,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a request without a model has an unknown one", "proxy/routing/fleet.py", "if not model or self.knows_model(model):", "if self.knows_model(model):", "tests/proxy/routing/test_decode_wait.py"),
     ("an unknown model is asked for before all were probed", "proxy/routing/decode_wait.py", "if not self._fleet.is_model_uncertain(query.model):", "if True:", "tests/proxy/routing/test_decode_wait.py"),
     ("an unknown model waits for an engine that is silent", "proxy/routing/decode_wait.py", "reasons = (NOT_PROBED,)", "pass", "tests/proxy/routing/test_decode_wait.py"),
+    ("first token: pairs of a large fleet are forgotten", "proxy/requests/first_token.py", "MAX_KNOWN_PAIRS = 16384", "MAX_KNOWN_PAIRS = 1024", "tests/proxy/requests/test_first_token.py"),
     ("what one D has not, none has", "proxy/requests/legs.py", "if answer.status == 404 and name == \"decode\":", "if False:", "tests/proxy/requests/test_proxy_paths.py"),
     ("a D that lacks an adapter is asked again", "proxy/requests/legs.py", "            # the adapters that were loaded at run time, nor always the same version.\n            attempt.progress.failed_instances.append(instance)\n", "            # the adapters that were loaded at run time, nor always the same version.\n", "tests/proxy/requests/test_proxy_paths.py"),
     ("a fallback after D's 404 counts as P's", "proxy/requests/plans.py", "self._metrics.fell_back(progress.declined_reason)", "self._metrics.fell_back(\"prefill_declined\")", "tests/proxy/requests/test_proxy_paths.py"),

@@ -755,3 +755,33 @@ def test_invented_models_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> 
     assert relay("a", "") and relay("a", "m") and relay("a", "adapter")
     assert relay("a", "x" * 1000) is None
     assert len(tokens._known) == 3
+
+
+def test_each_pair_of_a_large_fleet_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pair that is forgotten before it serves again sends no first token, ever."""
+    tokens, _ = known_pairs(monkeypatch, first_token.MAX_KNOWN_PAIRS)
+    body = parse(json.dumps({**COMMON, "model": "m", "prompt": "x"}).encode())
+
+    def instance(name: str) -> Any:
+        engine = SimpleNamespace(
+            incarnation=name, layout={}, plain_chat=True, computes_last_token=True
+        )
+        return SimpleNamespace(engine=engine, url=name, models=frozenset("m"))
+
+    pairs: list[Any] = [
+        SimpleNamespace(prefill=instance(f"p{p}"), decode=instance(f"d{d}"))
+        for p in range(40)
+        for d in range(60)
+    ]
+
+    def ask() -> list[Any]:
+        return [
+            relay._pair
+            for pair in pairs
+            for path in (COMPLETION, CHATS)
+            if (relay := tokens.relay(pair, path, body, lambda _, __: True))
+        ]
+
+    first = ask()
+    assert len(first) == 2 * 40 * 60
+    assert all(again is before for again, before in zip(ask(), first, strict=True))

@@ -41,8 +41,10 @@ from .continuation import ChoiceTranscript, NotReplayable, answer_identity, is_b
 log = logging.getLogger(__name__)
 
 AGREEMENTS_AFTER_DIFFERENCE = 100
-# Restarts make new ones; of more, the one that served longest ago is forgotten.
-MAX_KNOWN_PAIRS = 1024
+# 40 P and 60 D are 2,400 pairs, for each path and model, and restarts make new ones. Of more, the
+# one that served longest ago is forgotten. With fewer places than pairs each would be forgotten
+# before it serves again. 14 MB when full.
+MAX_KNOWN_PAIRS = 16384
 
 _DATA = b"data: "
 _CHAT = "/v1/chat/completions"

@@ -1713,6 +1713,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("an unknown model is asked for before all were probed", "proxy/routing/decode_wait.py", "if not self._fleet.is_model_uncertain(query.model):", "if True:", "tests/proxy/routing/test_decode_wait.py"),
     ("an unknown model waits for an engine that is silent", "proxy/routing/decode_wait.py", "reasons = (NOT_PROBED,)", "pass", "tests/proxy/routing/test_decode_wait.py"),
     ("first token: pairs of a large fleet are forgotten", "proxy/requests/first_token.py", "MAX_KNOWN_PAIRS = 16384", "MAX_KNOWN_PAIRS = 1024", "tests/proxy/requests/test_first_token.py"),
+    ("registration: nobody hears of a balancer", "fleet/registration.py", "        self._warn_of_challenges()\n", "", "tests/fleet/test_registration.py"),
     ("what one D has not, none has", "proxy/requests/legs.py", "if answer.status == 404 and name == \"decode\":", "if False:", "tests/proxy/requests/test_proxy_paths.py"),
     ("a D that lacks an adapter is asked again", "proxy/requests/legs.py", "            # the adapters that were loaded at run time, nor always the same version.\n            attempt.progress.failed_instances.append(instance)\n", "            # the adapters that were loaded at run time, nor always the same version.\n", "tests/proxy/requests/test_proxy_paths.py"),
     ("a fallback after D's 404 counts as P's", "proxy/requests/plans.py", "self._metrics.fell_back(progress.declined_reason)", "self._metrics.fell_back(\"prefill_declined\")", "tests/proxy/requests/test_proxy_paths.py"),

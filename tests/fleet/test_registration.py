@@ -1,6 +1,7 @@
 """Registration by an engine: settings, and a proxy that cannot be reached."""
 
 import logging
+import threading
 import time
 
 import pytest
@@ -9,7 +10,7 @@ import vllm_disagg.fleet.registration
 from vllm_disagg.config import parse
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet.keys import FleetKey
-from vllm_disagg.fleet.registration import register_all
+from vllm_disagg.fleet.registration import Registration, register_all
 
 WHERE = {
     "register": "http://127.0.0.1:9, http://127.0.0.1:10",
@@ -64,3 +65,23 @@ def test_a_proxy_that_is_not_there_costs_nothing(caplog: pytest.LogCaptureFixtur
     for registration in made:
         registration.close()
     assert time.monotonic() - began < 20 and "is not reached" in caplog.text
+
+
+def test_proxies_behind_one_balancer_are_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each proxy has a challenge of its own, so the engine joined and left without a word."""
+    sent = threading.Semaphore(0)
+    challenges = iter(range(1000))
+
+    def post(self: Registration, data: bytes) -> tuple[int, dict[str, object]]:
+        sent.release()
+        return 409, {"challenge": str(next(challenges))}
+
+    monkeypatch.setattr(Registration, "_post", post)
+    monkeypatch.setattr(vllm_disagg.fleet.registration, "REGISTER_SECONDS", 0.001)
+    made = Registration("http://proxies", FleetKey(b"k" * 32), "i", "decode", "http://engine:8000")
+    for _ in range(8):
+        assert sent.acquire(timeout=60)
+    made.close()
+    assert caplog.text.count("http://proxies/disagg/register answers with another challenge") == 1

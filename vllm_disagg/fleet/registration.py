@@ -121,6 +121,7 @@ class Registration:
         self._number = 0
         self._closing = threading.Event()
         self._last_logged = ""
+        self._has_warned = False  # of challenges that change
         self._thread = threading.Thread(target=self._run, name="vllm-disagg-register", daemon=True)
         self._thread.start()
 
@@ -160,6 +161,17 @@ class Registration:
             except Exception as error:  # in a thread of vLLM's process: no error may end the engine
                 self._log("registration: %s is not reached: %s", self._register_url, error)
                 return
+        self._warn_of_challenges()
+
+    def _warn_of_challenges(self) -> None:
+        """Warns, once, that each answer had another challenge: no note can repeat the right one."""
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "registration: %s answers with another challenge each time, as several proxies"
+                " behind one balancer do; name each proxy's own URL, separated by commas",
+                self._register_url,
+            )
 
     def _post(self, data: bytes) -> tuple[int, dict[str, object]]:
         request = urllib.request.Request(

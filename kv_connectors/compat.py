@@ -291,6 +291,17 @@ def clear_with_step(kv_cache_manager: Any, blocks: Sequence[Sequence[int]]) -> N
             manager.new_block_ids.extend(ids)
 
 
+def count_own_cache_only(request: Any) -> None:
+    """Has the usage of an answer count those prompt tokens as cached that this engine's cache had.
+
+    vLLM counts loaded ones too, so of each transferred prompt nearly all. Called when the blocks of
+    a load are allocated: vLLM has counted then, and has reported nothing.
+    """
+    stats = getattr(request, "prefill_stats", None)
+    if stats is not None:
+        stats.num_cached_tokens = stats.num_local_cached_tokens
+
+
 def leave_out_last(request: Any) -> None:
     """Makes vLLM compute all tokens of a prompt but the last; before it is scheduled.
 

@@ -222,6 +222,8 @@ class SchedulerSide:
         `blocks`: ids by KV-cache group, of the whole request. Returns those that vLLM takes as
         loaded and the load does not write.
         """
+        if tokens_to_load:
+            compat.count_own_cache_only(request)
         return self._legs.on_blocks_allocated(request.request_id, blocks, tokens_to_load)
 
     def on_load_finished(self, request_id: str) -> None:

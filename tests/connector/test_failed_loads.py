@@ -133,6 +133,7 @@ class Decode:
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): Handshake(mine, ["0", "1"])})
         self.side: ours.SchedulerSide = connector._scheduler
         self.answered: list[str] = []
+        self.prefill_stats: dict[str, Any] = {}  # of first tokens, by request
         init_none_hash(sha256)
 
     def ask(
@@ -177,6 +178,9 @@ class Decode:
             ),
         )
         for outputs in self.vllm.update_from_output(output, said).values():
+            for one in outputs.outputs:
+                if one.prefill_stats is not None:
+                    self.prefill_stats[one.request_id] = one.prefill_stats
             self.answered += [
                 one.request_id for one in outputs.outputs if one.finish_reason is not None
             ]
@@ -253,6 +257,23 @@ def test_only_a_good_load_enters_the_prefix_cache(
     d.step()
     # Whole blocks of all tokens but the last, or those that this step has computed.
     assert d.cached_tokens("leg") == (LENGTH - 1) // BLOCK * BLOCK if is_good else 4 * BLOCK
+
+
+@pytest.mark.parametrize("is_good", [True, False])
+def test_usage_counts_the_tokens_of_its_own_cache_alone(
+    is_good: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of an engine that computes the prompt itself, after a failed load or without a P."""
+    d = Decode(tmp_path, 94, "fcfs", monkeypatch)
+    for name, length, cached in (("first", LENGTH, 0), ("second", 2 * LENGTH, 112)):
+        d.ask(name, 1, length=length)
+        d.step()
+        assert d.loading() == {name}
+        d.step(**{"loaded" if is_good else "failed": {name}})
+        while name not in d.answered:
+            d.step()
+        stats = d.prefill_stats[name]
+        assert (stats.num_prompt_tokens, stats.num_cached_tokens) == (length, cached)
 
 
 @pytest.mark.skipif(not compat.can_load_groups(), reason="refused before vLLM 0.32")

@@ -75,6 +75,31 @@ def _refuse_changed_files(vllm_config: VllmConfig) -> None:
         )
 
 
+def answer_settings(vllm_config: VllmConfig) -> str:
+    """Returns a digest of the settings that choose an answer's tokens and logprobs.
+
+    These are no facts of KV: engines that differ in them exchange it. Settings of the API server,
+    such as its chat template, are not known here. Empty with watermarks: a digest of their key
+    could be used to guess it.
+    """
+    if getattr(vllm_config, "watermark_config", None) is not None:  # new in 0.32
+        return ""
+    model = vllm_config.model_config
+    outputs: Any = vllm_config.structured_outputs_config
+    facts = [
+        model.get_diff_sampling_param(),
+        model.try_get_generation_config().get("eos_token_id"),
+        [str(processor) for processor in model.logits_processors or ()],
+        str(model.logprobs_mode),
+        asdict(outputs),
+        str(getattr(vllm_config, "reasoning_config", None)),
+        "" if model.tokenizer == model.model else str(model.tokenizer),
+        str(model.tokenizer_mode),
+        str(model.tokenizer_revision),
+    ]
+    return digest(facts)
+
+
 def permits_bidirectional_reuse(vllm_config: VllmConfig) -> bool:
     """Returns whether a prefill leg may read KV back from D.
 

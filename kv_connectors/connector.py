@@ -237,6 +237,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
             handshakes,
             str(transfer.kv_load_failure_policy),
             plain_chat=not compat.parses_reasoning(self._vllm_config),
+            answer_settings=compatibility.answer_settings(self._vllm_config),
             drains=self._vllm_config.shutdown_timeout > 0,
         )
         if self._scheduler.engine and not self._registrations:

@@ -132,12 +132,14 @@ class SchedulerSide:
         failure_policy: str = "",
         *,
         plain_chat: bool = False,
+        answer_settings: str = "",
         drains: bool = False,
     ) -> None:
         """Describes this engine from the handshakes of all its ranks, in the order of ranks.
 
         `failure_policy`: vLLM's setting for failed loads.
         `plain_chat`: no parser takes reasoning out of the text of its chats.
+        `answer_settings`: the digest of `compatibility.answer_settings`.
         `drains`: SIGTERM lets its running requests finish.
         """
         engine = engine_description.describe(
@@ -151,7 +153,10 @@ class SchedulerSide:
         )
         computes_last_token = not self._legs.cache.tokens_left_out
         engine = msgspec.structs.replace(
-            engine, computes_last_token=computes_last_token, drains=drains
+            engine,
+            answer_settings=answer_settings,
+            computes_last_token=computes_last_token,
+            drains=drains,
         )
         self._admission.set_engine(engine)
         log.info(

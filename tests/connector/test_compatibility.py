@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from transformers import LlamaConfig
+from transformers import GenerationConfig, LlamaConfig
 from vllm.config import ModelConfig, StructuredOutputsConfig
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
@@ -855,6 +855,48 @@ def test_a_parser_of_reasoning_is_seen_unless_surely_absent() -> None:
     assert not compat.parses_reasoning(
         SimpleNamespace(structured_outputs_config=StructuredOutputsConfig())
     )
+
+
+def test_settings_that_choose_an_answers_tokens(tmp_path: Path) -> None:
+    LlamaConfig(
+        vocab_size=256,
+        num_hidden_layers=1,
+        hidden_size=32,
+        intermediate_size=32,
+        num_attention_heads=2,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(tmp_path)
+    GenerationConfig(do_sample=True, temperature=0.6, top_k=20, eos_token_id=2).save_pretrained(
+        tmp_path
+    )
+
+    def settings(outputs: Any = None, watermark: Any = None, **flags: Any) -> str:
+        path = str(tmp_path)
+        model = ModelConfig(model=path, **{"tokenizer": path, "skip_tokenizer_init": True, **flags})
+        made: Any = SimpleNamespace(
+            model_config=model,
+            structured_outputs_config=outputs or StructuredOutputsConfig(),
+            reasoning_config=None,
+            watermark_config=watermark,
+        )
+        return compatibility.answer_settings(made)
+
+    others = [
+        settings(generation_config="vllm"),
+        settings(override_generation_config={"temperature": 0.5}),
+        settings(logits_processors=["my.Processor"]),
+        settings(logprobs_mode="processed_logprobs"),
+        settings(tokenizer_mode="slow"),
+        settings(StructuredOutputsConfig(backend="guidance")),
+        settings(StructuredOutputsConfig(reasoning_parser="qwen3")),
+    ]
+    assert len({settings(), *others}) == 1 + len(others)
+    assert settings() == settings(max_model_len=64, served_model_name="other")
+    assert not settings(watermark=SimpleNamespace(key=5))
+    GenerationConfig(
+        do_sample=True, temperature=0.6, top_k=20, eos_token_id=[2, 3]
+    ).save_pretrained(tmp_path)
+    assert settings() not in ("", *others)
 
 
 def test_windows_need_load_failures_by_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,10 @@ def test_an_engine_that_drops_kv_at_sigterm_logs_it(
 
 
 @pytest.mark.parametrize(("seconds", "drains"), [(0, False), (1, True)])
-def test_an_engine_with_a_shutdown_timeout_lets_requests_finish(seconds: int, drains: bool) -> None:
+def test_an_engine_with_a_shutdown_timeout_lets_requests_finish(
+    seconds: int, drains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compatibility, "answer_settings", lambda _: "")
     told: list[bool] = []
     scheduler = SimpleNamespace(
         set_workers=lambda *_, drains, **others: told.append(drains), engine=None

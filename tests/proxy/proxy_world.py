@@ -174,6 +174,7 @@ class ScriptedEngine:
 
     version = ""  # of vLLM
     drains = False  # was started with --shutdown-timeout
+    answer_settings = "the same"
 
     def __init__(self, name: str, role: EngineRole, script: Script = answer) -> None:
         self.name = name
@@ -255,6 +256,7 @@ class ScriptedEngine:
             rank,
             two_way=self.two_way,
             plain_chat=self.plain_chat,
+            answer_settings=self.answer_settings,
             computes_last_token=self.computes_last_token,
             version=self.version,
             drains=self.drains,

@@ -53,6 +53,9 @@ class EngineInfo(msgspec.Struct, frozen=True):
     # Whether SIGTERM lets its running requests finish: its `--shutdown-timeout` is not 0.  False of
     # an older engine, which does not report it.
     drains: bool = False
+    # Digest of the settings that choose an answer's tokens beside the request: sampling defaults,
+    # logits processors and the like.  Empty of an older engine, which does not report it.
+    answer_settings: Text = ""
     label: int | None = None  # with a rank: the value of `engine` in its API server's metrics
 
     @property

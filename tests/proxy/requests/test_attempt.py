@@ -51,7 +51,7 @@ class Pair:
         self.decode = Instance("d", "decode")
         for instance in (self.prefill, self.decode):
             worker = WorkerInfo(instance.url, "a", "b")
-            engine = EngineInfo(instance.url, "both", [worker], {})
+            engine = EngineInfo(instance.url, "both", [worker], {}, answer_settings="s")
             instance.on_probe_answered("m", engine)
         self.fleet = Fleet([self.prefill, self.decode])
         self.queue = PrefillQueue(self.fleet, Policy(), 1, 9, 9.0)

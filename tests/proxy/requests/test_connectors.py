@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -222,40 +223,54 @@ async def test_one_token_ends_at_prefill(stream: bool) -> None:
         assert await w.metric("vllm_disagg_in_flight") == 0
 
 
-CHAT = b'{"model":"m","messages":[],"max_tokens":1}'
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+async def test_one_token_of_a_chat_is_made_and_parsed_as_ds_chats_are(path: str) -> None:
+    """P may have another chat template or parser, or none, as it answers no other chats."""
 
-
-@pytest.mark.parametrize(
-    ("path", "body", "server"),
-    [
-        ("/v1/completions", b'{"model":"m","prompt":"hi","max_tokens":1}', "p0"),
-        ("/v1/chat/completions", CHAT, "d0"),
-        ("/v1/messages", CHAT, "d0"),
-    ],
-)
-@pytest.mark.parametrize("parsers", ["p", "d", "pd"])
-async def test_one_token_of_a_chat_is_parsed_as_ds_chats_are(
-    path: str, body: bytes, server: str, parsers: str
-) -> None:
-    """P may have no --reasoning-parser, as it answers no other chats, or another one."""
-
-    def prepare(w: World) -> None:
-        w.p.plain_chat = "p" not in parsers
-        w.d.plain_chat = "d" not in parsers
-
-    async with world(prepare=prepare) as w:
-        assert (await w.ask("POST", path, body)).json()["text"] == server
-        legs = [call.leg for call in w.p.calls + w.d.calls]
-        assert legs == (["whole"] if server == "p0" else ["prefill", "decode"])
-
-
-async def test_one_token_of_a_chat_ends_at_prefill_where_none_parses_reasoning() -> None:
     def prepare(w: World) -> None:
         w.p.plain_chat = w.d.plain_chat = True
 
+    prompt = '"input":"hi","max_output_tokens":1,"store":false'
+    if path != "/v1/responses":
+        prompt = '"messages":[],"max_tokens":1'
     async with world(prepare=prepare) as w:
-        assert (await w.ask("POST", "/v1/chat/completions", CHAT)).json()["text"] == "p0"
-        assert not w.d.calls
+        reply = await w.ask("POST", path, b'{"model":"m",%b}' % prompt.encode())
+        assert reply.json()["text"] == "d0"
+        assert [call.leg for call in w.p.calls + w.d.calls] == ["prefill", "decode"]
+
+
+def with_settings(p: str, d: str) -> Callable[[World], None]:
+    def prepare(w: World) -> None:
+        w.p.answer_settings, w.d.answer_settings = p, d
+
+    return prepare
+
+
+def with_adapters(w: World) -> None:
+    w.p.models = w.d.models = ["base", "m"]
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        with_settings("a temperature", "none"),
+        with_settings("a temperature", ""),
+        with_settings("", ""),  # of an older version
+        with_adapters,
+    ],
+)
+async def test_one_token_is_ds_where_p_may_make_another(prepare: Callable[[World], None]) -> None:
+    """A P may lack --override-generation-config, which no transfer needs."""
+    async with world(prepare=prepare) as w:
+        reply = await w.post(max_tokens=1)
+        assert (reply.json()["text"], len(w.p.legs("prefill"))) == ("d0", 1)
+
+
+async def test_one_token_of_nixl_is_ds() -> None:
+    """What else P's answer depends on is not known of other connectors."""
+    async with world(prepare=with_nixl()) as w:
+        await w.post(max_tokens=1)
+        assert len(w.p.calls) == len(w.d.calls) == 1
 
 
 @pytest.mark.parametrize(("is_plain", "params"), [(False, {"disagg_whole": True}), (True, None)])

@@ -105,6 +105,8 @@ class EndpointSchema:
     # `kv_transfer_params` of the prefill leg that vLLM's validation requires.
     extra: tuple[str, ...] = ()
     stores: bool = False  # the instance stores answers; it must not store a prefill leg's
+    # Whether the answer depends on the engine alone: on no template and no parser of an API server.
+    unparsed: bool = False
     # Fields that leave D's first token as P's; empty: not known of this endpoint.
     keep_first_token: frozenset[str] = frozenset()
     off: frozenset[str] = _OFF  # fields whose `false` is as if they were not given
@@ -217,6 +219,7 @@ COMPLETIONS = EndpointSchema(
     caps=("max_tokens",),
     before=("model", "cache_salt"),
     list_of_texts=True,
+    unparsed=True,
     keep_first_token=_KEEP_FIRST_TOKEN | {"prompt", "max_tokens"},
 )
 CHAT = EndpointSchema(
@@ -264,6 +267,7 @@ GENERATE = EndpointSchema(
     caps=("max_tokens",),
     before=("model", "cache_salt"),
     nested="sampling_params",
+    unparsed=True,
     drop=_NOT_FOR_PREFILL | {"prompt_logprobs", "flat_logprobs", "output_mode", "sampling_mask"},
     whole=_WHOLE | {"features", "content_parts", "prompt_logprob_token_ids"},
 )

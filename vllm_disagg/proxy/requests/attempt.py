@@ -36,9 +36,6 @@ from .failover import DEATH_REASONS, AttemptHistory
 from .first_token import FirstTokenRelay
 from .streams import StreamRecorder
 
-# Whose answers are the tokens themselves: no parser of the engine takes reasoning out of them.
-_UNPARSED_PATHS = ("/v1/completions", "/inference/v1/generate")
-
 LegName = Literal["prefill", "decode"]
 AttemptPlan = InstancePair | Instance  # both legs, or a decode instance alone
 
@@ -146,16 +143,17 @@ class Attempt:
     def ends_at_prefill(self) -> bool:
         """Whether the prefill instance answers the client: the token that it makes is all of it.
 
-        Of a chat neither may parse reasoning: the decode instance, which answers all longer ones,
-        may have another parser.
+        Only where the decode instance, which answers all longer requests, would give that answer
+        too. An adapter may have other files there, which only a transfer compares.
         """
         if not self.pair or not self.context.body.one_token:
             return False
         prefill = self.pair.prefill.engine
         decode = self.pair.decode.engine
-        if self.context.request.path in _UNPARSED_PATHS or not prefill or not decode:
-            return True
-        return prefill.plain_chat and decode.plain_chat
+        if not prefill or not decode or not prefill.answer_settings:
+            return False
+        is_adapter = self.context.query.model not in ("", self.pair.decode.model)
+        return prefill.answer_settings == decode.answer_settings and not is_adapter
 
     @property
     def server(self) -> Instance:

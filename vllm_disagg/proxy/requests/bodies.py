@@ -36,6 +36,8 @@ PARAMS = "kv_transfer_params"
 FORBIDDEN = (PARAMS, "ec_transfer_params")
 # An escaped key has \u escapes of ASCII letters or the underscore: all begin with \u005, 6 or 7.
 _ESCAPE = re.compile(rb"\\u00[567]")
+# Of `output_mode`: token ids or their text. Others are parsed as chats are (vLLM 0.33).
+_UNPARSED_OUTPUT = (b"null", b'"tokens"', b'"text"')
 SMALL_BYTES = 8192  # a smaller body is searched as a whole, a larger one field by field
 MAX_FIELDS = 1000
 MAX_DIGITS = 64  # digits of a number that are read
@@ -88,7 +90,7 @@ class Body:
                 self._sampling = _fields(bytes(fields.get(schema.nested, b"{}")))
             except msgspec.DecodeError:
                 self._sampling = {}
-        # Whether the prompt's computation yields the whole answer, so that P may give it.
+        # Whether the first token is the whole answer, whatever the API server, so P may give it.
         self.one_token = self._asks_one_token()
 
     @property
@@ -107,8 +109,9 @@ class Body:
         return bytes(self._fields.get("previous_response_id", b"null")) != b"null"
 
     def _asks_one_token(self) -> bool:
-        if self._schema.stores and bytes(self._fields.get("store", b"null")) != b"false":
-            return False  # a stored answer is looked up at decode instances
+        is_parsed = bytes(self._fields.get("output_mode", b"null")) not in _UNPARSED_OUTPUT
+        if is_parsed or not self._schema.unparsed:
+            return False
         # The last of these fields that is set counts.
         for name in reversed(self._schema.caps):
             cap = bytes(self._sampling.get(name, b"null"))

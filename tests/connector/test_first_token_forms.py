@@ -15,10 +15,12 @@ from packaging.version import Version
 
 from vllm_disagg.launcher.machine import vllm_version
 from vllm_disagg.proxy.requests.first_token import first_token_in, read_opening
+from vllm_disagg.proxy.requests.streams import StreamRecorder
 
 pytestmark = pytest.mark.skipif(
     vllm_version() < Version("0.32"), reason="before 0.32 the code is elsewhere, with other names"
 )
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 WORDS = ["The", ' "quick"', "\n", "🦊"]
 
 
@@ -144,6 +146,32 @@ def test_the_opening_of_a_stream_is_made_of_ps_answer(make: Any, fields: dict[st
 def test_events_of_more_than_text_have_no_form(make: Any, fields: dict[str, Any]) -> None:
     streamed, _ = make(fields)
     assert b"The" in streamed and read_opening(streamed) is None
+
+
+@pytest.mark.parametrize(("make", "path"), [(completions, COMPLETIONS), (chats, CHATS)])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"return_token_ids": True},
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    ],
+)
+def test_a_stream_of_vllm_goes_on_wherever_it_breaks_off(
+    make: Any, path: str, fields: dict[str, Any]
+) -> None:
+    """Each of its fields is known, or null."""
+    streamed, _ = make(fields)
+    events = streamed.split(b"\n\n")[:-1]
+    for at in range(1, len(events)):
+        received = bytearray()
+        stops: list[str] = []
+        recorder = StreamRecorder(received.extend, True, path=path)
+        sent = b"".join(event + b"\n\n" for event in events[:at])
+        recorder.start_answer(lambda *_: None)(sent)
+        assert recorder.resumable, sent
+        recorder.start_answer(lambda _, detail: stops.append(detail))(streamed)  # noqa: B023
+        assert not stops and recorder.finish() and bytes(received) == streamed
 
 
 def _created(streamed: bytes) -> int:

@@ -115,6 +115,9 @@ class Script:
         return self.tail(kind, events)
 
     def event(self, kind: str, choices: list[Any], **more: Any) -> bytes:
+        if self.fields.get("nulls"):
+            choices = [{**choice, "weight_versions": None} for choice in choices]
+            more["kv_transfer_params"] = None
         obj = {**self.head(kind), "choices": choices, **more}
         return (
             b"data: "
@@ -197,6 +200,7 @@ FORMS: list[tuple[str, dict[str, Any]]] = [
     ("completion", {"usage": True}),
     ("completion", {"logprobs": True, "usage": True}),
     ("completion", {"ids": True}),
+    ("completion", {"nulls": True}),  # vLLM 0.33's
     ("chat", {}),
     ("chat", {"usage": True, "reasoning": True}),
     ("chat", {"logprobs": True}),
@@ -238,7 +242,7 @@ def test_broken_off_at_every_event(
         same(bytes(wire.out), b"".join(first), "A")
 
 
-@pytest.mark.parametrize(("form", "fields"), FORMS[:1] + FORMS[4:5])
+@pytest.mark.parametrize(("form", "fields"), FORMS[:1] + FORMS[5:6])
 def test_broken_off_at_every_byte(form: str, fields: dict[str, Any]) -> None:
     first, again = (
         b"".join(make(form, Script("A", 1, **fields))),
@@ -275,6 +279,20 @@ def test_the_last_digits_of_logprobs_may_differ() -> None:
     wire.play(b"".join(first[:4]))
     assert wire.recorder.resumable and not wire.play(b"".join(again))
     assert told(bytes(wire.out))["logprobs.token_logprobs"][3:5] == [-1.5, -2.0 - 1e-6]
+
+
+@pytest.mark.parametrize("form", ["completion", "chat"])
+@pytest.mark.parametrize("again", [["The quick", " fox"], ["The ", "quick", " fox"]])
+def test_logprobs_of_other_tokens_are_another_answer(form: str, again: list[str]) -> None:
+    """Two tokens may have the text of one: then one logprob more or less would reach the client."""
+    words = ["The", " quick", " fox"]
+    first = make(form, Script("A", words=words, logprobs=True))
+    second = make(form, Script("B", words=again, logprobs=True))
+    for at in (2, 3) if form == "completion" else (3, 4):
+        wire = Wire()
+        wire.play(b"".join(first[:at]))
+        assert wire.recorder.resumable and wire.play(b"".join(second))
+        assert wire.stopped[-1][0] == "diverged"
 
 
 @pytest.mark.parametrize("form", ["completion", "chat"])
@@ -333,6 +351,41 @@ def test_events_of_another_kind_are_not_continued() -> None:
         assert bytes(wire.out) == event, "they are passed on all the same"
         if event.startswith(b"data"):
             assert not wire.recorder.resumable
+
+
+def place_in(event: dict[str, Any], place: str) -> dict[str, Any]:
+    """Returns an object in an event by its path."""
+    for name in place.split():
+        event = event[int(name)] if isinstance(event, list) else event[name]
+    return event
+
+
+@pytest.mark.parametrize("value", [None, 7, "more", {"x": None}, [None]])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "",
+        "choices 0",
+        "choices 0 delta",
+        "choices 0 delta tool_calls 0",
+        "choices 0 delta tool_calls 0 function",
+    ],
+)
+def test_fields_of_later_versions_are_no_content_only_while_they_are_null(
+    place: str, value: object
+) -> None:
+    """Of what they hold the client would have the same part twice."""
+    first, again = (b"".join(Script(n, tools=True).chat()) for n in "AB")
+    changed = []
+    for event in first.split(b"\n\n")[:-2]:
+        parsed = json.loads(event.removeprefix(b"data: "))
+        if '"function"' in event.decode() or not place.count("tool"):
+            place_in(parsed, place)["later"] = value
+        changed.append(b"data: " + json.dumps(parsed, separators=(",", ":")).encode() + b"\n\n")
+    wire = Wire(path="/v1/chat/completions")
+    wire.play(b"".join(changed))
+    assert wire.recorder.resumable is (value is None)
+    assert wire.play(again) is (value is not None)
 
 
 def test_an_unrecorded_stream_is_not_continued() -> None:

@@ -668,7 +668,7 @@ def test_the_form_of_an_opening(form: str, text: str) -> None:
     def opening(text: str) -> bytes:
         lead = b": ping\n\n" + chunk(ROLE) + b"\n\n" if form == "delta" else b""
         piece: dict[str, Any] = {"delta": {"content": text}} if form == "delta" else {"text": text}
-        choice = {"index": 0, **piece, "logprobs": None, "stop_reason": None}
+        choice = {"index": 0, **piece, "logprobs": None, "stop_reason": None, "later": None}
         return lead + chunk(choice) + b"\n\n" + chunk(choice) + b"\n\ndata: {"
 
     found = read_opening(opening(text))
@@ -696,10 +696,10 @@ def test_the_form_of_an_opening(form: str, text: str) -> None:
         chunk({"index": 0, "text": "a", "logprobs": {}}),
         chunk({"index": 0, "text": "a"}, usage={"prompt_tokens": 3}),
         chunk({"index": 0, "text": "a"}, prompt_token_ids=[1]),
-        # A field that a continuation does not know, although it has no content here.
-        chunk({"index": 0, "text": "a", "unknown": None}),
-        chunk({"index": 0, "delta": {"content": "a", "unknown": None}}),
-        chunk({**ROLE, "unknown": None}) + b"\n\n" + chunk({"index": 0, "delta": {"content": "a"}}),
+        # A field that a continuation does not know.
+        chunk({"index": 0, "text": "a", "unknown": False}),
+        chunk({"index": 0, "delta": {"content": "a", "unknown": 0}}),
+        chunk({**ROLE, "unknown": ""}) + b"\n\n" + chunk({"index": 0, "delta": {"content": "a"}}),
         chunk({"index": 0, "delta": {"reasoning": "a"}}),
         chunk({"index": 0, "delta": {"content": "a", "reasoning": "b"}}),
         chunk({"index": 0, "delta": {"role": "assistant", "content": "a"}}),

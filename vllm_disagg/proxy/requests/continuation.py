@@ -9,14 +9,17 @@ the first answer was understood. This module has the events of completions and c
 which are pieces of text; `named_events.py` has those of other endpoints.
 
 Verification. The removed part must equal what was delivered, piece by piece and per choice: text,
-content, reasoning, tool calls, token ids. Of logprobs only the number is compared, since their last
-digits depend on the batch. On a mismatch the client gets an error event, never two halves of
-different answers.
+content, reasoning, tool calls, token ids. Of logprobs only the tokens are compared, since the last
+digits of the others depend on the batch. On a mismatch the client gets an error event, never two
+halves of different answers.
 
 Identity. The client sees one stream: the `id` and `created` of the first answer, no second role,
 and the first ids of its tool calls. Usage and finish reason come from the answer that ended, and
 are those of an undisturbed run. The two answers may be cut into events differently: the rest of an
 event is sent as one event in the same form.
+
+Fields. All that are not listed here are refused, since they may be more content: what the client
+has of it would be sent again. A field whose value is null carries nothing, whatever its name.
 
 Memory. A transcript holds the delivered content in constant space: a count and a hash per choice
 and kind of piece. While a stream runs its bytes are only recorded (`streams.StreamRecorder`), and
@@ -27,8 +30,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -38,7 +41,9 @@ from ...errors import DisaggError
 _IDENTITY = re.compile(rb'data: \{"id":"[^"]*","object":"[^"]*","created":\d+')
 _DATA = b"data: "
 _DONE = b"data: [DONE]"
+_NULL = msgspec.Raw(b"null")
 
+T = TypeVar("T")
 Piece = str | list[Any]
 PieceKey = tuple[int, str]  # choice, kind
 
@@ -80,12 +85,24 @@ class _ChoiceDelta(msgspec.Struct, forbid_unknown_fields=True):
     stop_reason: int | str | None = None
     prompt_token_ids: list[int] | None = None
     token_ids: list[int] | None = None
+    # Of the whole answer, with its end (vLLM 0.33): not read.
+    weight_versions: msgspec.Raw = _NULL
 
 
-class _ChunkEvent(msgspec.Struct):
+class _ChunkEvent(msgspec.Struct, forbid_unknown_fields=True):
     choices: list[_ChoiceDelta]
     prompt_token_ids: list[int] | None = None
     prompt_text: str | None = None
+    # Facts of the answer, its end or its instance: not read.
+    id: msgspec.Raw = _NULL
+    object: msgspec.Raw = _NULL
+    created: msgspec.Raw = _NULL
+    model: msgspec.Raw = _NULL
+    usage: msgspec.Raw = _NULL
+    service_tier: msgspec.Raw = _NULL
+    system_fingerprint: msgspec.Raw = _NULL
+    metrics: msgspec.Raw = _NULL
+    kv_transfer_params: msgspec.Raw = _NULL
 
 
 _decode_event = msgspec.json.Decoder(_ChunkEvent).decode
@@ -110,16 +127,36 @@ def is_blank_or_comment(event: bytes) -> bool:
     return not event or (event.startswith(b":") and b"\n" not in event)
 
 
+def decode_known(decode: Callable[[bytes], T], json: bytes) -> T:
+    """Decodes JSON by a decoder that refuses unknown fields, but for those that are null.
+
+    Raises a DecodeError.
+    """
+    try:
+        return decode(json)
+    except msgspec.ValidationError:
+        return decode(_encode(_without_nulls(msgspec.json.decode(json))))
+
+
+def _without_nulls(value: Any) -> Any:
+    """Returns a JSON value without the fields that are null, at any depth."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    if isinstance(value, list):
+        return [_without_nulls(part) for part in value]
+    return value
+
+
 def _parse(event: bytes) -> _ChunkEvent:
     try:
-        return _decode_event(event[len(_DATA) :])
+        return decode_known(_decode_event, event[len(_DATA) :])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise NotReplayable(f"an event that this proxy cannot follow: {error}") from None
 
 
 def _parse_all(events: bytes) -> list[_ChunkEvent]:
     try:
-        return _decode_events(events)
+        return decode_known(_decode_events, events)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise NotReplayable(f"events that this proxy cannot follow: {error}") from None
 
@@ -211,6 +248,15 @@ def _delta_pieces(index: int, delta: _ChatDelta) -> Iterator[tuple[int, str, Pie
             yield index, f"tool{call.index}.arguments", call.function.arguments
 
 
+def _logged_tokens(kind: str, logprobs: list[Any]) -> list[Any]:
+    """Returns the tokens that a list of logprobs names; empty for a list of numbers."""
+    if kind == "logprobs.tokens":
+        return logprobs
+    if kind == "logprobs.content":
+        return [entry.get("token") for entry in logprobs if isinstance(entry, dict)]
+    return []
+
+
 class _TextChannel:
     """All pieces of one kind, as a count and a hash."""
 
@@ -226,6 +272,8 @@ class _TextChannel:
             self._hash.update(piece.encode())
         elif kind.endswith("token_ids"):
             self._hash.update(b"".join(b"%d," % token for token in piece))
+        else:
+            self._hash.update(b"".join(_encode([token]) for token in _logged_tokens(kind, piece)))
 
     @property
     def digest(self) -> bytes:

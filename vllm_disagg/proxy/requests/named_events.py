@@ -24,7 +24,13 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from .continuation import Diverged, EventForm, NotReplayable, is_blank_or_comment
+from .continuation import (
+    Diverged,
+    EventForm,
+    NotReplayable,
+    decode_known,
+    is_blank_or_comment,
+)
 
 MAX_PARTS = 8192  # steps and runs of one answer: a few MiB of memory
 _DONE = b"data: [DONE]"
@@ -119,7 +125,7 @@ class ResponsesSchema:
         """Returns a delta's text; None if the event is no delta."""
         if name not in self._DELTAS:
             return None
-        event = _decode_responses_delta(data)
+        event = decode_known(_decode_responses_delta, data)
         run = (name, event.output_index, event.content_index)
         return NamedDelta(
             run,
@@ -190,7 +196,7 @@ class MessagesSchema:
         """Returns a delta's text; None if the event is no delta."""
         if name != "content_block_delta":
             return None
-        event = _decode_block_delta(data)
+        event = decode_known(_decode_block_delta, data)
         for kind in self._FIELDS:
             if (text := getattr(event.delta, kind, None)) is not None:
                 return NamedDelta((kind, event.index, 0), text, type=event.type)

@@ -5,7 +5,8 @@ Bytes take the first path that fits:
 1. Nearly all events of a stream are equal but for one piece of text (`EventForm`). A chunk that is
    such an event is written, and its text recorded.
 2. Any other chunk is split into events. These are checked for an engine's failure, an engine's
-   abort and the answer's end; then they are written and recorded.
+   abort and the answer's end; then they are written and recorded. Those that end a part of the
+   answer are written with the next event, which shows that the part has ended.
 
 Recorded bytes are folded into a `Transcript` when there are many of them. Only folding, the events
 after a failure, and finding the form parse JSON. None of them parses a large event: from there on
@@ -42,6 +43,14 @@ ABORTS = (
     b'"finish_reason":"abort"',
     b'"delta":{"stop_reason":null',
 )
+# By path: matches an event that ends a text, a block or an item. vLLM ends the open one before it
+# gives an answer up, as of 0.33 also before it reports a failure: then it is the end of a part.
+_PART_ENDS = {
+    "/v1/responses": re.compile(rb"event: response\.[a-z_]+\.done\n"),
+    "/v1/messages": re.compile(
+        rb'event: content_block_stop\n|event: content_block_delta\n.*"type":"signature_delta"'
+    ),
+}
 FOLD_BYTES = 16 * 1024  # recorded bytes that are kept until they are folded
 PIECE_OVERHEAD_BYTES = 48  # memory that a recorded piece of text takes beside its own
 NO_FORM = EventForm(b"\0", b"\0", 0, "")  # fits no event
@@ -160,6 +169,16 @@ def _is_empty(events: bytes) -> bool:
     return is_doubtful and all(map(is_blank_or_comment, events.split(b"\n\n")))
 
 
+def _length_without_ends(part_end: re.Pattern[bytes], events: bytes) -> int:
+    """Returns the bytes of whole events before the last ones, if these end parts."""
+    length = len(events)
+    for event in reversed(events.split(b"\n\n")[:-1]):
+        if not part_end.match(event):
+            break
+        length -= len(event) + 2
+    return length
+
+
 def _discard(_: bytes) -> None:
     """Takes the bytes of an answer that is of no use."""
 
@@ -191,6 +210,8 @@ class StreamRecorder:
         self._record = record and path in _TRANSCRIPTS
         self._end_mark = end_mark
         self.held = bytearray()  # events from the end mark on, not written yet
+        self._part_end = _PART_ENDS.get(path)
+        self._held_ends = b""  # the last events, if they end parts, until the next one
         self._stop: Stop
         self._splitter = sse.EventSplitter()
         self._partial_event = self._splitter.parts  # the same list, for the short path of `feed`
@@ -221,6 +242,7 @@ class StreamRecorder:
         self.error_event = b""
         self._last_events = b""
         self.held = bytearray()
+        self._held_ends = b""
         self._identity_rename = None
         self._form = NO_FORM
         self._replay = self._transcript.replay() if self._started else None
@@ -277,29 +299,33 @@ class StreamRecorder:
     def _feed_events(self, data: bytes) -> None:
         """Takes whole events of any kind, also those with which an engine ends."""
         self._last_events = self._last_events if _is_empty(data) else data
-        if ERROR in data or EVENT_ERROR in data or EVENT_FAILED in data:
-            data = self._before_error(data)
-            if not data:
-                return
-        if ABORTS[0] in data or ABORTS[1] in data:
-            data = self._before_abort(data)
-            if not data:
-                return
-        if self._replay:
+        data = self._good_events(self._held_ends + data)
+        if data and self._replay:
             data = self._new_parts(self._replay, data)
-            if not data:
-                return
         if self._identity_rename:
             data = data.replace(*self._identity_rename)
-        if self._end_mark:
+        if data and self._end_mark:
             data = self._before_end(self._end_mark, data)
-            if not data:
-                return
+        if not data:
+            return
         self._last_written = data
         self._write(data)
         if not self._started:
             self._started = not _is_empty(data)
         self._remember(data)
+
+    def _good_events(self, data: bytes) -> bytes:
+        """Returns the events before a failure or an abort; holds the last ends of parts back."""
+        self._held_ends = b""
+        if ERROR in data or EVENT_ERROR in data or EVENT_FAILED in data:
+            data = self._before_error(data)
+        if ABORTS[0] in data or ABORTS[1] in data:
+            data = self._before_abort(data)
+        if self._part_end:
+            length = _length_without_ends(self._part_end, data)
+            self._held_ends = data[length:]
+            data = data[:length]
+        return data
 
     def _remember(self, data: bytes) -> None:
         """Records written events; looks for the form in the 1st, 2nd, 4th, 8th ... of them."""
@@ -341,6 +367,8 @@ class StreamRecorder:
             blank_line = data.rfind(b"\n\n", 0, found.start())
             if blank_line >= 0:
                 position = blank_line + 2
+            if self._part_end:  # they are as doubtful as the end
+                position = _length_without_ends(self._part_end, data[:position])
             self._form = NO_FORM  # all later events are held, too
         self.held += data[position:]
         if len(self.held) > sse.EVENT_LIMIT_BYTES:

@@ -1725,4 +1725,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("what one D has not, none has", "proxy/requests/legs.py", "if answer.status == 404 and name == \"decode\":", "if False:", "tests/proxy/requests/test_proxy_paths.py"),
     ("a D that lacks an adapter is asked again", "proxy/requests/legs.py", "            # the adapters that were loaded at run time, nor always the same version.\n            attempt.progress.failed_instances.append(instance)\n", "            # the adapters that were loaded at run time, nor always the same version.\n", "tests/proxy/requests/test_proxy_paths.py"),
     ("a fallback after D's 404 counts as P's", "proxy/requests/plans.py", "self._metrics.fell_back(progress.declined_reason)", "self._metrics.fell_back(\"prefill_declined\")", "tests/proxy/requests/test_proxy_paths.py"),
+    ("ZMQ's UNIX listener has few descriptors", "transports/zmq/transport.py", "        if has_few_descriptors():\n", "        if False:\n", "tests/transports/zmq/test_zmq_transport.py::test_a_receiver_of_this_machine_ends_no_process_without_descriptors"),
+    ("NIXL: each agent makes a context of ZMQ", "transports/nixl/transport.py", "        if self._zmq_speed is None:\n", "        if True:\n", "tests/transports/nixl/test_nixl_pieces.py::test_zmq_is_measured_once"),
 ]

@@ -20,7 +20,7 @@ from ..fleet.conventions import NEWEST_VLLM, OLDEST_VLLM
 from ..fleet.dialling import MAX_SOCKET_PATH_BYTES
 from ..launcher import free_memory, machine
 from ..transports.nixl import agent as nixl
-from ..transports.zmq.half_open import WANTED_DESCRIPTORS
+from ..transports.zmq.half_open import FEW_DESCRIPTORS, WANTED_DESCRIPTORS
 from .findings import Report
 from .key_file import examine_key_file
 
@@ -211,7 +211,7 @@ def _examine_transports(report: Report, device: str) -> None:
 def _examine_limits(report: Report) -> None:
     """Adds limits of this process, which its engines would inherit."""
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    is_enough = files == resource.RLIM_INFINITY or files >= WANTED_DESCRIPTORS // 8
+    is_enough = files == resource.RLIM_INFINITY or files >= FEW_DESCRIPTORS
     shown = "unlimited" if files == resource.RLIM_INFINITY else str(files)
     if is_enough:
         report.ok("open files", f"{shown} at most")

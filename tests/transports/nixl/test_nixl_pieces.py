@@ -78,6 +78,27 @@ def receiving(monkeypatch: pytest.MonkeyPatch) -> NixlTransport:
     return made
 
 
+def test_zmq_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A context of ZMQ that is made later, without free descriptors, ends the process."""
+    transport = receiving(monkeypatch)
+    measured: list[float] = []
+
+    def agent(*_: object) -> FullAgent:
+        if len(made) < 2:
+            raise NixlError("no memory")
+        return FullAgent()
+
+    monkeypatch.setattr(nixl, "zmq_speed", lambda: measured.append(5e9) or 5e9)
+    monkeypatch.setattr(nixl, "Agent", agent)
+    made: list[object] = []
+    for _ in range(2):
+        with pytest.raises(NixlError):
+            transport._make_agent()
+        made.append(None)
+    assert transport._make_agent().zmq_bytes_per_second == 5e9
+    assert measured == [5e9]
+
+
 def test_memory_that_cannot_be_registered_takes_the_path_down(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import resource
 import secrets
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -353,6 +355,41 @@ def test_a_stranger_without_the_fleet_key_gets_no_piece(transport: ZmqTransport)
         assert sent(transport, 1, LIMIT_SECONDS) == 1 and not transport._port.counters.bytes_sent, (
             "lost: there is no such reader"
         )
+
+
+FULL = """
+import resource, socket, time
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+import numpy, zmq
+from vllm_disagg.config import Config
+from vllm_disagg.fleet.keys import FleetKey
+from vllm_disagg.kv.memory import HostMemory
+from vllm_disagg.transports.base import Counters, DriverPort
+from vllm_disagg.transports.zmq.control import Control
+from vllm_disagg.transports.zmq.transport import ZmqTransport
+config = Config(transport="zmq")
+sockets = Control(config, FleetKey(b"k" * 32), "p/0")
+memory = HostMemory([[numpy.zeros((8, 1000), numpy.uint8)]], 16)
+port = DriverPort("p/0", config, memory, Counters(), sockets.poller, print, print, print)
+transport = ZmqTransport(port, sockets)
+receiver = socket.socket(socket.AF_UNIX)
+with socket.socket() as highest:
+    lowest_free = highest.fileno()
+resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, 1024))
+if transport.local:
+    receiver.connect(transport.local.removeprefix("ipc://"))
+    time.sleep(5)  # libzmq's thread accepts
+print(transport.endpoint, flush=True)
+"""
+
+
+def test_a_receiver_of_this_machine_ends_no_process_without_descriptors() -> None:
+    """libzmq asserts in its UNIX listener: the engine ended with SIGABRT."""
+    ended = subprocess.run(
+        [sys.executable, "-c", FULL], capture_output=True, text=True, timeout=LIMIT_SECONDS
+    )
+    assert ended.returncode == 0 and ended.stdout.startswith("tcp://127.0.0.1:"), ended.stderr
+    assert "receivers on this machine use TCP" in ended.stderr
 
 
 def heard(sockets: control.Control, seconds: float, wanted: int = 1) -> int:

@@ -164,6 +164,7 @@ class NixlTransport:
         # transfer waits for it yet. Not on a GPU: vLLM captures CUDA graphs now, which calls of
         # CUDA in other threads break. The first attempt makes it then.
         self._making: Job[NixlReady] | None = None
+        self._zmq_speed: float | None = None  # once it was measured, by that job
         if not self._is_on_gpu:
             self._making = Job(self._make_agent)
         self._ready: NixlReady | None = None
@@ -226,15 +227,17 @@ class NixlTransport:
     def _make_agent(self) -> NixlReady:
         """Measures ZMQ and makes the agent for reading. Takes seconds."""
         # Here, because it blocks: the driver's thread must not wait for it. Not on a GPU, where ZMQ
-        # takes two more copies through host memory.
-        speed = 0.0 if self._is_on_gpu else zmq_speed()
+        # takes two more copies through host memory. Once, at the start: later there may be no
+        # descriptors for a new context of ZMQ, which ends the process then.
+        if self._zmq_speed is None:
+            self._zmq_speed = 0.0 if self._is_on_gpu else zmq_speed()
         # Another name for each agent: an earlier one may still be closing.
         name = f"{self._port.name}#reads-{os.urandom(4).hex()}"
         config = self._port.config
         # With all blocks: a read may write into any of them.
         agent = Agent(name, config, self._memory)
         reads = Reads(agent, config.peer_timeout)
-        return NixlReady(reads, speed)
+        return NixlReady(reads, self._zmq_speed)
 
     def disconnect(self, sender: str) -> None:
         """Forgets a sender; its begun reads end as they would have, the others as CANCELLED."""

@@ -30,6 +30,8 @@ HANDSHAKE_SECONDS = 5.0
 # As vLLM allows its API server. The usual soft limit is 1024, and the links of a large fleet take
 # hundreds.
 WANTED_DESCRIPTORS = 65536
+# Below this limit a flood of connections, or a large fleet, may take all descriptors.
+FEW_DESCRIPTORS = WANTED_DESCRIPTORS // 8
 LOG_INTERVAL_SECONDS = 60.0
 MONITOR_EVENT = struct.Struct("=hi")  # of zmq_socket_monitor: (event, descriptor)
 
@@ -136,3 +138,9 @@ def raise_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     except (OSError, ValueError) as error:
         log.warning("limit of open files stays at %d: %s", soft, error)
+
+
+def has_few_descriptors() -> bool:
+    """Returns whether this process may open so few files that none may be left some day."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft != resource.RLIM_INFINITY and soft < FEW_DESCRIPTORS

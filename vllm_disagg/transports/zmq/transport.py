@@ -44,6 +44,7 @@ from ..base import DriverPort, TransportEvent
 from ..machine_identity import machine_id
 from ..posted_reads import PostedReads
 from .control import Control, receive
+from .half_open import FEW_DESCRIPTORS, has_few_descriptors
 
 log = logging.getLogger("vllm_disagg.zmq")
 
@@ -67,7 +68,8 @@ class ZmqTransport:
     """The ZMQ transport of one worker, both halves.
 
     `address` is where this worker accepts pieces. `endpoint` and `local` are where receivers
-    connect, from other machines and from this one. `links` maps a sender to its DEALER.
+    connect, from other machines and from this one; `local` may be empty. `links` maps a sender to
+    its DEALER.
     """
 
     def __init__(self, port: DriverPort, control: Control) -> None:
@@ -92,16 +94,29 @@ class ZmqTransport:
         # ZMQ takes up new connections, and sends the probes, only while the socket is polled.
         port.poller.register(self._router, zmq.POLLIN)
         local_socket.remove_stale()
-        # For receivers on this machine, which need no TCP stack between two processes.
-        self._socket_folder = local_socket.create_folder()
-        self.local = f"ipc://{local_socket.path_in(self._socket_folder)}"
-        self._router.bind(self.local)
+        self._socket_folder = ""
+        self.local = ""
+        # libzmq 4.3.5 ends the process if a UNIX listener of its own has no descriptor for a
+        # connection (an assertion that forgets EMFILE; its TCP listeners know it).
+        if has_few_descriptors():
+            log.warning(
+                "zmq: this process may open fewer than %d files: receivers on this machine use TCP",
+                FEW_DESCRIPTORS,
+            )
+        else:
+            self._listen_locally()
         self.links: dict[str, zmq.Socket[bytes]] = {}
         self._were_up: set[str] = set()  # senders of `links` that have been connected
         self._posted = PostedReads()
         self._unsent: list[_UnsentPiece] = []
         self._sending: list[tuple[SendPiece, zmq.MessageTracker]] = []
         self._failed: deque[SendPiece] = deque()  # they could not be read
+
+    def _listen_locally(self) -> None:
+        """Listens for receivers on this machine, which need no TCP stack between two processes."""
+        self._socket_folder = local_socket.create_folder()
+        self.local = f"ipc://{local_socket.path_in(self._socket_folder)}"
+        self._router.bind(self.local)
 
     # Sending half ---------------------------------------------------------------------------------
     def send(self, piece: SendPiece) -> None:
@@ -327,7 +342,8 @@ class ZmqTransport:
 
     def close(self) -> None:
         """Removes the UNIX socket; the control channel closes all sockets."""
-        local_socket.remove_folder(self._socket_folder)
+        if self._socket_folder:
+            local_socket.remove_folder(self._socket_folder)
 
 
 def _greet(link: zmq.Socket[bytes]) -> None:

@@ -842,8 +842,8 @@ def test_the_number_of_remembered_paths_is_bounded(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(compared_paths, "MAX_PATHS", 2)
     paths = compared_paths.ComparedPaths()
     for source in "abc":
-        paths.add(source, "fast", is_equal=False)
-    assert [source for source, _ in paths._comparisons] == ["b", "c"]
+        paths.add(source, "fast", Reason.CORRUPT, is_equal=False)
+    assert [source for source, _, _ in paths._comparisons] == ["b", "c"]
 
 
 def test_a_mismatch_counts_for_its_own_source_and_transport() -> None:
@@ -908,6 +908,83 @@ def test_no_load_begins_over_a_last_path_that_was_given_up() -> None:
     assert said(compare(side, SUMS, "q")) == ["LoadResult"]
     side.handle(FAST, 0.6)
     assert said(compare(side, SUMS)) == ["LoadResult"]
+
+
+def load_unsummed(side: Receiver, damaged: int) -> list[ReceiverAction]:
+    """Loads 8 tokens in one piece, damaged so often; returns what follows from the last event."""
+    side.handle(wanted("p"), 0.0)
+    side.handle(messages.Progress("t", "p", "d", 8, 8, 0), 0.1)
+    actions: list[ReceiverAction] = []
+    for number in range(damaged):
+        actions = side.handle(completed(number, "damaged"), 0.2)
+    if damaged < 3:
+        side.handle(completed(damaged), 0.3)
+        actions = side.handle(messages.Confirm("t", "p", "d", valid=True), 0.4)
+    side.validate()
+    return actions
+
+
+def unsummed() -> Receiver:
+    """As on CPUs: blocks are not summed."""
+    side = Receiver("d", "slow:1", 0, SHAPE)
+    side.handle(FAST, 0.0)
+    return side
+
+
+def test_the_third_load_whose_checksums_fail_over_a_path_gives_it_up() -> None:
+    side = unsummed()
+    for damaged, following in ((3, ["Abort", "LoadResult"]), (0, ["LoadResult"])) * 2:
+        assert said(load_unsummed(side, damaged)) == following
+    given_up, _, result = load_unsummed(side, 3)
+    assert given_up == GiveUpPath("p", "fast")
+    assert isinstance(result, LoadResult) and result.reason is Reason.CORRUPT
+    assert result.detail == "a piece of p came damaged 3 times, by fast"
+    side.handle(SLOW, 0.5)
+    assert said(load_unsummed(side, 0)) == ["LoadResult"]
+
+
+def test_loads_that_succeed_count_for_their_path_also_at_a_second_try() -> None:
+    side = unsummed()
+    for _ in range(4):
+        for damaged in (3, *[0, 2] * 4):
+            assert "GiveUpPath" not in said(load_unsummed(side, damaged))
+    assert side.compared_paths._comparisons
+    for _ in range(16):
+        load_unsummed(side, 1)
+    assert not side.compared_paths._comparisons
+
+
+def test_loads_without_sums_do_not_excuse_mismatches() -> None:
+    """Their checksums were right, as they are of a path that puts bytes in a wrong place."""
+    side = comparing()
+    for _ in range(2):
+        compare(side, WRONG)
+    for _ in range(20):
+        compare(side, [])
+    assert said(compare(side, WRONG)) == ["GiveUpPath", "LoadResult"]
+
+
+def test_a_piece_that_two_transports_damage_judges_neither() -> None:
+    side = unsummed()
+    for _ in range(4):
+        side.handle(FAST, 0.0)
+        side.handle(wanted("p"), 0.0)
+        side.handle(messages.Progress("t", "p", "d", 8, 8, 0), 0.1)
+        side.handle(completed(0, "damaged"), 0.2)
+        side.handle(SLOW, 0.2)
+        side.handle(completed(1, "cancelled"), 0.2)
+        side.handle(completed(2, "damaged"), 0.2)
+        assert said(side.handle(completed(3, "damaged"), 0.2)) == ["Abort", "LoadResult"]
+
+
+def test_no_load_begins_over_a_last_path_whose_checksums_failed() -> None:
+    side = unsummed()
+    side.handle(SLOW, 0.0)
+    for _ in range(3):
+        load_unsummed(side, 3)
+    *_, result = side.handle(wanted("p"), 0.5)
+    assert isinstance(result, LoadResult) and result.reason is Reason.CORRUPT
+    assert result.detail == "too many mismatches from p, and no other transport is up"
 
 
 def test_a_part_of_the_heads_is_not_compared() -> None:

@@ -207,28 +207,38 @@ def after_giving_up(world: World, is_fast: bool) -> list[Reason | None]:
     return results
 
 
+CORRUPTING = [("rot", Reason.KV_MISMATCH), ("spoil", Reason.CORRUPT)]
+
+
+@pytest.mark.parametrize(("fault", "reason"), CORRUPTING)
 @pytest.mark.parametrize("topology", EQUAL_RANKS[:2], ids=str)
-def test_a_transport_that_corrupts_is_given_up_and_the_next_one_is_exact(topology: Any) -> None:
-    mismatches = 0
+def test_a_transport_that_corrupts_is_given_up_and_the_next_one_is_exact(
+    topology: Any, fault: str, reason: Reason
+) -> None:
+    corrupted = 0
     later: list[Reason | None] = []
     for seed in range(max(5, SEEDS // 200)):
-        chaos = frozenset({"connect", "rot fast"})
+        chaos = frozenset({"connect", f"{fault} fast"})
         world = World(seed, chaos, 24, topology, has_gpus=seed % 2 == 1).run(1500)
-        mismatches += list(world.outcomes.values()).count(Reason.KV_MISMATCH)
+        corrupted += list(world.outcomes.values()).count(reason)
         later += after_giving_up(world, is_fast=True)
-    assert mismatches > 5 and len(later) > 5
+    assert corrupted > 5 and len(later) > 5
     assert not any(later)
 
 
+@pytest.mark.parametrize(("fault", "reason"), CORRUPTING)
 @pytest.mark.parametrize("topology", EQUAL_RANKS[:2], ids=str)
-def test_where_the_last_transport_corrupts_no_load_begins_any_more(topology: Any) -> None:
+def test_where_the_last_transport_corrupts_no_load_begins_any_more(
+    topology: Any, fault: str, reason: Reason
+) -> None:
     """D computes its prompts itself, and P holds no blocks for it."""
     later: list[Reason | None] = []
     for seed in range(max(5, SEEDS // 200)):
-        world = World(seed, frozenset({"rot slow"}), 24, topology, has_gpus=seed % 2 == 1).run(1500)
+        chaos = frozenset({f"{fault} slow"})
+        world = World(seed, chaos, 24, topology, has_gpus=seed % 2 == 1).run(1500)
         later += after_giving_up(world, is_fast=False)
     assert len(later) > 5
-    assert set(later) == {Reason.KV_MISMATCH}
+    assert set(later) == {reason}
 
 
 @pytest.mark.parametrize("has_gpus", [False, True])

@@ -51,7 +51,9 @@ CHANCES = {
     "unsum": 20,  # a rank cannot sum the blocks of a prompt any more
     "rot fast": 100,  # a transport brings other bytes, whatever it is asked for
     "rot slow": 100,
-}  # the last five: in worlds of their own
+    "spoil fast": 100,  # each piece of a transport arrives damaged
+    "spoil slow": 100,
+}  # the last seven: in worlds of their own
 MOODS = (
     0,
     1,

@@ -438,6 +438,7 @@ class Reading(Half):
         self.fast_addresses: dict[str, str] = {}  # by source, of those that it connects
         self.by_address = 0  # pieces that were read so
         self.landed: set[tuple[str, int]] = set()
+        self.damaged: set[str] = set()  # transfers
         # By source and whether it is the fast one: the loads that had begun when it was given up.
         self.given_up: dict[tuple[str, bool], set[str]] = {}
         self.begun: set[str] = set()  # loads
@@ -535,7 +536,8 @@ class Reading(Half):
             return
         assert len(content) == self.cells(read), "other blocks than those of the piece"
         self.by_address += 1
-        self.fast.copies.append(Copy(read, True, True, content, is_by_address=True))
+        is_right = not self.is_spoiled(read.address)
+        self.fast.copies.append(Copy(read, is_right, True, content, is_by_address=True))
 
     def content_at_source(self, read: events.PostRead) -> list[str] | None:
         source = self.world.sides[read.source.partition(".")[0]]
@@ -556,7 +558,11 @@ class Reading(Half):
         read = transport.posted.begin(source, transfer, number)
         if read is not None:
             fits = len(content) == self.cells(read)
-            transport.copies.append(Copy(read, checksum == content and fits, fits, content))
+            is_right = checksum == content and fits and not self.is_spoiled(address)
+            transport.copies.append(Copy(read, is_right, fits, content))
+
+    def is_spoiled(self, address: str) -> bool:
+        return ("spoil fast" if FAST in address else "spoil slow") in self.world.chaos
 
     def theirs(self, land: events.PostRead) -> RemoteLayout:
         """How a piece is made."""
@@ -622,6 +628,8 @@ class Reading(Half):
             self.write(copy.read, copy.content)
         elif copy.fits and self.world.random.random() < 0.5:
             self.write(copy.read, copy.content)  # found wrong only when it was in the blocks
+        if copy.status is events.ReadStatus.DAMAGED:
+            self.damaged.add(copy.read.transfer)
         self.handle(transport.posted.end(copy.read, copy.status))
 
     def write(self, action: events.PostRead, content: list[str]) -> None:
@@ -649,11 +657,14 @@ class Reading(Half):
             assert report.transfer not in copied, "reported while a copy runs"
             unended = {transfer for transfer, _ in transport.unended_keys}
             assert report.transfer not in unended, "reported while a read is posted"
+        is_refused = bool(self.given_up) and not report.bytes_landed
         if report.reason is Reason.KV_MISMATCH:
-            is_refused = bool(self.given_up) and not report.bytes_landed
             is_false_alarm = report.transfer not in self.world.falsified and not is_refused
             assert not is_false_alarm, f"a false alarm: {report}"
             assert report.detail, "no layer is named"
+        if report.reason is Reason.CORRUPT:
+            assert report.transfer in self.damaged or is_refused, f"a false alarm: {report}"
+            assert report.detail, "no source is named"
         is_summed = self.world.sums and report.transfer not in self.world.unsummed
         if report.reason is None and is_summed and self.world.has_equal_ranks:
             assert report.is_verified, f"not compared: {report}"

@@ -873,15 +873,38 @@ class RottenTcp(TcpTransport):
             yield event
 
 
+class SpoiledTcp(TcpTransport):
+    """Finds each piece damaged."""
+
+    def poll_events(self, ready: Collection[object]) -> Iterator[TransportEvent]:
+        for event in super().poll_events(ready):
+            if isinstance(event, events.ReadCompleted):
+                event = msgspec.structs.replace(event, status=events.ReadStatus.DAMAGED)
+            yield event
+
+
+@pytest.mark.parametrize(
+    ("tcp", "is_summed", "reason"),
+    [
+        (RottenTcp, True, events.Reason.KV_MISMATCH),
+        (SpoiledTcp, False, events.Reason.CORRUPT),
+    ],
+)
 def test_a_transport_that_corrupts_is_replaced_by_the_next_one(
-    start: Callable[..., Driver], caplog: pytest.LogCaptureFixture
+    start: Callable[..., Driver],
+    caplog: pytest.LogCaptureFixture,
+    tcp: type[TcpTransport],
+    is_summed: bool,
+    reason: events.Reason,
 ) -> None:
     caplog.set_level(logging.INFO)
     ours, theirs = memory(48, None), memory(48, 1)
-    transports = {"tcp": RottenTcp}
-    at_p, at_d = SlowSummer(theirs), SlowSummer(ours)
+    transports = {"tcp": tcp}
+    at_p = SlowSummer(theirs) if is_summed else None
+    at_d = SlowSummer(ours) if is_summed else None
     for summer in (at_p, at_d):
-        summer.may_end.set()
+        if summer is not None:
+            summer.may_end.set()
     p = start(theirs, summer=at_p, transports=transports)
     d = start(ours, summer=at_d, transports=transports)
     source, target = [3, 4, 5], [0, 2, 4]
@@ -895,13 +918,15 @@ def test_a_transport_that_corrupts_is_replaced_by_the_next_one(
         p.submit([events.LayersComputed(transfer, LAYERS), events.PrefillFinished(transfer)])
         report = outcome(d)
         assert isinstance(report, events.LoadResult)
-        assert outcome(p) == events.ReleaseBlocks(transfer, delivered=True)
+        # A reader whose pieces came damaged has ended without them.
+        is_delivered = report.reason is not events.Reason.CORRUPT
+        assert outcome(p) == events.ReleaseBlocks(transfer, delivered=is_delivered)
         return report.reason
 
     assert load(0) is None  # by ZMQ, while TCP connects
     wait_until(lambda: any(line.startswith("tcp: connected") for line in caplog.messages))
     reasons = [load(number) for number in range(1, 9)]
-    wrong = [events.Reason.KV_MISMATCH] * MAX_MISMATCHES
+    wrong = [reason] * MAX_MISMATCHES
     assert reasons == wrong + [None] * (len(reasons) - MAX_MISMATCHES)
     assert (ours.planes[0][0][0] == theirs.planes[0][0][3]).all()
     lines = [line for line in caplog.messages if line.startswith("tcp: given up for")]

@@ -1,8 +1,15 @@
-"""Paths whose blocks were compared with their source's, and those that are given up.  Pure.
+"""Paths whose bytes were compared with their source's, and those that are given up.  Pure.
 
-A path is one transport from one source.  A comparison of sums judges it:
+A path is one transport from one source.  Each load judges it by two comparisons:
 
-    in use -- MAX_MISMATCHES of its last COMPARED_LOADS comparisons differ --> given up
+    comparison              equal                             differs
+    sums of the blocks      all are those of the source       any is another: KV_MISMATCH
+    checksums of pieces     of each piece, at some try        of one piece at each try: CORRUPT
+
+The comparisons of one kind are counted for themselves, since loads may lack the other one: on CPUs
+no blocks are summed, and pieces that are read by address have no checksums.
+
+    in use -- MAX_MISMATCHES of the last COMPARED_LOADS comparisons of one kind differ --> given up
 
 One mismatch does not suffice.  The source may have overwritten a block, and the path is right.
 Mismatches that repeat show a path that corrupts bytes, or engines that no path can help.  The next
@@ -16,34 +23,42 @@ from __future__ import annotations
 
 from collections import deque
 
+from .reasons import Reason
+
 # Rare mismatches cost a few prompts, a slower transport costs time in each load.
 MAX_MISMATCHES = 3
 COMPARED_LOADS = 16
 # Names of sources hold their incarnation: entries of dead ones would pile up.
 MAX_PATHS = 4096
 
+# Reasons with which a comparison that differs fails its load.
+KINDS = (Reason.KV_MISMATCH, Reason.CORRUPT)
+
 
 class ComparedPaths:
     """The last comparisons of each path with a mismatch among them."""
 
     def __init__(self) -> None:
-        # By source and transport: whether the sums were equal.
-        self._comparisons: dict[tuple[str, str], deque[bool]] = {}
+        # By source, transport and kind: whether the bytes were equal.
+        self._comparisons: dict[tuple[str, str, Reason], deque[bool]] = {}
 
-    def add(self, source: str, transport: str, is_equal: bool) -> None:
+    def add(self, source: str, transport: str, kind: Reason, is_equal: bool) -> None:
         """Adds the comparison of a load; of a path that is given up it changes nothing."""
         # Loads in flight end later, and would push the mismatches out.
-        if self.is_given_up(source, transport):
+        if self.reason_given_up(source, transport) is not None:
             return
-        path = (source, transport)
-        comparisons = self._comparisons.setdefault(path, deque(maxlen=COMPARED_LOADS))
+        key = (source, transport, kind)
+        comparisons = self._comparisons.setdefault(key, deque(maxlen=COMPARED_LOADS))
         comparisons.append(is_equal)
         if all(comparisons):
-            del self._comparisons[path]
+            del self._comparisons[key]
         if len(self._comparisons) > MAX_PATHS:
             del self._comparisons[next(iter(self._comparisons))]
 
-    def is_given_up(self, source: str, transport: str) -> bool:
-        """Returns whether no load may begin over this path any more."""
-        comparisons = self._comparisons.get((source, transport), ())
-        return sum(not is_equal for is_equal in comparisons) >= MAX_MISMATCHES
+    def reason_given_up(self, source: str, transport: str) -> Reason | None:
+        """Returns why no load may begin over this path any more; None if one may."""
+        for kind in KINDS:
+            comparisons = self._comparisons.get((source, transport, kind), ())
+            if sum(not is_equal for is_equal in comparisons) >= MAX_MISMATCHES:
+                return kind
+        return None

@@ -299,7 +299,7 @@ class LoadResult(msgspec.Struct, frozen=True, tag=True):
     seconds_after_prefill: float = 0.0  # since D knew the whole prompt's KV to be final
     is_verified: bool = False  # all blocks have the sums of their senders' blocks
     uncompared: Uncompared | None = None  # of a load that succeeded and is not verified
-    detail: str = ""  # with KV_MISMATCH: which layer differs
+    detail: str = ""  # with KV_MISMATCH and CORRUPT: which layer differs, or what came damaged
 
 
 SenderEvent = (

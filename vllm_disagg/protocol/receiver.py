@@ -18,8 +18,9 @@ MOVING    Repeats TransferRequest, takes Progress, and requests the pieces that 
 SETTLING  All bytes are in place.  Repeats ReadComplete until the source confirms.  Meanwhile the
           blocks are summed, where whole blocks were read and memories can sum them.  The
           source's Confirm has the sums of its own blocks.  A difference fails the transfer.
-          Repeated ones give up the transport that brought the blocks (`compared_paths.py`).
-          A load whose source has no other transport left fails when it is requested.
+          Repeated ones, and repeated failures of checksums, give up the transport that
+          brought the bytes (`compared_paths.py`).  A load whose source has no other transport
+          left fails when it is requested.
 DRAINING  The transfer has failed and its reads are cancelled, but a piece may still be written
           into its blocks.  Reporting earlier would let vLLM give the blocks to another request
           and change its tokens.
@@ -130,7 +131,7 @@ class PieceRecord:
     # vain.
     address: str = ""
     retry_at: float = 0.0  # time at which to request it again
-    damaged: int = 0  # times that it has arrived damaged
+    damaged_by: list[str] = field(default_factory=list)  # transports, at each damaged arrival
     is_requested: bool = False  # by a ReadRequest since its read was posted last
 
     @property
@@ -374,12 +375,13 @@ class Receiver:
             actions.append(self._transfer_request(event.transfer, source))
         for source in t.sources.values():
             address = self._address_for(source.name)
-            if not self.compared_paths.is_given_up(source.name, _transport(address)):
+            reason = self.compared_paths.reason_given_up(source.name, _transport(address))
+            if reason is None:
                 continue
             # No transport is left below that of our own address.
             if address == self.address:
                 t.detail = f"too many mismatches from {source.name}, and no other transport is up"
-                return actions + self._fail(event.transfer, Reason.KV_MISMATCH, now)
+                return actions + self._fail(event.transfer, reason, now)
             # It has connected anew since.
             actions.append(GiveUpPath(source.name, _transport(address)))
         # A rank that reads nothing has no sources and is settled at once.
@@ -487,17 +489,23 @@ class Receiver:
         now: float,
     ) -> list[ReceiverAction]:
         piece = t.pieces[event.number]
+        source = t.sources[piece.source]
         # A sign of life, but no progress: `stall_timeout` goes on.
-        t.sources[piece.source].last_seen = now
-        piece.damaged += 1
+        source.last_seen = now
+        piece.damaged_by.append(_transport(piece.address))
         # A damaged piece keeps its credit while it is requested again.
-        if piece.damaged < MAX_PIECE_TRIES:
+        if len(piece.damaged_by) < MAX_PIECE_TRIES:
             return self._post_again(event.transfer, event.number, now)
         # Removed before `_fail`: its read has ended, so no further ReadCompleted would end the
         # DRAINING.
         del t.pieces[event.number]
         self.credit_in_use[piece.source] -= piece.credit
-        return self._fail(event.transfer, Reason.CORRUPT, now)
+        t.detail = (
+            f"a piece of {source.name} came damaged {MAX_PIECE_TRIES} times,"
+            f" by {' and '.join(sorted(set(piece.damaged_by)))}"
+        )
+        given_up = self._judge(source, set(piece.damaged_by), Reason.CORRUPT, is_equal=False)
+        return given_up + self._fail(event.transfer, Reason.CORRUPT, now)
 
     def _on_piece_written(
         self,
@@ -523,6 +531,8 @@ class Receiver:
         # Only the last piece of all makes the number of remaining bytes zero.
         if source.bytes_remaining:
             return self._use_credits(now)
+        # At once: what its engine did with the blocks says nothing of the path.
+        self._judge(source, source.transports, Reason.CORRUPT, is_equal=True)
         # For each source alone: it need not hold its blocks until the slowest source is done.
         source.state = SourceState.SETTLING
         actions: list[ReceiverAction] = [self._read_complete(event.transfer, source)]
@@ -661,25 +671,26 @@ class Receiver:
             if source.sums is None:
                 return []
             is_equal = source.sums == source.confirmed_sums
-            # Blocks that came over two transports judge neither.
-            if len(source.transports) == 1:
-                [transport] = source.transports
-                self.compared_paths.add(source.name, transport, is_equal)
+            given_up = self._judge(source, source.transports, Reason.KV_MISMATCH, is_equal)
             if not is_equal:
                 t.detail = _difference(source)
-                given_up = self._given_up_paths(source)
                 return given_up + self._fail(name, Reason.KV_MISMATCH, now, informed=source.name)
         source.state = SourceState.SETTLED
         return self._report_if_settled(name, t, now)
 
-    def _given_up_paths(self, source: SourceRecord) -> list[ReceiverAction]:
+    def _judge(
+        self, source: SourceRecord, transports: set[str], kind: Reason, is_equal: bool
+    ) -> list[ReceiverAction]:
+        """Adds a comparison of bytes that these transports brought; returns what it gives up."""
+        # Bytes that came over two transports judge neither.
+        if len(transports) > 1:
+            return []
+        [transport] = transports
+        self.compared_paths.add(source.name, transport, kind, is_equal)
         # Other loads go on: what a path has brought is judged by their own comparisons.
-        is_given_up = self.compared_paths.is_given_up
-        return [
-            GiveUpPath(source.name, transport)
-            for transport in source.transports
-            if is_given_up(source.name, transport)
-        ]
+        if self.compared_paths.reason_given_up(source.name, transport) is None:
+            return []
+        return [GiveUpPath(source.name, transport)]
 
     # Time -----------------------------------------------------------------------------------------
     def _on_tick(self, now: float) -> list[ReceiverAction]:

@@ -20,6 +20,7 @@ proxies, which send requests once the engine answers their probes.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -157,17 +158,27 @@ def wait_until_idle(
 
 
 def count_requests(url: str, timeout: float = http_client.PAGE_TIMEOUT_SECONDS) -> float:
-    """Returns how many requests a vLLM or a proxy has. Raises ConfigError without a count."""
+    """Returns how many requests a vLLM or a proxy has.
+
+    Raises ConfigError without a count, Unavailable for one that may be another at the next look.
+    """
     page = http_client.get(url, "/metrics", timeout=timeout).decode(errors="replace")
     if not _COUNTS.search(page):
         raise ConfigError(
             f"{url}/metrics has no count of requests: it is neither a proxy nor a vLLM,"
             " or that one runs with --disable-log-stats"
         )
-    try:
-        return sum(float(number) for number in _REQUESTS.findall(page))
-    except ValueError:
-        raise ConfigError(f"{url}/metrics has a count that is no number") from None
+    total = 0.0
+    for text in _REQUESTS.findall(page):
+        try:
+            number = float(text)
+        except ValueError:
+            raise ConfigError(f"{url}/metrics has a count that is no number") from None
+        # Prometheus' text allows NaN and infinities: a gauge without a value is no idle one.
+        if not 0 <= number < math.inf:
+            raise http_client.Unavailable(f"{url}/metrics has {text} as a count of requests")
+        total += number
+    return total
 
 
 def end_drain(proxies: list[str], url: str) -> int:

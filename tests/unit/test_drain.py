@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 import struct
 import threading
@@ -202,6 +203,22 @@ def test_a_page_that_was_cut_has_no_count(servers: Any) -> None:
     server = servers(CUT, CUT, CUT, engine_page(2), engine_page(0))
     assert cli.main(["drain", server.url]) == 0
     assert server.reads == 6
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -1.0])
+def test_a_count_that_is_no_finite_number_is_not_idle(
+    number: float, servers: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where a sum with the other gauges would be 0."""
+    server = servers(engine_page(number, 1), engine_page(number, 1), engine_page(0))
+    assert cli.main(["drain", server.url]) == 0
+    assert server.reads == 4
+    server = servers(engine_page(number))
+    assert cli.main(["drain", server.url, "--timeout", "0.01"]) == 1
+    assert capsys.readouterr().err == (
+        f"vllm-disagg drain: {server.url} has an unknown number of requests"
+        f" ({server.url}/metrics has {number} as a count of requests) after 0.01 s\n"
+    )
 
 
 def test_a_server_that_answers_byte_by_byte_ends_at_the_timeout(

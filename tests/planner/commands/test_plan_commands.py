@@ -486,6 +486,11 @@ def test_a_profile_of_several_gpus_is_served_with_as_many(tmp_path: Path) -> Non
             "--min-prompt-bytes and --spill go with --prefill and --decode",
         ),
         (["plan", *QUICK, "--gpus", "1"], "--gpus: 1 is too few"),
+        (
+            ["simulate", *QUICK, "--colocated", "1x1", "--rate", "1", "--seeds", "1001"],
+            "--seeds: 1001 is too many: give 1000 or fewer",
+        ),
+        (["plan", *QUICK, "--requests", "10000001"], "--requests: 10000001 is too many"),
         (["plan", *QUICK, "--ttft", "0.001"], "nothing meets --ttft 0.001"),
         (["plan", *QUICK, "--tpot", "0.001"], "nothing meets --tpot 0.001"),
         (["plan", *QUICK, "--itl", "0.001"], "nothing meets --itl 0.001"),

@@ -27,6 +27,8 @@ from ..simulation.simulator import Objective
 DEFAULT_WORKLOAD = "sharegpt-like"
 MAX_RATE = 1e9  # requests/s
 DEFAULT_REQUESTS = sample_size.MIN_REQUESTS
+# By flag: far more than an answer needs, and what still ends.
+MOST = {"requests": 10_000_000, "seeds": 1000}
 # No default is a free hand-off. A profile beside other instances of its machine is of one machine.
 # With "live" the engines measured their own.
 DEFAULT_LINKS = {
@@ -157,7 +159,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         default=5,
-        help="samples; the confidence interval is over them (default: %(default)s)",
+        help="samples, 1000 at most; the confidence interval is over them (default: %(default)s)",
     )
     add(
         "--link",
@@ -395,9 +397,12 @@ def _check(args: argparse.Namespace) -> None:
     }
     for name, minimum in least.items():
         value = getattr(args, name)
+        flag = f"--{name.replace('_', '-')}"
         if value is not None and value < minimum:
-            flag = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{flag}: {value} is too few: give {minimum} or more")
+        maximum = MOST.get(name)
+        if value is not None and maximum is not None and value > maximum:
+            raise ConfigError(f"{flag}: {value} is too many: give {maximum} or fewer")
     if args.kv_limit < 0:
         raise ConfigError(f"--kv-limit: {args.kv_limit} is not a number of tokens")
 

@@ -59,6 +59,11 @@ class Parser(argparse.ArgumentParser):
         standard_streams.write_error(f"{self.prog}: {message} ({self.prog} --help)")
         self.exit(2)
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Writes the help or the version; raises OSError, which argparse's own drops."""
+        # Flushed here, because no status could follow from an error at Python's end.
+        print(message, end="", file=file or sys.stderr, flush=True)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns its exit status."""
@@ -73,6 +78,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(command, words, extra)
     except ModuleNotFoundError as error:
         return _end_without_package(command, error)
+    except OSError as error:
+        if error.errno not in FULL and error.errno != errno.EPIPE:
+            raise
+        return _end_output(f"vllm-disagg {command}".rstrip(), error)
     except KeyboardInterrupt:  # also while the command's modules are imported
         return 130
 
@@ -99,10 +108,6 @@ def _run(command: str, words: list[str], extra: list[str]) -> int:
     except DisaggError as error:
         standard_streams.write_error(f"vllm-disagg {command}: {error}")
         return 2
-    except OSError as error:
-        if error.errno not in FULL and error.errno != errno.EPIPE:
-            raise
-        return _end_output(program, error)
     return status
 
 

@@ -181,6 +181,36 @@ def test_output_without_room_is_one_line(tmp_path: Path, unbuffered: str) -> Non
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["up", "--help"], ["plan", "-h"]])
+def test_help_without_room_is_one_line(words: list[str], unbuffered: str) -> None:
+    command = [sys.executable, "-m", "vllm_disagg", *words]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    program = " ".join(["vllm-disagg", *words[:-1]])
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(
+            command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert ended.returncode == 2
+    assert ended.stderr == f"{program}: cannot write: No space left on device\n"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_of_help_that_has_left_is_no_error(unbuffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(
+        [sys.executable, "-m", "vllm_disagg", "up", "--help"],
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (cli.READER_LEFT_STATUS, "")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_reader_that_has_left_is_no_error(tmp_path: Path, unbuffered: str) -> None:
     command = [sys.executable, "-m", "vllm_disagg", "key", str(tmp_path / "key")]
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}

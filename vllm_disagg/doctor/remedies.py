@@ -38,6 +38,7 @@ OF_INSTANCES = {
     "no connection within": START,
     " answered 401": "start the proxy with the instances' --api-key, and look for a line break"
     " at the end of their VLLM_API_KEY, with which they accept no key",
+    "a proxy of vllm-disagg answers there": "give the proxy the URL of an engine in its place",
     "does not answer": RESTART,
     "is silent": "its process is frozen or its machine is gone: look there, and restart it",
     "makes no steps": RESTART,

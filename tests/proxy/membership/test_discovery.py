@@ -4,6 +4,7 @@ import asyncio
 import errno
 import inspect
 import json
+import logging
 import os
 import socket
 import time
@@ -20,7 +21,7 @@ from vllm_disagg.proxy.http.connection_pool import ConnectionPool
 from vllm_disagg.proxy.http.upstream import UpstreamConnection
 from vllm_disagg.proxy.http.upstream_response import UnknownName, Unreachable
 from vllm_disagg.proxy.membership import discovery
-from vllm_disagg.proxy.membership.discovery import NO_NAME, Discovery, engine_in
+from vllm_disagg.proxy.membership.discovery import IS_PROXY, NO_NAME, Discovery, engine_in
 from vllm_disagg.proxy.routing.fleet import Fleet, Instance
 
 
@@ -118,6 +119,61 @@ async def test_an_engine_that_drains_after_sigterm_gets_no_request_until_it_is_a
         w.d.incarnation = "d0-2"
         await w.d.start()
         await w.until_ready()
+
+
+async def add_decode(w: World, url: str) -> None:
+    fields = json.dumps({"url": url, "role": "decode"}).encode()
+    headers = {"authorization": "Bearer root", "content-type": "application/json"}
+    assert (await w.ask("POST", "/disagg/instances", fields, **headers)).status == 200
+
+
+async def test_a_proxy_that_is_its_own_instance_is_not_used(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each probe went through it to the engines behind it, and each was a line of its log."""
+    caplog.set_level(logging.INFO)
+    async with world(admin_key="root") as w:
+        own = f"http://127.0.0.1:{w.port}"
+        caplog.clear()
+        await add_decode(w, own)
+
+        async def is_refused() -> bool:
+            row = next(row for row in await w.instances() if row["url"] == own)
+            return row["why_not"] == IS_PROXY and not row["usable"]
+
+        await until(is_refused)
+        for _ in range(5):
+            assert (await w.post()).json()["leg"] == "decode"
+        lines = [record.getMessage() for record in caplog.records if own in record.getMessage()]
+        assert [line for line in lines if "is not used" in line] == [
+            f"instance {own} (decode) is not used: {IS_PROXY}"
+        ]
+        assert len(lines) <= 3, lines  # those of the change of the fleet
+
+
+async def test_two_proxies_that_name_each_other_send_no_request_in_a_circle() -> None:
+    """One gets the other's URL as that of an engine; the probe of the other one is the same."""
+    async with world() as engines, world(prefill=0, decode=0, admin_key="root") as w:
+        url = f"http://127.0.0.1:{engines.port}"
+        await add_decode(w, url)
+
+        async def is_refused() -> bool:
+            (row,) = await w.instances()
+            return bool(row["why_not"] == IS_PROXY)
+
+        await until(is_refused)
+        assert (await w.post()).status == 503 and not engines.d.calls
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings", "/health", "/metrics"])
+async def test_a_request_of_a_proxy_is_refused_by_a_proxy(path: str) -> None:
+    """Behind a gateway that answers /health itself a circle would be found by nothing else."""
+    async with world() as w:
+        for method in ("GET", "POST"):
+            body = b'{"model": "m", "prompt": "hi"}'
+            reply = await w.ask(method, path, body, **{"x-disagg-forwarded": "1"})
+            assert reply.status == 508, reply.body
+        assert not w.d.calls and not w.p.calls
 
 
 async def test_two_missed_health_checks(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from urllib.parse import urlsplit
 
 from .addresses import AllowedNetworks, check_url, split_rank
-from .headers import RANK_HEADER, Headers, head
+from .headers import FORWARDED_HEADER, RANK_HEADER, Headers, head
 from .reasons import Reason
 from .stall_timer import patient
 from .tls import UpstreamTrust
@@ -108,7 +108,7 @@ class ConnectionPool:
     def _request_head(
         self, method: str, path: str, headers: Headers, body_bytes: int, upgrade: bytes
     ) -> bytes:
-        fields = [(b"host", self._host), *headers]
+        fields = [(b"host", self._host), (FORWARDED_HEADER, b"1"), *headers]
         if upgrade:
             fields += [(b"connection", b"Upgrade"), (b"upgrade", upgrade)]
         else:

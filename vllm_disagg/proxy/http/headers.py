@@ -8,6 +8,10 @@ from http import HTTPStatus
 Headers = list[tuple[bytes, bytes]]  # names in lower case
 
 RANK_HEADER = b"x-data-parallel-rank"  # selects an engine behind vLLM's API server
+# On each request of a proxy to an instance. Another proxy, or the same one, refuses such a request
+# with LOOP_STATUS: an instance must be an engine, and a request could go in a circle.
+FORWARDED_HEADER = b"x-disagg-forwarded"
+LOOP_STATUS = 508
 
 REASON_PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus}
 

@@ -6,6 +6,7 @@ One task per instance requests /health four times a second. States of an instanc
 
 An instance goes down when
   * it refuses connections, or DNS does not know its name,
+  * it is a proxy of vllm-disagg, which refuses requests of proxies (`http/headers.py`),
   * it twice answers anything but 200,
   * it is *silent*: no byte for `ProxySettings.liveness_timeout` seconds, on /health or any stream,
   * its API server answers, but its engine makes no steps (`engine_steps.py`) for
@@ -48,7 +49,7 @@ from ...fleet.grants import (
 from ...fleet.keys import FleetKey
 from ...protocol.peers import EngineCard, EngineInfo
 from ..http.connection_pool import FULL_STATUSES, ConnectionPool
-from ..http.headers import Headers
+from ..http.headers import LOOP_STATUS, Headers
 from ..http.reasons import STOPPING_DETAIL
 from ..http.stall_timer import patient
 from ..http.upstream_response import UnknownName, Unreachable
@@ -77,6 +78,7 @@ GENERATION_PROBE_SECONDS = 5.0
 BUSY_HEALTH_SECONDS = 30.0  # for /health while streams show that the instance lives
 STEP_CHECK_RATIO = 4  # an engine has prefill_timeout / this for a step while it owes an answer
 NO_NAME = "DNS does not know its name"
+IS_PROXY = "a proxy of vllm-disagg answers there, this one or another: give the URLs of engines"
 STALLED = "its engine makes no steps"
 NO_GENERATION = "its model does not generate, or its gateway has no /v1/completions"
 HAS_GENERATED = "/v1/completions answers 404, and its model has generated"
@@ -438,7 +440,11 @@ class Discovery:
                 pool.abort()
             return f"does not answer /health: {error}"
         except (TimeoutError, _UnexpectedAnswer) as error:
-            return f"does not answer /health: {error or 'timeout'}"
+            trouble = f"does not answer /health: {error or 'timeout'}"
+            if isinstance(error, _UnexpectedAnswer) and error.status == LOOP_STATUS:
+                trouble = IS_PROXY
+                instance.mark_down(trouble)
+            return trouble
         finally:
             health.cancel()
         return ""

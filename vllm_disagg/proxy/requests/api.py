@@ -20,7 +20,7 @@ from ..http.cancel_scope import TimeLimit
 from ..http.cors import Cors, may_open
 from ..http.endpoint_schema import SCHEMAS
 from ..http.error_replies import RequestFailed, answer_error
-from ..http.headers import Headers
+from ..http.headers import FORWARDED_HEADER, LOOP_STATUS, Headers
 from ..http.request import HttpRequest
 from ..http.response import JSON, error_body
 from ..http.routes import How
@@ -146,8 +146,8 @@ class Api:
 
     def _refusal(self, request: HttpRequest) -> tuple[int, Headers, bytes] | None:
         """Returns (status, headers, body) if the request's head alone is refused, else None."""
-        if not self._allowed(request):
-            return bearer.unauthorized(request)
+        if refusal := self._sender_refusal(request):
+            return refusal
         methods, how = routes.find(request.path) or ((), "own")
         if not methods:
             reason = routes.REFUSED.get(request.path)
@@ -162,6 +162,15 @@ class Api:
             message = f"{request.path} is no WebSocket; /v1/realtime is one"
             return 400, [JSON], error_body(400, message, request_id=request.request_id)
         return None
+
+    def _sender_refusal(self, request: HttpRequest) -> tuple[int, Headers, bytes] | None:
+        """Refuses another proxy, and a client without a key; returns None for all others."""
+        # First: a proxy that takes this one for an instance need not have a client's key.
+        if request.header(FORWARDED_HEADER):
+            message = "a proxy sent this request, and no proxy is an instance of another one"
+            body = error_body(LOOP_STATUS, message, request_id=request.request_id)
+            return LOOP_STATUS, [JSON], body
+        return None if self._allowed(request) else bearer.unauthorized(request)
 
     def _allowed(self, request: HttpRequest) -> bool:
         """Whether a request has a client's key, or needs none."""

@@ -6,6 +6,8 @@ Theory of adapters. vLLM loads an adapter's files at the start, at `add_lora`, o
 request that names it, and may load them again later. The KV depends on the files as loaded. So
 `note_load` records size, times and inode of the files before vLLM loads them. A prompt has a
 digest only while the files are unchanged since; otherwise old and new files are both possible.
+Equal contents do not suffice. Other files may have been there meanwhile, and vLLM may have loaded
+them for a request without a transfer, which is not looked at. Only the times tell that.
 
 Nor has it one after other files were loaded under the same cache name: vLLM then finds KV of the
 earlier files in its prefix cache. A cache name is an adapter's name; as of vLLM 0.32 with its path.
@@ -44,6 +46,7 @@ AdapterKey = tuple[str, int]  # path, vLLM's number of the adapter
 _stamps_at_load: dict[AdapterKey, FileStamps] = {}
 _first_files: dict[str, tuple[str, FileStamps]] = {}  # path and state, by cache name
 _replaced: set[str] = set()  # cache names under which different files were loaded
+_warned: set[tuple[AdapterKey, str]] = set()  # with the kind of warning
 
 
 def digest_prompt(request: Request) -> str:
@@ -131,11 +134,13 @@ def _digest_adapter(lora: Any) -> str:
     # vLLM may load the files again at any time, so after a change neither the old nor the new
     # ones are certain.
     if stamps != _stamps_at_load.get((lora.lora_path, lora.lora_int_id)):
-        log.warning(
-            "LoRA adapter %s: its files have changed since it was loaded; its requests run without"
-            " KV transfers",
-            lora.lora_name,
-        )
+        if _is_first_warning(lora, "changed"):
+            log.warning(
+                "LoRA adapter %s: its files have changed since it was loaded; its requests run"
+                " without KV transfers until it is loaded under a new name, or this engine is"
+                " restarted",
+                lora.lora_name,
+            )
         return ""
     if compat.cache_name(lora) in _replaced:  # `_compare_with_first_files` has logged it
         return ""
@@ -143,11 +148,22 @@ def _digest_adapter(lora: Any) -> str:
 
 
 def _log_unreadable(lora: Any, error: OSError) -> None:
-    log.warning(
-        "LoRA adapter %s: its files cannot be read (%s); its requests run without KV transfers",
-        lora.lora_name,
-        error,
-    )
+    if _is_first_warning(lora, "unreadable"):
+        log.warning(
+            "LoRA adapter %s: its files cannot be read (%s); its requests run without KV transfers",
+            lora.lora_name,
+            error,
+        )
+
+
+def _is_first_warning(lora: Any, kind: str) -> bool:
+    """Returns whether an adapter has no warning of this kind yet; each of its requests asks."""
+    warning = ((lora.lora_path, lora.lora_int_id), kind)
+    # Of no more adapters than are recorded: clients name them.
+    if warning in _warned or len(_warned) >= 2 * MAX_ADAPTERS:
+        return False
+    _warned.add(warning)
+    return True
 
 
 def _stamp_files(path: str) -> FileStamps:

@@ -669,6 +669,7 @@ MUTANTS: list[tuple[str, ...]] = [
     # what independent readers found
     ("a failed forward pass is offered", "kv_connectors/worker.py", "        if sys.exc_info()[0] is None:", "        if True:", "tests/connector/test_worker_side.py"),
     ("what D has cached is final though its step failed", "kv_connectors/worker.py", "        failed = [*self._computing_transfers, *self._cached_transfers]", "        failed = [*self._computing_transfers]", "tests/connector/test_worker_side.py"),
+    ("each request with a changed adapter is a line in the log", "kv_connectors/prompt_digest.py", "    if warning in _warned or ", "    if ", "tests/connector/test_compatibility.py::test_an_adapter_with_changed_files_has_no_digest"),
     ("an adapter is forgotten to make room", "kv_connectors/prompt_digest.py", "    if len(_stamps_at_load) >= MAX_ADAPTERS:\n        return False\n", "", "tests/connector/test_compatibility.py"),
     ("a link that is evicted ends the driver", "transports/zmq/control.py", "        if source.closed:  # evicted", "        if False:  # evicted", "tests/transports/zmq/test_zmq_transport.py::test_a_link_that_is_evicted_while_it_is_read_ends_its_reading"),
     ("engines of two protocol versions pair", "kv_connectors/compatibility.py", "        \"transfer protocol\": str(VERSION),\n", "", "tests/connector/test_compatibility.py"),

@@ -695,7 +695,7 @@ def test_an_adapter_is_compared_by_its_files_at_load_time(load: Any, tmp_path: P
 
 @pytest.mark.parametrize("is_used", [False, True])
 def test_an_adapter_with_changed_files_has_no_digest(
-    load: Any, tmp_path: Path, is_used: bool
+    load: Any, tmp_path: Path, is_used: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """New files may have the same length and times. At another path they are another adapter."""
     lora = load(adapter(tmp_path / "a", b"a", 201 + is_used))
@@ -710,6 +710,25 @@ def test_an_adapter_with_changed_files_has_no_digest(
         "vLLM may have the old files or, after an eviction, the new ones"
     )
     assert prompt_digest.digest_prompt(asked(load(adapter(tmp_path / "b", b"b", 211 + is_used))))
+    adapter(tmp_path / "a", b"a", 0)
+    assert prompt_digest.digest_prompt(asked(lora)) == "", (
+        "equal to those of the load, but vLLM may have loaded the others meanwhile"
+    )
+    assert caplog.text.count("its files have changed since it was loaded") == 1
+
+
+def test_an_adapter_whose_files_cannot_be_read_is_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(path: str) -> Any:
+        raise PermissionError(f"no permission for {path}")
+
+    monkeypatch.setattr(prompt_digest, "_stamp_files", fail)
+    for number in (701, 702):
+        lora = adapter(tmp_path / "a", b"a", number)
+        for _ in range(3):
+            assert prompt_digest.digest_prompt(asked(lora)) == ""
+    assert caplog.text.count("its files cannot be read (no permission for") == 2
 
 
 @pytest.mark.parametrize("has_path", [False, True])

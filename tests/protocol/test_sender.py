@@ -290,8 +290,32 @@ def test_a_reader_whose_link_is_broken_has_the_grace_and_not_the_lease(side: Sen
     assert not side.handle(ConnectionLost("somebody else"), 2.0)
     assert side.next_deadline() == 1.0 + side.lease
     assert not side.handle(ConnectionLost("d"), 2.0)
+    assert side.next_deadline() == 2.0 + side.grace / 2
+    assert not side.handle(ClockTick(), 2.0 + side.grace / 2)
     assert side.next_deadline() == 2.0 + side.grace
     assert side.handle(ClockTick(), 2.0 + side.grace) == [ReleaseBlocks("t", delivered=False)]
+
+
+@pytest.mark.parametrize("is_lost_twice", [False, True])
+def test_a_grace_goes_on_after_a_sleep_of_this_process(side: Sender, is_lost_twice: bool) -> None:
+    """No reader could connect meanwhile; it has given nothing up before its `peer_timeout`."""
+    side.handle(PrefillFinished("t"), 1.0)
+    side.handle(ConnectionLost("d"), 2.0)
+    # Frozen since then: all events of the sleep come at once.
+    if is_lost_twice:
+        assert not side.handle(ConnectionLost("d"), 3.5)
+    assert not side.handle(ClockTick(), 3.5)
+    assert side.next_deadline() == 4.0
+    side.handle(messages.TransferRequest("t", "p", "d", "zmq:x"), 3.6)
+    assert side.next_deadline() == 3.6 + side.lease
+    assert fetch(side, 0, 1, 4, 12) == [2, 3]
+
+
+def test_a_grace_ends_after_a_sleep_of_this_process(side: Sender) -> None:
+    side.handle(PrefillFinished("t"), 1.0)
+    side.handle(ConnectionLost("d"), 2.0)
+    assert not side.handle(ClockTick(), 3.5)
+    assert side.handle(ClockTick(), 4.0) == [ReleaseBlocks("t", delivered=False)]
 
 
 def test_a_reader_that_speaks_after_its_link_broke_is_served_on(side: Sender) -> None:
@@ -320,7 +344,8 @@ def test_a_broken_link_releases_nothing_that_is_being_sent(side: Sender) -> None
     side.handle(PrefillFinished("t"), 1.0)
     assert fetch(side, 0, 1, 4, 12)
     side.handle(ConnectionLost("d"), 2.0)
-    assert not side.handle(ClockTick(), 2.0 + side.grace)
+    for seconds in (side.grace / 2, side.grace):
+        assert not side.handle(ClockTick(), 2.0 + seconds)
     assert side.handle(SENT, 3.5) == [ReleaseBlocks("t", delivered=False)]
 
 

@@ -100,6 +100,8 @@ class ReceiverRecord:
     # pass the comparison.
     prompt: str
     last_seen: float
+    # Of this process, while the receiver's connection is lost: the last time at which it ran.
+    awake_at: float | None = None
     # Number and address of each SendPiece that has not ended.
     sending: set[tuple[int, str]] = field(default_factory=set)
     reads_by_address: bool = False
@@ -113,6 +115,11 @@ class ReceiverRecord:
     def is_active(self) -> bool:
         """Whether the receiver may still request pieces."""
         return not (self.is_complete or self.is_gone)
+
+    def note_message(self, now: float) -> None:
+        """Begins the lease anew: the receiver lives, and has a connection."""
+        self.last_seen = now
+        self.awake_at = None
 
 
 @dataclass
@@ -386,14 +393,18 @@ class Sender:
         """Shortens the receiver's lease to `grace` seconds in all transfers.
 
         A live receiver repeats its TransferRequest within that time.  Blocks that a dead receiver
-        would have read need not wait for the whole lease.
+        would have read need not wait for the whole lease.  Time in which this process slept
+        counts for nobody (`_forgive_sleep`): nobody could connect anew meanwhile.
         """
         for t in self.transfers.values():
             receiver = t.receivers.get(name)
             if receiver is not None:
+                # Another of its connections may have been lost before.
+                self._forgive_sleep(receiver, now)
                 # Set back instead of ended: the receiver may live and go on by another transport.
                 # The minimum, because a loss must never prolong the lease of a silent receiver.
                 receiver.last_seen = min(receiver.last_seen, now + self.grace - self.lease)
+                receiver.awake_at = now
         return []
 
     # Messages from receivers ----------------------------------------------------------------------
@@ -424,7 +435,7 @@ class Sender:
                 last_seen=now,
             )
             t.receivers[event.reader] = receiver
-        receiver.last_seen = now
+        receiver.note_message(now)
         receiver.address = event.address  # the receiver may have changed its transport
         if receiver.reads_by_address != event.reads_by_address:
             receiver.reads_by_address = event.reads_by_address
@@ -463,7 +474,7 @@ class Sender:
         # it stalls.
         if not self._is_servable(t, event.extent):
             return [_abort(event)]
-        receiver.last_seen = now
+        receiver.note_message(now)
         # Complete: a delayed copy of a request, which must not hold the blocks any longer.  Too
         # many: the receiver asks again if it still needs the piece.
         if receiver.is_complete or len(receiver.sending) >= messages.MAX_PIECES_PER_RECEIVER:
@@ -512,7 +523,7 @@ class Sender:
         if not receiver.is_complete:
             if self._lacks_sums(t, event.extents):
                 receiver.waiting = event
-                receiver.last_seen = now
+                receiver.note_message(now)
                 # Else this sender would seem dead: a step may last longer than `peer_timeout`.
                 stalled_seconds = self._stalled_seconds(now)
                 return [self._progress(event.transfer, t, event.reader, stalled_seconds)]
@@ -551,6 +562,9 @@ class Sender:
         for receiver in t.receivers.values():
             if receiver.is_active:
                 leases.append(receiver.last_seen + self.lease)
+                # A tick that comes later than this shows that the process slept.
+                if receiver.awake_at is not None:
+                    leases.append(receiver.awake_at + self.grace / 2)
         # COMPUTING ends by vLLM's events only, sends by SendCompleted only.
         if leases or t.state is SendState.COMPUTING or t.is_sending():
             return min(leases, default=None)
@@ -570,6 +584,7 @@ class Sender:
             return []
         # Silence for the lease is as good as an Abort.
         for receiver in t.receivers.values():
+            self._forgive_sleep(receiver, now)
             if receiver.is_active and receiver.last_seen + self.lease <= now:
                 receiver.is_gone = True
         # A lease serves liveness, never safety: time alone takes no block from a running send.
@@ -583,6 +598,13 @@ class Sender:
         elif t.state is SendState.HELD:
             return self._release(transfer, t)
         return []
+
+    def _forgive_sleep(self, receiver: ReceiverRecord, now: float) -> None:
+        """Prolongs the grace of a lost connection by the time that a tick was late."""
+        if receiver.awake_at is not None:
+            late = now - (receiver.awake_at + self.grace / 2)
+            receiver.last_seen += max(0.0, late)
+            receiver.awake_at = now
 
     # Parts ----------------------------------------------------------------------------------------
     def _is_servable(self, t: OutgoingTransfer, extent: Extent) -> bool:

@@ -1432,6 +1432,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("an engine with transfers sleeps", "kv_connectors/compat.py", "        if level > 0:", "        if False:", "tests/connector/test_compatibility.py"),
     ("a window without the tokens that drafts need", "kv_connectors/compat.py", " + int(getattr(spec, \"extra_retained_tokens\", 0))", "", "tests/connector/test_kv_layout.py"),
     ("a drain that outlived its instance stays", "proxy/membership/members.py", "        known.update(self._drained)\n", "", "tests/proxy/membership/test_members.py::test_a_drain_that_outlives_its_instance_can_be_removed"),
+    ("the guard has the run directory in its arguments", "launcher/processes.py", "\"vllm_disagg.launcher.guard\"],", "\"vllm_disagg.launcher.guard\", self.directory],", "tests/launcher/test_launcher_processes.py::test_kill_9_by_a_part_of_the_arguments_leaves_nothing"),
     ("the guard is a child of the launcher", "launcher/guard.py", "    if os.fork():\n", "    if False:\n", "tests/launcher/test_launcher_processes.py::test_kill_9_of_the_launcher_and_its_children_leaves_nothing"),
     ("ranks in step wait for one that sleeps", "kv_connectors/scheduler.py", "        if waits and self._may_sleep:\n", "        if waits:\n", "tests/connector/test_scheduler_side.py"),
     ("a rank in step is taken for an engine alone", "kv_connectors/data_parallel.py", "computes_in_step(vllm_config) or engine_id", "engine_id", "tests/connector/test_data_parallel.py"),

@@ -407,6 +407,28 @@ def test_kill_9_of_the_launcher_and_its_children_leaves_nothing(up: Callable[...
     eventually(lambda: running.left() == [])
 
 
+def processes_with(text: str) -> list[int]:
+    """Returns the processes that have this text in their arguments, as `pkill -f` finds them."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if text in (process / "cmdline").read_text(errors="replace"):
+                found.append(int(process.name))
+    return found
+
+
+def test_kill_9_by_a_part_of_the_arguments_leaves_nothing(up: Callable[..., Up]) -> None:
+    """The children have the run directory in theirs; their descendants have not."""
+    running = up("--never")
+    running.wait_for_engines()
+    (directory,) = running.folder.glob("vllm-disagg-up-*")
+    killed = [*processes_with(str(directory)), running.process.pid]
+    assert set(running.leaders()) < set(killed)
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    eventually(lambda: running.left() == [])
+
+
 def test_a_child_that_ignores_sigterm_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

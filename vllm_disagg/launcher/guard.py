@@ -1,9 +1,12 @@
 """Ends process groups, even after the launcher was killed with kill -9.
 
 Each child of the launcher leads its own group, which its descendants (VLLM::EngineCore,
-VLLM::Worker) stay in. `python -m vllm_disagg.launcher.guard RUN_DIR` reads the leaders' pids from
-its standard input; -PID is one whose group has ended, since its number may be used again. End of
-input means that the launcher has ended.
+VLLM::Worker) stay in. `python -m vllm_disagg.launcher.guard` reads the run directory from its
+standard input, then the leaders' pids; -PID is one whose group has ended, since its number may be
+used again. End of input means that the launcher has ended.
+
+The directory is no argument: its name is in the arguments of the children, and a user who kills all
+processes by it (`pkill -9 -f vllm-disagg`) would kill the guard before it has ended the rest.
 """
 
 from __future__ import annotations
@@ -70,6 +73,7 @@ def main() -> None:
         return
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a signal for the launcher's group
+    run_directory = sys.stdin.readline().rstrip("\n")
     leaders = set[int]()
     for line in sys.stdin:
         leader = int(line)
@@ -78,7 +82,7 @@ def main() -> None:
         else:
             leaders.discard(-leader)
     end(leaders)
-    shutil.rmtree(sys.argv[1], ignore_errors=True)
+    shutil.rmtree(run_directory, ignore_errors=True)
     local_socket.remove_stale()
 
 

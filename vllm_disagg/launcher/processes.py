@@ -306,13 +306,14 @@ class ChildProcesses:
             ) from None
         self._lock = _keep_from_cleaners(self.directory)
         self._guard = subprocess.Popen(
-            [sys.executable, "-m", "vllm_disagg.launcher.guard", self.directory],
+            [sys.executable, "-m", "vllm_disagg.launcher.guard"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             process_group=0,
         )
         self._guard.wait()  # until it is no child of this process, and ready
+        self._send_to_guard(self.directory)
         return self
 
     def start(self, command: ChildCommand, argv: list[str]) -> None:
@@ -325,7 +326,7 @@ class ChildProcesses:
             reason = getattr(error, "strerror", None) or str(error)
             raise ConfigError(f"cannot start {argv[0]}: {reason}") from None
         self._children.append(child)
-        self._send_to_guard(child.process.pid)
+        self._send_to_guard(str(child.process.pid))
 
     def child(self, name: str) -> ChildProcess:
         """Returns the child of this name."""
@@ -335,12 +336,12 @@ class ChildProcesses:
         """Ends the rest of the group of a child that has ended, and forgets it."""
         guard.end({child.process.pid}, self._hurry)
         self._children.remove(child)
-        self._send_to_guard(-child.process.pid)
+        self._send_to_guard(str(-child.process.pid))
 
-    def _send_to_guard(self, number: int) -> None:
+    def _send_to_guard(self, line: str) -> None:
         assert self._guard.stdin
         with suppress(BrokenPipeError):
-            self._guard.stdin.write(f"{number}\n".encode())
+            self._guard.stdin.write(f"{line}\n".encode())
             self._guard.stdin.flush()
 
     def check(self) -> None:
@@ -360,7 +361,7 @@ class ChildProcesses:
         for child in self._children:
             child.process.poll()
             child.join()
-            self._send_to_guard(-child.process.pid)
+            self._send_to_guard(str(-child.process.pid))
         assert self._guard.stdin
         with suppress(BrokenPipeError):
             self._guard.stdin.close()  # the guard ends, and no group is left for it to end

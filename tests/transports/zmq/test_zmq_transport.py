@@ -635,6 +635,66 @@ def test_ended_connections_are_not_counted_as_silent(
     sockets.close()
 
 
+class FromDescriptor:
+    """A frame that came over a connection with this descriptor."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def get(self, option: int) -> int:
+        assert option == zmq.SRCFD
+        return self._fd
+
+
+class Monitor:
+    """A monitor socket of ZMQ with these events."""
+
+    def __init__(self, *events: tuple[int, int]) -> None:
+        self.events = list(events)
+        self.questions = 0
+
+    def getsockopt(self, option: int) -> int:
+        self.questions += 1
+        return zmq.POLLIN if self.events else 0
+
+    def recv_multipart(self) -> list[bytes]:
+        return [half_open.MONITOR_EVENT.pack(*self.events.pop(0)), b""]
+
+
+@pytest.fixture
+def silent() -> Iterator[half_open.SilentConnections]:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        made = half_open.SilentConnections(context, router, 1)
+        with made.events:
+            yield made
+
+
+def test_a_descriptor_that_is_used_again_is_a_new_connection(
+    silent: half_open.SilentConnections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message: Any = [FromDescriptor(7)]
+    accepted, ended = (zmq.EVENT_ACCEPTED, 7), (zmq.EVENT_DISCONNECTED, 7)
+    monkeypatch.setattr(silent, "events", Monitor(accepted))
+    silent.on_message(message)
+    assert not silent._accepted_at
+    monkeypatch.setattr(silent, "events", Monitor(ended, accepted))
+    silent.close_excess()
+    assert list(silent._accepted_at) == [7]
+    silent.on_message(message)
+    assert not silent._accepted_at
+
+
+def test_a_member_s_further_messages_do_not_ask_the_monitor(
+    silent: half_open.SilentConnections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monitor = Monitor((zmq.EVENT_ACCEPTED, 7))
+    monkeypatch.setattr(silent, "events", monitor)
+    message: Any = [FromDescriptor(7)]
+    for _ in range(5):
+        silent.on_message(message)
+    assert monitor.questions == 2  # there was one event, and then none
+
+
 def test_a_peer_with_an_older_zmtp_does_no_harm() -> None:
     """Without a key ZMQ accepts the peer, but gives no descriptor of its messages."""
     sockets = control.Control(Config(), keys.FleetKey(None), "p/0")

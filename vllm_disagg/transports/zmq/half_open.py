@@ -48,6 +48,7 @@ class SilentConnections:
         self._listener = listener
         self._port = port
         self._accepted_at: dict[int, float] = {}  # by descriptor, the oldest first
+        self._heard: set[int] = set()  # descriptors of connections that have sent a message
         self._over_limit_since: float | None = None
         self._logged_at = -LOG_INTERVAL_SECONDS
         address = f"inproc://half-open-{port}"
@@ -90,17 +91,24 @@ class SilentConnections:
             event, fd = MONITOR_EVENT.unpack(self.events.recv_multipart()[0])
             # Popped for an accepted one too: numbers are reused, and an entry that is set again
             # keeps its old place in a dict. The newest would then count as the oldest.
+            self._heard.discard(fd)
             self._accepted_at.pop(fd, None)
             if event == zmq.EVENT_ACCEPTED:
                 self._accepted_at[fd] = time.monotonic()
 
     def on_message(self, message: Sequence[zmq.Frame]) -> None:
         """Marks the connection of this message as a member's."""
+        try:
+            fd = int(message[-1].get(zmq.SRCFD))
+        except (zmq.ZMQError, IndexError):
+            return  # ZMQ gives no descriptor for a peer that uses an older ZMTP
+        # Each message comes here, and to ask the monitor takes several times as long as the rest.
+        if fd in self._heard:
+            return
         # First: an accept that is read later would count this connection as silent for good.
         self._read_monitor_events()
-        # ZMQ gives no descriptor for a peer that uses an older ZMTP.
-        with contextlib.suppress(zmq.ZMQError, IndexError):
-            self._accepted_at.pop(int(message[-1].get(zmq.SRCFD)), None)
+        self._accepted_at.pop(fd, None)
+        self._heard.add(fd)
 
     def _shut_down(self, fd: int) -> None:
         """Shuts down a connection; ZMQ closes it when it finds the connection ended.

@@ -15,7 +15,13 @@ from vllm_disagg.errors import ConfigError
 from vllm_disagg.protocol.messages import VERSION
 
 from . import compat
-from .fingerprint import PROCESSOR_FILES, digest, model_files, sample_files
+from .fingerprint import (
+    PROCESSOR_FILES,
+    digest,
+    digest_other_files,
+    model_files,
+    sample_files,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -80,11 +86,21 @@ def answer_settings(vllm_config: VllmConfig) -> str:
 
     These are no facts of KV: engines that differ in them exchange it. Settings of the API server,
     such as its chat template, are not known here. Empty with watermarks: a digest of their key
-    could be used to guess it.
+    could be used to guess it. Empty too where a tokenizer is named by its place on a hub, which may
+    have other files for another engine; a model's own is of the commit of its weights. And empty
+    where a file cannot be read.
     """
     if getattr(vllm_config, "watermark_config", None) is not None:  # new in 0.32
         return ""
     model = vllm_config.model_config
+    tokenizer = Path(model.tokenizer)
+    if model.tokenizer != model.model and not tokenizer.is_dir():
+        return ""
+    try:
+        files = digest_other_files(tokenizer) if tokenizer.is_dir() else []
+    except OSError as error:
+        log.warning("answers of P are not compared with D's, so D gives all: %s", error)
+        return ""
     outputs: Any = vllm_config.structured_outputs_config
     facts = [
         model.get_diff_sampling_param(),
@@ -93,7 +109,7 @@ def answer_settings(vllm_config: VllmConfig) -> str:
         str(model.logprobs_mode),
         asdict(outputs),
         str(getattr(vllm_config, "reasoning_config", None)),
-        "" if model.tokenizer == model.model else str(model.tokenizer),
+        files,
         str(model.tokenizer_mode),
         str(model.tokenizer_revision),
     ]

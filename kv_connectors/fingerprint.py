@@ -19,6 +19,7 @@ from typing import Any
 SAMPLES_PER_FILE = 256
 MIN_SAMPLES_PER_FILE = 16
 SAMPLE_BYTES = 4096
+MAX_OTHER_BYTES = 64 << 20  # tokenizers have up to some 20 MiB
 MAX_SAMPLES = 8192  # of all files: on a network's file system each may take a millisecond
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
 PROCESSOR_FILES = (
@@ -52,6 +53,22 @@ def sample_files(place: Path) -> list[tuple[str, int, str]]:
                 file_digest.update(opened.read(SAMPLE_BYTES))
         sampled.append((file.name, size, file_digest.hexdigest()))
     return sampled
+
+
+def digest_other_files(folder: Path) -> list[tuple[str, int, str]]:
+    """Returns (name, size in bytes, digest) of each file of a model that has no weights, by name.
+
+    Of a file above MAX_OTHER_BYTES the digest is empty. Raises OSError.
+    """
+    weights = {file for pattern in WEIGHTS for file in folder.glob(pattern)}
+    found = []
+    for file in sorted(folder.iterdir()):
+        if file.is_file() and file not in weights:
+            size = file.stat().st_size
+            is_read = size <= MAX_OTHER_BYTES
+            content_digest = hashlib.sha256(file.read_bytes()).hexdigest() if is_read else ""
+            found.append((file.name, size, content_digest))
+    return found
 
 
 def file_states(place: Path) -> list[FileState]:

@@ -727,6 +727,8 @@ MUTANTS: list[tuple[str, ...]] = [
     ("D waits for a P that has refused", "proxy/requests/legs.py", "        loop.call_later(DECODE_REFUSAL_SECONDS, decode_leg.cancel)\n", "        pass\n", "tests/proxy/requests/test_before_first_content.py tests/proxy/requests/test_relay.py"),
     ("P answers for one token whatever its settings are", "proxy/requests/attempt.py", "return prefill.answer_settings == decode.answer_settings and not is_adapter", "return not is_adapter", "tests/proxy/requests/test_connectors.py"),
     ("P answers for one token of an adapter", "proxy/requests/attempt.py", "decode.answer_settings and not is_adapter", "decode.answer_settings", "tests/proxy/requests/test_connectors.py"),
+    ("tokenizers are compared by their place alone", "kv_connectors/compatibility.py", "        files = digest_other_files(tokenizer) if tokenizer.is_dir() else []\n", "        files = []\n", "tests/connector/test_compatibility.py::test_tokenizers_are_compared_by_their_files"),
+    ("a tokenizer on a hub is compared by its name", "kv_connectors/compatibility.py", "if model.tokenizer != model.model and not tokenizer.is_dir():", "if False:", "tests/connector/test_compatibility.py::test_tokenizers_are_compared_by_their_files"),
     ("P answers for one token of an unknown engine", "proxy/requests/attempt.py", " or not prefill.answer_settings:", ":", "tests/proxy/requests/test_connectors.py"),
     ("P answers for one token of a chat", "proxy/requests/bodies.py", "if is_parsed or not self._schema.unparsed:", "if is_parsed:", "tests/proxy/requests/test_bodies.py"),
     ("P answers for one token that is parsed", "proxy/requests/bodies.py", "if is_parsed or not self._schema.unparsed:", "if not self._schema.unparsed:", "tests/proxy/requests/test_bodies.py"),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import os
+import shutil
 from contextlib import nullcontext
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -876,7 +878,10 @@ def test_a_parser_of_reasoning_is_seen_unless_surely_absent() -> None:
     )
 
 
-def test_settings_that_choose_an_answers_tokens(tmp_path: Path) -> None:
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    """A folder with the configuration of a model, and without weights."""
+    folder = tmp_path / "model"
     LlamaConfig(
         vocab_size=256,
         num_hidden_layers=1,
@@ -884,22 +889,27 @@ def test_settings_that_choose_an_answers_tokens(tmp_path: Path) -> None:
         intermediate_size=32,
         num_attention_heads=2,
         architectures=["LlamaForCausalLM"],
-    ).save_pretrained(tmp_path)
+    ).save_pretrained(folder)
     GenerationConfig(do_sample=True, temperature=0.6, top_k=20, eos_token_id=2).save_pretrained(
-        tmp_path
+        folder
     )
+    return folder
 
-    def settings(outputs: Any = None, watermark: Any = None, **flags: Any) -> str:
-        path = str(tmp_path)
-        model = ModelConfig(model=path, **{"tokenizer": path, "skip_tokenizer_init": True, **flags})
-        made: Any = SimpleNamespace(
-            model_config=model,
-            structured_outputs_config=outputs or StructuredOutputsConfig(),
-            reasoning_config=None,
-            watermark_config=watermark,
-        )
-        return compatibility.answer_settings(made)
 
+def answer_settings(folder: Path, outputs: Any = None, watermark: Any = None, **flags: Any) -> str:
+    path = str(folder)
+    model = ModelConfig(model=path, **{"tokenizer": path, "skip_tokenizer_init": True, **flags})
+    made: Any = SimpleNamespace(
+        model_config=model,
+        structured_outputs_config=outputs or StructuredOutputsConfig(),
+        reasoning_config=None,
+        watermark_config=watermark,
+    )
+    return compatibility.answer_settings(made)
+
+
+def test_settings_that_choose_an_answers_tokens(model_folder: Path) -> None:
+    settings = partial(answer_settings, model_folder)
     others = [
         settings(generation_config="vllm"),
         settings(override_generation_config={"temperature": 0.5}),
@@ -914,8 +924,40 @@ def test_settings_that_choose_an_answers_tokens(tmp_path: Path) -> None:
     assert not settings(watermark=SimpleNamespace(key=5))
     GenerationConfig(
         do_sample=True, temperature=0.6, top_k=20, eos_token_id=[2, 3]
-    ).save_pretrained(tmp_path)
+    ).save_pretrained(model_folder)
     assert settings() not in ("", *others)
+
+
+def test_tokenizers_are_compared_by_their_files(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal weights do not make the text of a token equal."""
+    (model_folder / "tokenizer.json").write_text("{}")
+    settings = partial(answer_settings, model_folder)
+    first = settings()
+    copied = shutil.copytree(model_folder, tmp_path / "copied")
+    (copied / "model.safetensors").write_text("weights are compared elsewhere")
+    (copied / "folder").mkdir()
+    assert first and settings(tokenizer=str(copied)) == first
+    (copied / "tokenizer.json").write_text("[]")
+    assert settings(tokenizer=str(copied)) not in ("", first)
+    assert not settings(tokenizer="some/where"), "another engine may have other files of the name"
+
+    def unreadable(folder: Path) -> None:
+        raise PermissionError(f"{folder}: permission denied")
+
+    monkeypatch.setattr(compatibility, "digest_other_files", unreadable)
+    assert not settings()
+
+
+def test_a_huge_file_of_a_tokenizer_is_compared_by_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint, "MAX_OTHER_BYTES", 4)
+    (tmp_path / "a").write_text("1234")
+    (tmp_path / "b").write_text("12345")
+    [small, large] = fingerprint.digest_other_files(tmp_path)
+    assert small[:2] == ("a", 4) and small[2] and large == ("b", 5, "")
 
 
 def test_windows_need_load_failures_by_request(monkeypatch: pytest.MonkeyPatch) -> None:

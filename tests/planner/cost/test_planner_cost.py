@@ -95,6 +95,7 @@ def test_the_share_of_memory_is_vllms_and_distserves_for_its_own_coefficients() 
     ("name", "budget", "sequences"),
     [
         ("b200", 16_384, 1024),
+        ("mi300x", 16_384, 1024),
         ("h200", 8192, 1024),
         ("h100", 8192, 1024),
         ("h20", 8192, 1024),

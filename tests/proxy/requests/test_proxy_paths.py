@@ -269,6 +269,8 @@ async def test_a_forwarded_request_goes_to_another_instance() -> None:
 
 
 ENGINE_DEAD = {"error": {"message": "EngineCore encountered an issue.", "code": 500}}
+DEAD_OF_33 = "The server had an error while processing your request."  # as of vLLM 0.33
+ENGINE_DEAD_OF_33 = {"error": {"message": DEAD_OF_33, "type": "InternalServerError", "code": 500}}
 # vLLM 0.32 fails so what its pooling models have begun or get, when they stop.
 NO_WORDS = {"error": {"message": "", "type": "InternalServerError", "code": 500}}
 FULL = {"error": {"message": "full", "code": 429}}
@@ -276,7 +278,13 @@ FULL = {"error": {"message": "full", "code": 429}}
 
 @pytest.mark.parametrize(
     ("failure", "status", "noted"),
-    [(ENGINE_DEAD, 500, "died"), (NO_WORDS, 500, "5xx"), (FULL, 503, "5xx"), (FULL, 429, None)],
+    [
+        (ENGINE_DEAD, 500, "died"),
+        (ENGINE_DEAD_OF_33, 500, "died"),
+        (NO_WORDS, 500, "5xx"),
+        (FULL, 503, "5xx"),
+        (FULL, 429, None),
+    ],
 )
 async def test_a_forwarded_request_that_an_instance_fails_goes_to_another(
     failure: dict[str, Any], status: int, noted: str | None

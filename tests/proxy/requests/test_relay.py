@@ -20,6 +20,8 @@ from proxy_world import (
     world,
 )
 from vllm_disagg.proxy.requests import failover, legs
+from vllm_disagg.proxy.requests.failover import MAX_DEATHS
+from vllm_disagg.proxy.requests.streams import DEATH_WORDS
 
 
 async def hang(call: Call) -> None:
@@ -226,6 +228,22 @@ async def test_a_death_behind_a_refusal_of_prefill_is_a_death(
             d.script = die
         assert (await w.post()).status == 502
         assert sorted(len(d.calls) for d in w.decodes) == [0, 1, 1]
+
+
+@pytest.mark.parametrize("words", DEATH_WORDS)
+async def test_a_request_that_ends_engines_gets_no_third(words: bytes) -> None:
+    """vLLM's API server outlives its engine; how it words that depends on its version."""
+    async with world(decode=4) as w:
+
+        async def die(call: Call) -> None:
+            if call.leg == "prefill":
+                await call.forever()
+            await call.json({"error": {"message": words.decode(), "code": 500}}, 500)
+
+        for engine in (w.p, *w.decodes):
+            engine.script = die
+        assert (await w.post()).status == 500
+        assert sum(len(d.calls) for d in w.decodes) == MAX_DEATHS
 
 
 @pytest.mark.parametrize("status", [400, 401, 404])

@@ -1,4 +1,4 @@
-"""Lists the paths that the proxy serves, and how: the routes of vLLM 0.32 in one table.
+"""Lists the paths that the proxy serves, and how: the routes of vLLM 0.33 in one table.
 
     generate   both legs, if the body allows that (`endpoint_schema.py`)
     forward    one instance answers, another one if the first dies before its answer;
@@ -57,6 +57,7 @@ ROUTES: dict[str, tuple[tuple[str, ...], How]] = {
             "/v2/rerank",
             "/generative_scoring",
             "/v1/systemone",
+            "/v1/decisions",
             # sound
             "/v1/audio/transcriptions",
             "/v1/audio/translations",
@@ -93,7 +94,7 @@ _WITHOUT_ENGINE = frozenset((*_TEXTS, "/version", "/tokenizer_info"))
 _ONE = "is about one engine: ask that instance itself"
 _DOCS = "describes one engine's own routes: ask that instance itself"
 _ABORT = "would let clients abort each other's requests: to abort yours, close its connection"
-# Routes of vLLM 0.32 that clients of a proxy may not use, and the reason.
+# Routes of vLLM 0.33 that clients of a proxy may not use, and the reason.
 REFUSED = {
     **dict.fromkeys(
         (

@@ -51,6 +51,8 @@ _PART_ENDS = {
         rb'event: content_block_stop\n|event: content_block_delta\n.*"type":"signature_delta"'
     ),
 }
+# What vLLM's API server answers after its engine's death: before 0.33, and as of 0.33.
+DEATH_WORDS = (b"EngineCore", b"The server had an error while processing your request.")
 FOLD_BYTES = 16 * 1024  # recorded bytes that are kept until they are folded
 PIECE_OVERHEAD_BYTES = 48  # memory that a recorded piece of text takes beside its own
 NO_FORM = EventForm(b"\0", b"\0", 0, "")  # fits no event
@@ -159,7 +161,7 @@ def failure_in(content: bytes) -> Reason:
 
     vLLM's API server outlives its engine for a moment, and reports the engine's death.
     """
-    return "died" if b"EngineCore" in content else "5xx"
+    return "died" if any(words in content for words in DEATH_WORDS) else "5xx"
 
 
 def _is_empty(events: bytes) -> bool:

@@ -244,6 +244,11 @@ def keeps_ids_of_clients() -> bool:
     return bool(getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False))
 
 
+def serves_by_rust() -> bool:
+    """Returns whether vLLM's HTTP server is its program in Rust, not that in Python."""
+    return bool(getattr(envs, "VLLM_USE_RUST_FRONTEND", False))
+
+
 def parses_reasoning(vllm_config: Any) -> bool:
     """Returns whether the engine's chats may take reasoning out of the text; True if unknown."""
     outputs = getattr(vllm_config, "structured_outputs_config", None)

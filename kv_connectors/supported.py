@@ -39,6 +39,8 @@ REFUSED_SPECS = {
     "SinkFullAttentionSpec": "static attention sinks in the KV cache were never tried",
 }
 DRAFTS_WITHOUT_KV = {"ngram"}
+# Verifications that accept drafts which the model itself would not sample.
+LOSSY_VERIFICATIONS = {"synthetic", "fly"}
 # Formats in which the blocks hold all of a token's KV, and other scales are part of the weights.
 KNOWN_CACHE_DTYPES = {
     "auto",
@@ -136,6 +138,12 @@ def _refuse_environment() -> None:
         raise ConfigError(
             "DisaggConnector needs ids that no client can repeat: start without"
             " VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"
+        )
+    # Its streams, errors and aborted answers were never compared with those of the Python server.
+    if compat.serves_by_rust():
+        raise ConfigError(
+            "DisaggConnector was never tried with vLLM's HTTP server in Rust: start without"
+            " VLLM_USE_RUST_FRONTEND"
         )
 
 
@@ -277,6 +285,12 @@ def _refuse_speculation(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig)
         raise ConfigError(
             f"DisaggConnector was never tried with speculative decoding by {speculative.method}:"
             f" use {', '.join(sorted(known))}, or start without it"
+        )
+    verification = getattr(speculative, "rejection_sample_method", "")
+    if verification in LOSSY_VERIFICATIONS:
+        raise ConfigError(
+            "DisaggConnector was never tried with speculative decoding that changes the answer:"
+            f" leave rejection_sample_method {verification} out of --speculative-config"
         )
     if any(compat.is_state(spec) for spec in compat.all_specs(kv_cache_config.kv_cache_groups)):
         raise ConfigError(

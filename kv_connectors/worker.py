@@ -377,6 +377,15 @@ class WorkerSide:
             if self._config.overlap != "off":
                 self._announce_layers(self._computing_transfers, len(self._layers))
         self._computing_transfers = []
+        if self._drafts_later:
+            self._announce_cached()
+
+    def _announce_cached(self) -> None:
+        """Announces the blocks of prefix cache hits: this step has computed all of them."""
+        if self._cached_transfers:
+            self._submit_sums(self._cached_transfers)
+            self._announce_layers(self._cached_transfers, len(self._layers))
+            self._cached_transfers = []
 
     def _has_failed(self) -> bool:
         """Returns whether this step's forward pass raised, and takes its layers back.
@@ -414,13 +423,12 @@ class WorkerSide:
         if self._drafts_later:
             # vLLM calls `end_step` after the draft's layers; after a failed forward pass, never.
             self._has_failed()
-        elif self._computing_transfers:
-            # With speculative decoding vLLM leaves it out, on all pipeline stages but the last.
-            self.end_step()
-        if self._cached_transfers and not self._has_failed():
-            self._submit_sums(self._cached_transfers)
-            self._announce_layers(self._cached_transfers, len(self._layers))
-            self._cached_transfers = []
+        else:
+            if self._computing_transfers:
+                # With drafts vLLM leaves it out on all pipeline stages but the last.
+                self.end_step()
+            if self._cached_transfers and not self._has_failed():
+                self._announce_cached()
         sent: set[str] = set()
         received: set[str] = set()
         failed: set[str] = set()

@@ -186,6 +186,11 @@ def test_the_last_stage_drafts(method: str, rank: int, stages: int, expected: bo
     ("change", "specs", "words"),
     [
         ({}, (ChunkedLocalAttentionSpec(),), "chunked local attention was never tried"),
+        (
+            {"speculative": SimpleNamespace(method="eagle", rejection_sample_method="fly")},
+            (FULL,),
+            "changes the answer: leave rejection_sample_method fly out of --speculative-config",
+        ),
         ({}, (SimpleNamespace(),), "does not support this model: SimpleNamespace"),
         ({}, (CACHED,), "start with --no-enable-prefix-caching"),
         ({}, (SHORT,), "never tried with states of the kind SHORT_CONV"),
@@ -270,6 +275,14 @@ def test_an_id_that_clients_can_repeat_is_refused(monkeypatch: pytest.MonkeyPatc
     supported.refuse_unsupported(config(), caches(FULL))
     monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
     with pytest.raises(ConfigError, match="without VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"):
+        supported.refuse_unsupported(config(), caches(FULL))
+
+
+def test_a_server_in_rust_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat.envs, "VLLM_USE_RUST_FRONTEND", False, raising=False)
+    supported.refuse_unsupported(config(), caches(FULL))
+    monkeypatch.setattr(compat.envs, "VLLM_USE_RUST_FRONTEND", True, raising=False)
+    with pytest.raises(ConfigError, match="in Rust: start without VLLM_USE_RUST_FRONTEND"):
         supported.refuse_unsupported(config(), caches(FULL))
 
 
@@ -607,7 +620,7 @@ def test_files_that_decide_no_kv_may_change(tmp_path: Path) -> None:
 
 
 def test_the_longest_prompt_counts_where_it_changes_positions(tmp_path: Path) -> None:
-    rope = {
+    rope: dict[str, Any] = {
         "hf": {
             "rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 4096}
         }

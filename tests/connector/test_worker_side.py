@@ -213,6 +213,21 @@ def test_a_step_ends_after_the_layers_of_a_draft() -> None:
     assert len(driver.facts) == 2
 
 
+def test_cached_blocks_wait_for_the_layers_of_a_draft() -> None:
+    """Another request of the same step may compute the blocks of the hit, a draft's layers last."""
+    worker, driver = started("layer")
+    worker._drafts_later = True
+    hit = events.BlocksScheduled("back", 32, [[1, 2]], cached=True)
+    worker.begin_step(StepMetadata(sender_events=[hit]))
+    worker.take_results()
+    assert event_names(driver) == ["BlocksScheduled"]
+    worker.end_step()
+    assert event_names(driver) == ["BlocksScheduled", "LayersComputed 2"]
+    worker.take_results()
+    worker.end_step()
+    assert len(driver.facts) == 2, "said once"
+
+
 def test_layers_before_a_draft_are_taken_back_if_the_forward_pass_fails() -> None:
     worker, driver = started("layer")
     worker._drafts_later = True

@@ -6,7 +6,8 @@
 # make wide      engines of different parallelism and block sizes, each kind of model, each transport, other fleets
 # make chaos     2 prefill and 2 decode instances under load, each killed, frozen, drained and replaced in turn (5 to 20 minutes)
 # make soak      2 prefill and 2 decode instances under load with a random fault a minute, SECONDS=7200, then 10,000 clients that leave; writes its report
-# make versions  exactness on the oldest and the newest vLLM supported, and between the two
+# make versions  exactness on the oldest and the newest vLLM that has a CPU build, and between the two
+# make versions-python  the same with the Python of a newer vLLM over the CPU kernels of the one before
 # make gpu-proof what can be proved of the path for GPUs without a GPU; the last line is JSON (the engines take longest)
 # make page-proof  the status page in Debian's chromium, with axe-core and with real engines; writes the pictures of the documents
 # make operator-proof  what operators see and deploy: doctor, status page, alert rules, manifests, images, units, engines replaced under load, Ray; the last line is JSON
@@ -27,6 +28,8 @@
 VLLM   ?= 0.32.0
 OLDEST := 0.28.0
 NEWEST := 0.32.0
+# The newest vLLM supported. It has no build for CPUs, so only its Python is tested.
+UNBUILT := 0.33.0
 NIXL   := nixl==1.5.1 nixl-cu12==1.5.1
 MOONCAKE := mooncake-transfer-engine-non-cuda==0.3.13.post1
 VENV   ?= .venv
@@ -44,7 +47,7 @@ WAITING   := $(addprefix tests/,proxy doctor unit deploy soak launcher bench tra
 COMPUTING := $(addprefix tests/,protocol kv fleet connector planner workloads transports/collective simulation scheduler_worlds property gpu fuzz)
 QUICK     := $(WAITING) $(COMPUTING)
 
-.PHONY: setup demo check static quick-waiting quick-computing coverage test processes some-mutants wide routers chaos versions gpu-proof page-proof operator-proof fuzz fuzz-engines worlds world-faults mutants bench bench-proxy bench-transport goodput planner-accuracy soak house clean
+.PHONY: setup demo check static quick-waiting quick-computing coverage test processes some-mutants wide routers chaos versions versions-python gpu-proof page-proof operator-proof fuzz fuzz-engines worlds world-faults mutants bench bench-proxy bench-transport goodput planner-accuracy soak house clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.ours
@@ -147,6 +150,14 @@ versions:
 	done
 	@echo "versions: prefill and decode engines of $(OLDEST) and $(VLLM)"
 	DISAGG_OTHER_VLLM=$(CURDIR)/.venv-$(OLDEST) $(BIN)/python -m pytest -W default tests/engine/test_versions.py
+
+.venv-$(UNBUILT)/.done: $(VENV)/.ours scripts/overlay_vllm.py
+	$(BIN)/python scripts/overlay_vllm.py $(UNBUILT) .venv-$(UNBUILT) && touch $@
+
+versions-python: .venv-$(UNBUILT)/.done
+	.venv-$(UNBUILT)/bin/python -m pytest -W default $(addprefix tests/,connector kv scheduler_worlds unit fuzz property gpu proxy/requests engine/test_stream_forms.py engine/test_exact.py)
+	@echo "versions: prefill and decode engines of $(UNBUILT) and $(VLLM)"
+	DISAGG_OTHER_VLLM=$(CURDIR)/.venv-$(UNBUILT) $(BIN)/python -m pytest -W default tests/engine/test_versions.py
 
 # With Triton's interpreter and compiler, which vLLM's dependencies bring.
 gpu-proof: setup

@@ -26,6 +26,10 @@ class NamedGpu:
         """Returns the name as CUDA has it."""
         return f"NVIDIA {self._gpu.name.upper()}"
 
+    def is_device_capability(self, capability: tuple[int, int]) -> bool:
+        """Returns false: vLLM 0.33 asks whether it is a DGX Spark, which the planner has not."""
+        return False
+
     def is_tpu(self) -> bool:
         """Returns false."""
         return False

@@ -1,12 +1,13 @@
 """The events and answers of vLLM's own code, as the proxy reads them for the first token.
 
-No engine runs here. The names are those of vLLM 0.32.
+No engine runs here. The names are those of vLLM 0.32 and 0.33.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,6 +107,8 @@ def chats(fields: dict[str, Any]) -> tuple[bytes, bytes]:
     async def stream() -> list[str]:
         words = outputs(WORDS, whole=False)
         tokenizer: Any = None
+        raw = getattr(Serving, "chat_completion_stream_generator_raw", None)
+        at.chat_completion_stream_generator_raw = partial(raw, at) if raw else None  # as of 0.33
         events = Serving.chat_completion_stream_generator(
             at, asked, words, "chatcmpl-1", "m", [], tokenizer, made
         )

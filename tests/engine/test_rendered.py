@@ -11,7 +11,11 @@ import pytest
 from asking import english
 from conftest import Machine
 from engines import Engine, Proxy, wait
-from vllm.entrypoints.launchers import cli_args
+
+try:
+    from vllm.entrypoints.common import cli_args  # as of vLLM 0.33
+except ImportError:
+    from vllm.entrypoints.launchers import cli_args
 
 FLAG = "--enable-scale-out"
 

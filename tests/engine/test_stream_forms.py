@@ -1,7 +1,7 @@
 """Streams from vLLM's own code, with reasoning and tool calls, broken off at every event.
 
 No engine runs here: the tiny models of the other tests neither reason nor call tools at length. The
-names are those of vLLM 0.32.
+names are those of vLLM 0.32 and 0.33.
 """
 
 from __future__ import annotations
@@ -115,10 +115,25 @@ def responses(width: int) -> list[bytes]:
     return asyncio.run(all_of_it())
 
 
-def messages(width: int) -> list[bytes]:
-    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+def messages(width: int, words: int = 0, ends: str = "tool_calls") -> list[bytes]:
+    """Returns the events of a message. `words`: of so many deltas; 0: of all. `ends`: its reason.
 
-    async def chunks() -> AsyncIterator[str]:
+    The reason "died" stands for the death of the engine.
+    """
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionStreamResponse
+    from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    # As of 0.33 vLLM converts the events themselves, before it their text.
+    converts_text = not hasattr(AnthropicServingMessages, "chat_completion_stream_generator_raw")
+
+    def chunk_of(fields: dict[str, Any]) -> Any:
+        if converts_text:
+            return f"data: {json.dumps(fields)}\n\n"
+        return ChatCompletionStreamResponse.model_validate(fields)
+
+    async def chunks() -> AsyncIterator[Any]:
         head = {
             "id": f"chatcmpl-{width}",
             "object": "chat.completion.chunk",
@@ -127,6 +142,7 @@ def messages(width: int) -> list[bytes]:
         }
         usage = {"prompt_tokens": 9, "completion_tokens": 12, "total_tokens": 21}
         said: list[dict[str, Any]] = [{"role": "assistant", "content": ""}, *deltas(width)]
+        said = said[: words + 1] if words else said
         for at, delta in enumerate(said):
             for call in delta.get("tool_calls", []):
                 if "name" in call["function"]:
@@ -134,12 +150,18 @@ def messages(width: int) -> list[bytes]:
             choice = {
                 "index": 0,
                 "delta": delta,
-                "finish_reason": "tool_calls" if at == len(said) - 1 else None,
+                "finish_reason": ends if at == len(said) - 1 and ends != "died" else None,
             }
-            chunk = {**head, "choices": [choice], "usage": {**usage, "completion_tokens": 0}}
-            yield f"data: {json.dumps(chunk)}\n\n"
-        yield f"data: {json.dumps({**head, 'choices': [], 'usage': usage})}\n\n"
-        yield "data: [DONE]\n\n"
+            yield chunk_of(
+                {**head, "choices": [choice], "usage": {**usage, "completion_tokens": 0}}
+            )
+        if ends == "died":
+            error = create_error_response(EngineDeadError())
+            yield f"data: {error.model_dump_json()}\n\n" if converts_text else error
+        else:
+            yield chunk_of({**head, "choices": [], "usage": usage})
+        if converts_text:
+            yield "data: [DONE]\n\n"
 
     async def all_of_it() -> list[bytes]:
         convert = AnthropicServingMessages.message_stream_converter
@@ -172,8 +194,29 @@ def test_broken_off_at_every_event(
         recorder = StreamRecorder(out.extend, record=True, path=path)
         recorder.start_answer(lambda *said, to=stopped: to.append(said))(b"".join(first[:at]))
         assert recorder.resumable
+        sent = bytes(out)  # without the end of a block, which waits
         recorder.start_answer(lambda *said, to=stopped: to.append(said))(b"".join(again))
         assert not stopped and recorder.finish(), (at, stopped)
-        assert out.startswith(b"".join(first[:at]))
+        assert out.startswith(sent) and b"".join(first[:at]).startswith(sent)
         heard = hear(bytes(out))
         assert {**heard, "ids": 0} == {**right, "ids": 0}
+
+
+@pytest.mark.parametrize("ends", ["abort", "died"])
+def test_a_message_goes_on_behind_the_end_that_vllm_gives_its_block(ends: str) -> None:
+    again = b"".join(messages(2))
+    right = hear_message(again)
+    for words in range(1, len(deltas(1))):
+        out, stopped = bytearray(), []
+        recorder = StreamRecorder(out.extend, record=True, path="/v1/messages")
+        sink = recorder.start_answer(lambda *said, to=stopped: to.append(said))
+        for event in messages(1, words, ends):
+            if not stopped:
+                sink(event)
+        # Before 0.33 the words of the error do not reach the client.
+        reasons = {"abort": ("stopping",), "died": ("died", "5xx")}
+        assert len(stopped) == 1 and stopped[0][0] in reasons[ends]
+        assert recorder.resumable
+        recorder.start_answer(lambda *said, to=stopped: to.append(said))(again)
+        assert len(stopped) == 1 and recorder.finish(), (words, stopped)
+        assert {**hear_message(bytes(out)), "ids": 0, "head": 0} == {**right, "ids": 0, "head": 0}

@@ -30,6 +30,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import product
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -55,7 +57,6 @@ from vllm.v1.attention.backends.utils import (
     get_supported_kv_cache_layouts,
     resolve_kv_cache_layout,
 )
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -86,6 +87,9 @@ from vllm_disagg.kv.extents import blocks_of
 from vllm_disagg.protocol.events import GroupBlocks, LoadRequested
 from vllm_disagg.protocol.peers import WorkerInfo
 from vllm_disagg.protocol.read_plan import ReadPlan, read_plans
+
+PLANNING = "vllm.v1.core.kv_cache_planning"  # as of vLLM 0.33
+planning: Any = import_module(PLANNING if find_spec(PLANNING) else "vllm.v1.core.kv_cache_utils")
 
 OTHER_DEVICES = ("ROCM", "XPU", "CPU", "AMX", "TORCH", "NO_ATTENTION", "CUSTOM")
 BLOCK_SIZES = (16, 32, 48, 64, 128, 256)
@@ -450,8 +454,8 @@ def _by_vllm(
     used = list(dict.fromkeys(backend_of.values()))
     supported = [layout.name for layout in get_supported_kv_cache_layouts(used)]
     resolve_kv_cache_layout(vllm_config, [supported], layers.values())
-    groups = get_kv_cache_groups(vllm_config, layers)
-    config = get_kv_cache_config_from_groups(vllm_config, groups, 1 << 40)
+    groups = planning.get_kv_cache_groups(vllm_config, layers)
+    config = planning.get_kv_cache_config_from_groups(vllm_config, groups, 1 << 40)
     by_group = []
     for group in groups:
         by_layer = getattr(group.kv_cache_spec, "kv_cache_specs", {})

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from symbols import SYMBOL_BYTES
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-from vllm.v1.core.kv_cache_utils import _project_kv_cache_groups_to_worker, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -25,6 +26,9 @@ from vllm.v1.kv_cache_interface import (
 
 from kv_connectors import compat
 from vllm_disagg.kv.layout import STATE, LayerLayout, RankLayout, StridedRegion, opaque
+
+PLANNING = "vllm.v1.core.kv_cache_planning"  # as of vLLM 0.33
+planning: Any = import_module(PLANNING if find_spec(PLANNING) else "vllm.v1.core.kv_cache_utils")
 
 HEADS = 2  # KV heads of every model
 HEAD_SIZE = 32
@@ -143,7 +147,7 @@ def cache_groups(model: WorldModel, specs: dict[str, Any], config: Any) -> list[
     """
     is_chunked = C in model.layers
     config.scheduler_config.disable_hybrid_kv_cache_manager = is_chunked
-    return get_kv_cache_groups(config, dict(specs))
+    return planning.get_kv_cache_groups(config, dict(specs))
 
 
 @dataclass(frozen=True)
@@ -175,7 +179,7 @@ def rank_layers(
     """Returns the layers of a rank, in computing order. `stage`: those of its pipeline stage."""
     own = {layer_name(layer): specs[layer_name(layer)] for layer in stage}
     places: dict[str, tuple[int, int]] = {}
-    for number, group in enumerate(_project_kv_cache_groups_to_worker(list(groups), own)):
+    for number, group in enumerate(planning._project_kv_cache_groups_to_worker(list(groups), own)):
         for tensor, name in enumerate(group.layer_names):
             places[name] = number, tensor
     layers = []

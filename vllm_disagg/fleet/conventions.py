@@ -9,7 +9,8 @@ from typing import Final, Literal, get_args
 
 from packaging.version import Version
 
-# First and last tested version. Older ones do not work, newer ones may.
+# First and last tested version. Older ones do not work, newer ones may. Of 0.33, which has no build
+# for CPUs, the Python was tested, over the CPU kernels of 0.32.
 OLDEST_VLLM = Version("0.28")
 NEWEST_VLLM = Version("0.33")
 

@@ -267,7 +267,7 @@ def _connector(
     trust: UpstreamTrust | None, networks: AllowedNetworks
 ) -> Callable[[str, bool], ConnectionPool]:
     """Returns the function that makes the pool of a URL, which the operator has named or not."""
-    return lambda url, named: ConnectionPool(url, trust, None if named else networks)
+    return lambda url, named: ConnectionPool(url, trust, None if named else networks, of_proxy=True)
 
 
 def _start_bus(

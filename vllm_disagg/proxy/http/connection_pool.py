@@ -45,13 +45,20 @@ class ConnectionPool:
     """
 
     def __init__(
-        self, url: str, trust: UpstreamTrust | None = None, networks: AllowedNetworks | None = None
+        self,
+        url: str,
+        trust: UpstreamTrust | None = None,
+        networks: AllowedNetworks | None = None,
+        *,
+        of_proxy: bool = False,
     ) -> None:
         """Raises ConfigError for a bad URL.
 
         `trust`: certificates for an https URL; by default those of this system.
         `networks`: allowed networks of the instance; by default any.
+        `of_proxy`: whether a proxy sends these requests, so that no other proxy takes them.
         """
+        self._sender: Headers = [(FORWARDED_HEADER, b"1")] if of_proxy else []
         base, rank = split_rank(check_url(url, "URL"))
         self._rank = b"" if rank is None else b"%d" % rank
         parts = urlsplit(base)
@@ -108,7 +115,7 @@ class ConnectionPool:
     def _request_head(
         self, method: str, path: str, headers: Headers, body_bytes: int, upgrade: bytes
     ) -> bytes:
-        fields = [(b"host", self._host), (FORWARDED_HEADER, b"1"), *headers]
+        fields = [(b"host", self._host), *self._sender, *headers]
         if upgrade:
             fields += [(b"connection", b"Upgrade"), (b"upgrade", upgrade)]
         else:

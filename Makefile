@@ -124,10 +124,8 @@ $(VENV)/.mooncake: $(VENV)/.ours
 wide: setup $(VENV)/.mooncake
 	$(BIN)/python -m pytest -W default tests/engine -m wide
 
-# On CPUs without instructions for bfloat16 in float32.
 routers: setup $(VENV)/.peers .venv-ray/.done
-	ENGINE_DTYPE=$(if $(shell grep -m1 -o avx512_bf16 /proc/cpuinfo),,float32) RAY_PYTHON=$(CURDIR)/.venv-ray/bin/python \
-		$(BIN)/python -m pytest -W default tests/engine/test_routers.py
+	RAY_PYTHON=$(CURDIR)/.venv-ray/bin/python $(BIN)/python -m pytest -W default tests/engine/test_routers.py
 
 .venv-ray/.done:
 	@$(PYTHON) -m venv .venv-ray

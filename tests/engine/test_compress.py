@@ -10,14 +10,16 @@ from engines import Engine, Proxy, wait
 pytestmark = pytest.mark.wide
 
 FP8: dict[str, object] = {"compress": "fp8"}
+BFLOAT16 = ["--dtype", "bfloat16"]  # the only one that is compressed
 LENGTHS = [129, 256, 300, 500, 700, 900, 1100, 1500]
 
 
 def test_half_the_bytes_and_nearly_the_answers(machine: Machine) -> None:
     machine.stop()  # all others, for the memory's sake
-    prefill = Engine("fp8-P", machine.folder, role="kv_producer", cpu="0", settings=FP8)
-    decode = Engine("fp8-D", machine.folder, role="kv_consumer", cpu="1", settings=FP8)
-    other = Engine("off-D", machine.folder, role="kv_consumer", cpu="1")
+    folder = machine.folder
+    prefill = Engine("fp8-P", folder, *BFLOAT16, role="kv_producer", cpu="0", settings=FP8)
+    decode = Engine("fp8-D", folder, *BFLOAT16, role="kv_consumer", cpu="1", settings=FP8)
+    other = Engine("off-D", folder, *BFLOAT16, role="kv_consumer", cpu="1")
     proxy = Proxy(machine.folder, prefill, [decode, other], name="fp8-proxy")
     machine.start(prefill, decode, other)
     machine.start(proxy)

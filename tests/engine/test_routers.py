@@ -3,8 +3,6 @@
 vllm-router (VLLM_ROUTER names the program, else that of `make .venv-router`), vLLM's own toy proxy
 (TOY_PROXY names its script, from vLLM's tests) and a minimal application of Ray Serve (RAY_PYTHON
 names a Python with `ray[serve]`). A router that is not there is skipped.
-
-On CPUs without instructions for bfloat16 `make routers` runs it with ENGINE_DTYPE=float32.
 """
 
 from __future__ import annotations

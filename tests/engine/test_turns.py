@@ -48,8 +48,9 @@ def computed_and_reused(main: Main, probe_tokens: int) -> tuple[float, float]:
     Each request counts `probe_tokens` less: so the proxy's probes, which may come at any time, have
     no effect.
     """
-    names = [f"vllm:request_prefill_kv_computed_tokens_{part}" for part in ("sum", "count")]
-    computed, requests = (main.prefill.metric(name) for name in names)
+    by_source, source = "vllm:prompt_tokens_by_source_total", 'source="local_compute"'
+    computed = main.prefill.metric(by_source, source)
+    requests = main.prefill.metric("vllm:request_prefill_kv_computed_tokens_count")
     reused = main.prefill.metric("vllm:disagg_reused_bytes_total")
     return computed - probe_tokens * requests, reused
 

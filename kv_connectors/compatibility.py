@@ -19,7 +19,7 @@ from .fingerprint import (
     PROCESSOR_FILES,
     digest,
     digest_other_files,
-    model_files,
+    files_have_changed,
     sample_files,
 )
 
@@ -70,14 +70,10 @@ def layout(vllm_config: VllmConfig, compress: str = "off") -> dict[str, str]:
 
 def _refuse_changed_files(vllm_config: VllmConfig) -> None:
     """Raises ConfigError if the model's files are not those that were there before the load."""
-    before = getattr(vllm_config, "files_before_load", None)
-    if before is None:  # a configuration that no vLLM has completed
-        return
-    changed = sorted(set(before) ^ set(model_files(vllm_config)))
-    if changed:
+    if files_have_changed(vllm_config):
         raise ConfigError(
-            f"the model's files changed while vLLM loaded them (such as {changed[0][0]}), so it is"
-            " not known which of them this engine has: start it again"
+            f"files of {vllm_config.model_config.model}, or of its draft, changed while vLLM loaded"
+            " them, so it is not known which of them this engine has: start it again"
         )
 
 
@@ -107,6 +103,7 @@ def answer_settings(vllm_config: VllmConfig) -> str:
         model.try_get_generation_config().get("eos_token_id"),
         [str(processor) for processor in model.logits_processors or ()],
         str(model.logprobs_mode),
+        [model.max_model_len, model.max_logprobs],  # beyond these it answers 400
         asdict(outputs),
         str(getattr(vllm_config, "reasoning_config", None)),
         files,

@@ -15,7 +15,7 @@ from vllm_disagg import config
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet import keys
 
-from .fingerprint import model_files
+from .fingerprint import note_files
 
 CONNECTOR = "DisaggConnector"
 # Connectors that may not be children of MultiConnector beside this one, and why.
@@ -62,8 +62,7 @@ def install() -> None:
         complete(self)
         if images is not None:
             _require_embeddings(images, takes_embeddings)
-        # An attribute goes with the configuration into vLLM's other processes.
-        self.files_before_load = model_files(self)
+        note_files(self)
 
     check_and_complete.checks_settings = True  # type: ignore[attr-defined]
     VllmConfig.__post_init__ = check_and_complete  # type: ignore[method-assign]

@@ -2,14 +2,19 @@
 
 Theory of weights. vLLM makes a connector minutes after it has loaded the weights. A folder may have
 other files by then: a symbolic link was changed, or files were overwritten. Their digest would be
-that of weights that this engine has not. So the files' states are recorded before vLLM loads them,
-and must be the same behind the digest.
+that of weights that this engine has not. So a digest of the files' states is noted before vLLM
+loads them, and must be the same afterwards. It is noted in the environment, which the processes
+that load weights inherit. No field of vLLM's configuration may have it: vLLM copies configurations
+field by field, and refuses unknown ones. Ray's actors on other machines inherit no environment;
+their files have times of their own.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
+import os
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +91,35 @@ def file_states(place: Path) -> list[FileState]:
 
 def model_files(vllm_config: Any) -> list[FileState]:
     """Returns the states of the files of an engine's model and of its draft; none on a hub."""
-    speculative = vllm_config.speculative_config
-    models = [vllm_config.model_config, getattr(speculative, "draft_model_config", None)]
     states: list[FileState] = []
-    for model in models:
-        if model is not None:
-            states += file_states(Path(model.model))
+    for model in _models(vllm_config):
+        states += file_states(Path(model.model))
     return states
+
+
+def _models(vllm_config: Any) -> list[Any]:
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    return [model for model in (vllm_config.model_config, draft) if model is not None]
+
+
+def note_files(vllm_config: Any) -> None:
+    """Notes the states of a model's files, before vLLM loads them."""
+    variable = _variable(vllm_config)
+    # vLLM completes copies of a configuration in processes that have loaded the weights.
+    is_child = multiprocessing.parent_process() is not None
+    if not is_child or variable not in os.environ:
+        os.environ[variable] = digest(model_files(vllm_config))
+
+
+def files_have_changed(vllm_config: Any) -> bool:
+    """Returns whether a model's files are not those noted; False where none were."""
+    noted = os.environ.get(_variable(vllm_config))
+    return noted is not None and noted != digest(model_files(vllm_config))
+
+
+def _variable(vllm_config: Any) -> str:
+    places = [model.model for model in _models(vllm_config)]
+    return f"VLLM_DISAGG_FILES_{digest(places).upper()}"
 
 
 def digest(value: Any) -> str:

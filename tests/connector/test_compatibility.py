@@ -338,13 +338,9 @@ def layout(
     folder: Path,
     lora: Any = None,
     speculative: Any = None,
-    files: list[Any] | None = None,
     **model: Any,
 ) -> dict[str, str]:
-    """Returns the facts of an engine with a model in a folder.
-
-    `files`: the states before vLLM loaded them.
-    """
+    """Returns the facts of an engine with a model in a folder."""
     hf = SimpleNamespace(architectures=["A"], to_dict=dict, **model.pop("hf", {}))
     fields = {
         "model": str(folder),
@@ -367,7 +363,6 @@ def layout(
             load_config=load,
             lora_config=lora,
             speculative_config=speculative,
-            files_before_load=files,
         )
     )  # type: ignore[arg-type]
 
@@ -557,14 +552,6 @@ def test_weights_that_are_known_by_name_alone_are_a_warning(
     assert "weights of s3://models/one are compared by their name and --revision" in caplog.text
 
 
-def files_before_load(place: Path, draft: Path | None = None) -> list[Any]:
-    speculative = draft and SimpleNamespace(draft_model_config=SimpleNamespace(model=str(draft)))
-    model = SimpleNamespace(model=str(place))
-    return fingerprint.model_files(
-        SimpleNamespace(model_config=model, speculative_config=speculative)
-    )
-
-
 @pytest.mark.parametrize("of", ["model", "draft"])
 @pytest.mark.parametrize("change", ["link", "content", "time", "more", "fewer", "processor"])
 def test_an_engine_whose_files_changed_while_it_loaded_them_does_not_start(
@@ -590,8 +577,10 @@ def test_an_engine_whose_files_changed_while_it_loaded_them_does_not_start(
     )
     model = str(place if of == "model" else other)
     engine = {"speculative": draft, "model": model}
-    before = files_before_load(Path(model), Path(draft.draft_model_config.model))
-    layout(tmp_path, files=before, **engine)
+    fingerprint.note_files(
+        SimpleNamespace(model_config=SimpleNamespace(model=model), speculative_config=draft)
+    )
+    layout(tmp_path, **engine)
     weights = place / "model.safetensors"
     match change:
         case "link":
@@ -608,15 +597,17 @@ def test_an_engine_whose_files_changed_while_it_loaded_them_does_not_start(
             weights.unlink()
         case "processor":
             (place / "preprocessor_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"files changed while vLLM loaded them \(such as /"):
-        layout(tmp_path, files=before, **engine)
+    with pytest.raises(ConfigError, match=r"files of /.* changed while vLLM loaded them"):
+        layout(tmp_path, **engine)
 
 
 def test_files_that_decide_no_kv_may_change(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_text("1")
-    before = files_before_load(tmp_path)
+    fingerprint.note_files(
+        SimpleNamespace(model_config=SimpleNamespace(model=str(tmp_path)), speculative_config=None)
+    )
     (tmp_path / "chat_template.jinja").write_text("new")
-    layout(tmp_path, files=before)
+    layout(tmp_path)
 
 
 def test_the_longest_prompt_counts_where_it_changes_positions(tmp_path: Path) -> None:
@@ -929,11 +920,13 @@ def test_settings_that_choose_an_answers_tokens(model_folder: Path) -> None:
         settings(logits_processors=["my.Processor"]),
         settings(logprobs_mode="processed_logprobs"),
         settings(tokenizer_mode="slow"),
+        settings(max_model_len=64),
+        settings(max_logprobs=5),
         settings(StructuredOutputsConfig(backend="guidance")),
         settings(StructuredOutputsConfig(reasoning_parser="qwen3")),
     ]
     assert len({settings(), *others}) == 1 + len(others)
-    assert settings() == settings(max_model_len=64, served_model_name="other")
+    assert settings() == settings(served_model_name="other")
     assert not settings(watermark=SimpleNamespace(key=5))
     GenerationConfig(
         do_sample=True, temperature=0.6, top_k=20, eos_token_id=[2, 3]

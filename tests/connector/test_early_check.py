@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 import shutil
 from pathlib import Path
@@ -13,10 +14,10 @@ import pytest
 pytest.importorskip("vllm")
 
 from transformers import Blip2Config
-from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, VllmConfig
+from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, VllmConfig, replace
 
 import kv_connectors
-from kv_connectors import early_check
+from kv_connectors import early_check, fingerprint
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet import keys
 
@@ -259,16 +260,45 @@ def test_settings_may_be_null() -> None:
     assert early_check.settings_in(own) == [{}]
 
 
-def test_the_states_of_the_models_files_go_with_the_configuration(
+def test_the_states_of_the_models_files_are_noted_before_their_load(
     images: Path, tmp_path: Path
 ) -> None:
-    """Into other processes: weights are loaded there, minutes before this connector is made."""
+    """In the environment: other processes load weights, minutes before this connector is made."""
     kv_connectors.register()
     folder = tmp_path / "model"
     shutil.copytree(images, folder)
     (folder / "pytorch_model.bin").write_text("1")
     made: Any = VllmConfig(model_config=model(folder), kv_transfer_config=use({"insecure": True}))
-    sent = pickle.loads(pickle.dumps(made))
-    (state,) = sent.files_before_load
-    assert state[:2] == (str(folder / "pytorch_model.bin"), 1)
-    assert not hasattr(VllmConfig(), "files_before_load"), "of an engine without this connector"
+    assert not fingerprint.files_have_changed(made)
+    (folder / "pytorch_model.bin").write_text("longer")
+    assert fingerprint.files_have_changed(made)
+
+
+def test_vllm_copies_a_configuration_that_was_checked(images: Path) -> None:
+    """As for models with images and for drafts: a field that it does not know is an error."""
+    kv_connectors.register()
+    made: Any = VllmConfig(model_config=model(images), kv_transfer_config=use({"insecure": True}))
+    assert replace(made).model_config is made.model_config
+    copied = made.with_hf_config(made.model_config.hf_config)
+    assert copied.kv_transfer_config is made.kv_transfer_config
+    pickle.loads(pickle.dumps(made))
+
+
+@pytest.mark.parametrize("is_child", [False, True])
+def test_a_copy_of_a_configuration_notes_no_files(
+    is_child: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that has loaded the weights may complete one; a new engine is none."""
+    parent = SimpleNamespace() if is_child else None
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: parent)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(model=str(tmp_path)), speculative_config=None
+    )
+    monkeypatch.setenv(fingerprint._variable(config), "")  # so that it is removed at the end
+    monkeypatch.delenv(fingerprint._variable(config))
+    assert not fingerprint.files_have_changed(config), "nothing is noted"
+    fingerprint.note_files(config)
+    (tmp_path / "model.safetensors").write_text("new")
+    assert fingerprint.files_have_changed(config)
+    fingerprint.note_files(config)
+    assert fingerprint.files_have_changed(config) is is_child

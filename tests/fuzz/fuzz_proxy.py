@@ -423,7 +423,8 @@ class RegistrationTarget:
 
     def finish(self) -> None:
         """Checks that all registrations expire."""
-        if self._registry.members(self._now + 1000.0):
+        self._registry.expire(self._now + 1000.0)
+        if self._registry.members:
             raise Leak("registrations that do not expire")
 
     def close(self) -> None:

@@ -358,7 +358,8 @@ async def _expire(registry: Registry, members: Members) -> None:
         slept_at = now()
         await asyncio.sleep(_EXPIRY_CHECK_SECONDS)
         registry.forgive(max(0.0, now() - slept_at - _EXPIRY_CHECK_SECONDS), now())
-        members.set("registration", registry.members(now()))
+        registry.expire(now())
+        members.set("registration", registry.members)
 
 
 async def _log_lack_of_files() -> None:

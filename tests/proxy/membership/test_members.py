@@ -607,11 +607,11 @@ def test_registrations_cannot_be_forged_or_repeated() -> None:
         }
         return RegistrationNote(**{**fields, "number": number, **other})
 
-    assert registry.register(
-        sign(KEY, note(0, challenge="")), 0.0
-    ) == "again" and not registry.members(0.0)
+    assert (
+        registry.register(sign(KEY, note(0, challenge="")), 0.0) == "again" and not registry.members
+    )
     first = sign(KEY, note(1))
-    assert registry.register(first, 0.0) == "ok" and registry.members(0.0) == {D1}
+    assert registry.register(first, 0.0) == "ok" and registry.members == {D1}
     for bad in (
         first,
         sign(KEY, note(0)),
@@ -630,12 +630,15 @@ def test_registrations_cannot_be_forged_or_repeated() -> None:
     with pytest.raises(BadGrant):
         Registry(FleetKey(None)).register(sign(FleetKey(None), note(2)), 0.0)
     assert registry.register(sign(KEY, note(2, incarnation="old", leaving=True)), 1.0) == "ok"
-    assert registry.members(1.0) == {D1}, "another incarnation's goodbye"
-    assert registry.members(EXPIRY_SECONDS + 1) == frozenset()
+    assert registry.members == {D1}, "another incarnation's goodbye"
+    registry.expire(EXPIRY_SECONDS - 1)
+    assert registry.members == {D1}
+    registry.expire(EXPIRY_SECONDS + 1)
+    assert registry.members == frozenset()
     assert registry.register(sign(KEY, note(3)), 20.0) == "ok"
-    assert registry.register(
-        sign(KEY, note(4, leaving=True)), 21.0
-    ) == "ok" and not registry.members(21.0)
+    assert (
+        registry.register(sign(KEY, note(4, leaving=True)), 21.0) == "ok" and not registry.members
+    )
     assert Registry(KEY).register(first, 0.0) == "again", "a proxy's restart"
 
 
@@ -650,7 +653,7 @@ def test_numbers_that_are_forgotten_are_not_repeated(monkeypatch: pytest.MonkeyP
 
     for incarnation in "abc":
         assert announce(alone, incarnation) == "ok"
-    assert announce(alone, "a") == "again" and len(alone.members(0.0)) == 3
+    assert announce(alone, "a") == "again" and len(alone.members) == 3
     of_several = Registry(KEY, challenge)
     for incarnation in "abcd":
         assert announce(of_several, incarnation) == "ok", "the others have this challenge, too"
@@ -683,6 +686,20 @@ async def test_a_standstill_of_the_proxy_ends_no_registration(
         await main._expire(registry, members)
     # 10 s of its own time, in which the engine did not register.
     assert listed == [1] * 9 + [0] * 13
+
+
+def test_a_registration_that_is_read_behind_a_standstill_ends_no_other() -> None:
+    """It may be read before the time of the standstill is forgiven."""
+    registry = Registry(KEY)
+    for number, url in ((1, "http://d1"), (2, "http://d2")):
+        note = RegistrationNote(registry.challenge, f"i{number}", number, "decode", url)
+        registry.register(sign(KEY, note), 0.0)
+    again = RegistrationNote(registry.challenge, "i1", 3, "decode", "http://d1")
+    registry.register(sign(KEY, again), 600.0)
+    assert len(registry.members) == 2
+    registry.forgive(600.0, 600.0)
+    registry.expire(600.0)
+    assert len(registry.members) == 2
 
 
 async def test_an_engine_registers_itself_and_says_goodbye() -> None:

@@ -368,6 +368,38 @@ def test_a_block_that_ends_because_its_engine_failed_goes_on(keep: bool, step: i
     assert bytes(wire.out) == b"".join(first), "in an answer that goes on all ends are sent"
 
 
+@pytest.mark.parametrize("again", [True, False])
+def test_ends_of_parts_behind_which_a_body_ends_are_sent(again: bool) -> None:
+    """The last event may lack its blank line, as behind a gateway: it releases no held ends."""
+    events = Responses("A", THINKING).events()
+    whole = b"".join(events)[:-2]
+    wire = Wire(path=Responses.path)
+    if again:
+        assert not wire.play(b"".join(events[:3]))
+        other = b"".join(Responses("B", THINKING, 2).events())
+        assert not wire.play(other)
+    else:
+        assert not wire.play(whole)
+    assert wire.recorder.finish()
+    if again:
+        same(Responses, bytes(wire.out), b"".join(events), b"".join(events[:3]), other)
+    else:
+        assert bytes(wire.out) == whole
+
+
+def test_a_comment_releases_no_end_of_a_part() -> None:
+    first, again = Messages("A", PLAIN).events(), Messages("B", PLAIN, 2).events()
+    given_up = frame({"type": "message_delta", "delta": {"stop_reason": None}, "usage": {}})
+    end_of_block = frame({"type": "content_block_stop", "index": 0})
+    wire = Wire(path=Messages.path)
+    sink = wire.recorder.start_answer(lambda *stopped: wire.stopped.append(stopped))
+    for event in (*first[:5], end_of_block, b": keep-alive\n\n", given_up):
+        sink(event)
+    assert wire.stopped[0][0] == "stopping" and bytes(wire.out) == b"".join(first[:5])
+    assert not wire.play(b"".join(again))
+    same(Messages, bytes(wire.out), b"".join(first), b"".join(first[:5]), b"".join(again))
+
+
 def test_a_message_that_its_engine_gives_up_goes_on() -> None:
     first, again = Messages("A", PLAIN).events(), Messages("B", PLAIN, 2).events()
     given_up = frame({"type": "message_delta", "delta": {"stop_reason": None}, "usage": {}})

@@ -68,8 +68,11 @@ async def test_another_models_instance_is_no_alternative() -> None:
     await task
 
 
-async def test_a_model_that_no_instance_serves_may_be_that_of_one_not_probed_yet() -> None:
+async def test_a_model_that_no_instance_serves_may_be_that_of_one_not_probed_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Another model's instance would answer that there is no such model."""
+    monkeypatch.setattr(decode_wait, "UNKNOWN_MODEL_SECONDS", 600.0)
     new = instance("http://d", NOT_PROBED)
     new.models = frozenset()
     waiting = waits(new, instance("http://e", "", "b"))
@@ -80,6 +83,28 @@ async def test_a_model_that_no_instance_serves_may_be_that_of_one_not_probed_yet
     new.unavailable_reason = SILENT  # an unknown name must not wait for each dead address
     waiting.wake()
     await asyncio.wait_for(task, 20.0)
+
+
+async def test_a_model_waits_not_long_for_an_unprobed_instance_beside_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One of the others may have it as an adapter that no probe has listed."""
+    monkeypatch.setattr(decode_wait, "UNKNOWN_MODEL_SECONDS", 0.05)
+    new = instance("http://d", NOT_PROBED)
+    new.models = frozenset()
+    task = await began(waits(new, instance("http://e"), patience=600.0), RoutingQuery(0, model="a"))
+    await asyncio.wait_for(task, 20.0)
+
+
+async def test_a_dead_address_makes_no_model_uncertain() -> None:
+    new = instance("http://d", NOT_PROBED)
+    new.models = frozenset()
+    fleet = Fleet([new, instance("http://e")])
+    assert fleet.is_model_uncertain("a") and not fleet.is_model_uncertain("m")
+    new.unavailable_reason = "refuses connections"
+    assert not fleet.is_model_uncertain("a")
+    new.up, new.unavailable_reason = True, ""  # its models are not known yet
+    assert fleet.is_model_uncertain("a")
 
 
 async def test_the_wait_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -657,7 +657,7 @@ def test_a_challenge_is_one_of_all_workers(monkeypatch: pytest.MonkeyPatch) -> N
         assert announce(n % 2, f"i{n}", first) == "ok"
     assert hub.challenge != first
     assert [known.challenge for known in registries] == [hub.challenge] * 2
-    assert all(len(known.members(0.0)) == 4 for known in registries), "none is unlisted"
+    assert all(len(known.members) == 4 for known in registries), "none is unlisted"
     assert announce(0, "i0", first) == "again", "a replay"
     assert announce(1, "new", hub.challenge) == "ok"
     registries[0] = Registry(key, first)  # of a worker that was started before the change

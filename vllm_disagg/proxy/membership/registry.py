@@ -99,14 +99,21 @@ class Registry:
         self._numbers.clear()
         self.challenge = challenge
 
-    def members(self, now: float) -> frozenset[Member]:
-        """Returns the engines whose registrations have not expired."""
+    @property
+    def members(self) -> frozenset[Member]:
+        """The engines that have registered, and have neither left nor expired."""
+        return frozenset(self._listed)
+
+    def expire(self, now: float) -> None:
+        """Removes the engines whose registrations have expired.
+
+        Only after `forgive`: behind a standstill a registration may be read before that.
+        """
         self._listed = {
             member: listed
             for member, listed in self._listed.items()
             if now - listed.at < EXPIRY_SECONDS
         }
-        return frozenset(self._listed)
 
     def forgive(self, seconds: float, now: float) -> None:
         """Lets all listed engines expire later: this process has not run for so long."""

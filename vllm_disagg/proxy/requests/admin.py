@@ -238,7 +238,7 @@ class Admin:
         if verdict == "again":
             client.answer(409, [JSON], json.dumps({"challenge": registry.challenge}).encode())
             return
-        self._members.set("registration", registry.members(now))
+        self._members.set("registration", registry.members)
         if self._broadcast:
             self._broadcast(Registered(request.body, registry.last_numbers))
         client.answer(200, [JSON], b"{}")

@@ -141,7 +141,7 @@ class Api:
     def _count_refusal(self, request: HttpRequest, client: Connection) -> None:
         """Records an answer with an error status that no route with an instance has given."""
         status = client.response.status
-        if 400 <= status < 500:
+        if 400 <= status < 500 or status == LOOP_STATUS:
             self.refused(request, client, status)
 
     def _refusal(self, request: HttpRequest) -> tuple[int, Headers, bytes] | None:

@@ -172,12 +172,17 @@ def _is_empty(events: bytes) -> bool:
 
 
 def _length_without_ends(part_end: re.Pattern[bytes], events: bytes) -> int:
-    """Returns the bytes of whole events before the last ones, if these end parts."""
-    length = len(events)
+    """Returns the bytes of whole events before the last ones, if these end parts.
+
+    Comments between and behind these count with them.
+    """
+    length = position = len(events)
     for event in reversed(events.split(b"\n\n")[:-1]):
-        if not part_end.match(event):
+        position -= len(event) + 2
+        if part_end.match(event):
+            length = position
+        elif not is_blank_or_comment(event):
             break
-        length -= len(event) + 2
     return length
 
 
@@ -301,7 +306,10 @@ class StreamRecorder:
     def _feed_events(self, data: bytes) -> None:
         """Takes whole events of any kind, also those with which an engine ends."""
         self._last_events = self._last_events if _is_empty(data) else data
-        data = self._good_events(self._held_ends + data)
+        self._deliver(self._good_events(self._held_ends + data))
+
+    def _deliver(self, data: bytes) -> None:
+        """Writes and records events, but what the client has, and what waits for the end."""
         if data and self._replay:
             data = self._new_parts(self._replay, data)
         if self._identity_rename:
@@ -413,7 +421,11 @@ class StreamRecorder:
 
         Returns False, and writes nothing, if a second answer is shorter than the first.
         """
-        if self._replay and (self._partial_event or not self._replay.caught_up):
+        if self._replay and self._partial_event:
+            return False
+        ends, self._held_ends = self._held_ends, b""
+        self._deliver(ends)
+        if self._replay and not self._replay.caught_up:
             return False
         if self.held:
             self._write(bytes(self.held))

@@ -7,7 +7,8 @@ the restart of a proxy worker. An instance that refuses connections has ended: n
 it.
 
 A model that no instance serves may be that of one that was not probed yet. Its requests wait, too,
-although others could refuse them.
+although others could refuse them, but not for long: one of the others may have it as an adapter
+that no probe has listed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from .fleet import MAX_SILENCE_SECONDS, NOT_PROBED, SILENT, Fleet
 from .pairing import choose_decode
 from .policies import Policy, RoutingQuery
 from .prefill_queue import QueueFull
+
+# For the first probe of an instance that may alone have a model; four a second are sent.
+UNKNOWN_MODEL_SECONDS = 3.0
 
 
 class DecodeWait:
@@ -64,10 +68,12 @@ class DecodeWait:
         """Returns how long a query that came at `came_at` waits on at most; 0: not at all."""
         now = time.monotonic()
         reasons: tuple[str, ...] = (SILENT, NOT_PROBED)
+        patience = self._patience
         if choose_decode(self._fleet, self._policy, now, query=query):
             if not self._fleet.is_model_uncertain(query.model):
                 return 0.0
             reasons = (NOT_PROBED,)
+            patience = min(patience, UNKNOWN_MODEL_SECONDS)
         silent_since = [
             decode.state_since
             for decode in self._fleet.with_role("decode")
@@ -76,4 +82,4 @@ class DecodeWait:
         if not silent_since:
             return 0.0
         given_up_at = max(silent_since) + MAX_SILENCE_SECONDS
-        return max(0.0, min(given_up_at, came_at + self._patience) - now)
+        return max(0.0, min(given_up_at, came_at + patience) - now)

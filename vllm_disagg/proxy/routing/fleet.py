@@ -36,6 +36,7 @@ Connector = Literal["disagg", "nixl", "plain"]  # this project's, NixlConnector,
 
 MAX_FAILED_PROBES = 2  # consecutive failed health checks until an instance counts as down
 NOT_PROBED = "not probed yet"
+REFUSES = "refuses connections"
 SILENT = "is silent"
 MAX_SILENCE_SECONDS = 30.0  # of an instance without alternative, until its requests fail
 TRANSFERS_OFF = 'its log has a line "KV transfers are off", with the reason'
@@ -225,7 +226,7 @@ class Instance:
         self.last_failure = reason
         self.last_failure_at = now
         if reason == "refused":
-            self.mark_down("refuses connections")
+            self.mark_down(REFUSES)
         elif reason == "died":
             self.mark_down("its engine died")
         elif reason == "stopping":
@@ -339,11 +340,15 @@ class Fleet:
     def is_model_uncertain(self, model: str) -> bool:
         """Returns whether a decode instance that has never answered may alone serve this model.
 
-        "No such model" of any other instance then proves nothing.
+        "No such model" of any other instance then proves nothing. One that refuses connections has
+        no model.
         """
         if not model or self.knows_model(model):
             return False
-        return any(not decode.models for decode in self.with_role("decode"))
+        return any(
+            not decode.models and decode.unavailable_reason != REFUSES
+            for decode in self.with_role("decode")
+        )
 
     def on_leg_failed(
         self, instance: Instance, reason: Reason, now: float, started_at: float | None = None

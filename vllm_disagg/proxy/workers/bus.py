@@ -205,7 +205,7 @@ class WorkerBus:
                 "proxy worker: a registration that another worker accepted is refused here: %s",
                 error,
             )
-        members.set("registration", registry.members(now))
+        members.set("registration", registry.members)
 
     def _send(self, message: BusMessage) -> None:
         if self._writer:

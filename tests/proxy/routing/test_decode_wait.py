@@ -75,7 +75,7 @@ async def test_a_model_that_no_instance_serves_may_be_that_of_one_not_probed_yet
     monkeypatch.setattr(decode_wait, "UNKNOWN_MODEL_SECONDS", 600.0)
     new = instance("http://d", NOT_PROBED)
     new.models = frozenset()
-    waiting = waits(new, instance("http://e", "", "b"))
+    waiting = waits(new, instance("http://e", "", "b"), patience=600.0)
     for model in ("b", ""):
         assert (await began(waiting, RoutingQuery(0, model=model))).done()
     task = await began(waiting, RoutingQuery(0, model="a"))

@@ -265,6 +265,7 @@ class DeviceMemory:
     ) -> bool:
         """Writes a piece into blocks, and waits for that; returns whether it succeeded.
 
+        Raises CopyFailed if the GPU has no memory for it.
         `bring`: returns the piece in GPU memory, for work of the staging stream.
         """
         stream = self._staging_stream
@@ -278,6 +279,9 @@ class DeviceMemory:
             with contextlib.suppress(RuntimeError):
                 self.runtime.record_event(stream).synchronize()
             size = self.size_on_wire(extent, blocks, remote_layout)
+            if isinstance(error, torch.OutOfMemoryError):
+                failed = f"{size} bytes were not written into GPU memory: {error}"
+                raise CopyFailed(failed) from error
             log.warning("gpu: %d bytes were not written into GPU memory: %s", size, error)
             return False
         return True

@@ -11,6 +11,8 @@ pytest.importorskip("torch")
 
 import torch
 
+from vllm_disagg.errors import CopyFailed
+from vllm_disagg.kv import fp8
 from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.fp8 import DECODE, ENCODE, Fp8
 from vllm_disagg.kv.memory import HostMemory
@@ -72,3 +74,23 @@ def test_values_beyond_fp8_are_logged_once(
     for _ in range(2):
         memory.read(Extent(0, 1, 0, 32), [1, 3])
     assert caplog.text.count("the largest of fp8") == warns
+
+
+def test_a_lack_of_memory_costs_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended the thread of all transfers."""
+
+    class Lacking:
+        def take(self, _: object) -> None:
+            raise MemoryError
+
+    memory = Fp8(HostMemory([[np.zeros((2, 16), np.uint8)]], 4))
+    piece = (Extent(0, 1, 0, 4), [0])
+    frames = memory.read(*piece)
+    with monkeypatch.context() as patched:
+        patched.setattr(fp8, "ENCODE", Lacking())
+        patched.setattr(fp8, "DECODE", Lacking())
+        with pytest.raises(CopyFailed, match="no memory for a copy in fp8"):
+            memory.read(*piece)
+        with pytest.raises(CopyFailed, match="no memory for a copy of a piece in fp8"):
+            memory.write(*piece, frames)
+    assert memory.write(*piece, frames)

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from vllm_disagg.errors import CopyFailed
 from vllm_disagg.kv import relayout
 from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.layout import Axis, LayerLayout, RankLayout, RemoteLayout, StridedRegion
@@ -147,9 +148,7 @@ def test_a_layout_that_numpy_refuses_is_a_piece_that_was_not_written(
     assert "a piece in another layout was not written: ValueError" in caplog.text
 
 
-def test_a_lack_of_memory_is_a_piece_that_was_not_written(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_lack_of_memory_is_a_piece_that_was_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     def lack(*_: object) -> None:
         raise MemoryError
 
@@ -159,8 +158,8 @@ def test_a_lack_of_memory_is_a_piece_that_was_not_written(
     piece = (Extent(0, 1, 0, 16), [0, 1], [frame], RemoteLayout(plain(16), 0))
     with monkeypatch.context() as patched:
         patched.setattr(np, "frombuffer", lack)
-        assert not memory.write(*piece)
-    assert "was not written: no memory for a copy" in caplog.text
+        with pytest.raises(CopyFailed, match="no memory for a copy of a piece in another layout"):
+            memory.write(*piece)
     assert memory.write(*piece)
 
 

@@ -10,9 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from vllm_disagg.errors import CopyFailed
 from vllm_disagg.kv.extents import Extent
 from vllm_disagg.protocol.events import PostRead, ReadCompleted, ReadStatus
-from vllm_disagg.transports.posted_reads import PostedReads
+from vllm_disagg.transports.posted_reads import PostedReads, status_of_write
 
 EXAMPLES = int(os.environ.get("EXAMPLES", "200"))
 FAST = "fast:1"
@@ -163,3 +164,14 @@ class Reads(RuleBasedStateMachine):
 
 TestReads = Reads.TestCase
 TestReads.settings = settings(max_examples=EXAMPLES, stateful_step_count=30, deadline=None)
+
+
+def test_a_lack_of_memory_for_a_write_is_no_damage() -> None:
+    """Damage counts against the transport, which would be given up for a lack that may pass."""
+
+    def write() -> bool:
+        raise CopyFailed("no memory")
+
+    assert status_of_write("t", write) is ReadStatus.CANCELLED
+    assert status_of_write("t", lambda: False) is ReadStatus.DAMAGED
+    assert status_of_write("t", lambda: True) is ReadStatus.WRITTEN

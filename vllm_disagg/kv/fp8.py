@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import CopyFailed
 from .extents import Extent
 from .layout import RemoteLayout
 from .memory import Memory
@@ -76,8 +77,11 @@ class Fp8:
         self._memory.prepare_thread()
 
     def read(self, extent: Extent, blocks: Sequence[int]) -> list[memoryview]:
-        """Returns the extent's bytes as fp8: half as many as in memory."""
-        return [self._encoded(frame) for frame in self._memory.read(extent, blocks)]
+        """Returns the extent's bytes as fp8: half as many as in memory. Raises CopyFailed."""
+        try:
+            return [self._encoded(frame) for frame in self._memory.read(extent, blocks)]
+        except MemoryError:
+            raise CopyFailed("no memory for a copy in fp8") from None
 
     def write(
         self,
@@ -86,8 +90,13 @@ class Fp8:
         frames: Sequence[memoryview],
         remote_layout: RemoteLayout | None = None,
     ) -> bool:
-        """Writes fp8 frames; returns False, as `Memory.write`, if their size is wrong."""
-        wide = [DECODE.take(np.frombuffer(frame, np.uint8)).view(np.uint8).data for frame in frames]
+        """Writes fp8 frames, as `Memory.write`. Raises CopyFailed."""
+        try:
+            wide = [
+                DECODE.take(np.frombuffer(frame, np.uint8)).view(np.uint8).data for frame in frames
+            ]
+        except MemoryError:
+            raise CopyFailed("no memory for a copy of a piece in fp8") from None
         return self._memory.write(extent, blocks, wide, remote_layout)
 
     def _encoded(self, frame: memoryview) -> memoryview:

@@ -61,7 +61,7 @@ class Memory(Protocol):
     ) -> bool:
         """Writes frames into the extent's blocks; returns whether that succeeded.
 
-        Writes nothing if their size is wrong.
+        Writes nothing if their size is wrong. Raises CopyFailed without memory for a copy.
         """
 
 
@@ -117,7 +117,8 @@ class DirectMemory(Memory, Protocol):
     ) -> bool:
         """Writes the first bytes of a buffer of `new_buffer` into blocks of another layout.
 
-        Returns whether that succeeded; writes nothing if `size` is wrong.
+        Returns whether that succeeded; writes nothing if `size` is wrong. Raises CopyFailed as
+        `write`.
         """
 
     def wait_for_device(self) -> None:
@@ -181,9 +182,9 @@ class HostMemory:
     ) -> bool:
         """Writes the frames into the extent's blocks.
 
-        Returns False, and writes nothing, unless the frames have exactly the extent's size, or
-        without memory for a copy. `remote_layout` is that of the frames' bytes, if it differs from
-        ours.
+        Returns False, and writes nothing, unless the frames have exactly the extent's size. Raises
+        CopyFailed without memory for a copy. `remote_layout` is that of the frames' bytes, if it
+        differs from ours.
         """
         if remote_layout is not None:
             return self._convert(extent, blocks, frames, remote_layout)
@@ -268,8 +269,7 @@ class HostMemory:
         try:
             content = np.frombuffer(frames[0] if len(frames) == 1 else b"".join(frames), np.uint8)
         except MemoryError:
-            log.warning("a piece in another layout was not written: no memory for a copy")
-            return False
+            raise CopyFailed("no memory for a copy of a piece in another layout") from None
         at = 0
         for layer in range(extent.layer, extent.layer_end):
             planes: list[Row] = []

@@ -17,17 +17,34 @@ Used by the driver's thread alone.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+from ..errors import CopyFailed
 from ..protocol.events import (
     PostRead,
     ReadCompleted,
     ReadStatus,
 )
 
+log = logging.getLogger(__name__)
+
 # Numbers are never reused within a transfer, so a late piece is not taken for another one.
 ReadKey = tuple[str, int]  # transfer, number of the piece
+
+
+def status_of_write(transfer: str, write: Callable[[], bool]) -> ReadStatus:
+    """Writes a piece into its blocks by `write`; returns how its read ends.
+
+    A lack of memory for a copy is no damage, which would count against the path: the read ends as
+    CANCELLED, and the receiver posts it again with its next keep-alive.
+    """
+    try:
+        return ReadStatus.WRITTEN if write() else ReadStatus.DAMAGED
+    except CopyFailed as error:
+        log.warning("a piece of transfer %s was not written: %s", transfer, error)
+        return ReadStatus.CANCELLED
 
 
 class PostedReads:

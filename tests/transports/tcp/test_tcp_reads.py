@@ -206,7 +206,7 @@ def test_a_lack_of_memory_ends_the_read_of_one_piece(
     with monkeypatch.context() as patched:
         patched.setattr(module.np, "empty", lack)
         receiving.send(0)
-        assert receiving.poll() == [completed(0, DAMAGED)]
+        assert receiving.poll() == [completed(0, CANCELLED)]
     assert f"no memory for {BLOCK_BYTES} bytes" in caplog.text
     receiving.send(1)
     assert receiving.poll() == [completed(1, WRITTEN)]

@@ -61,7 +61,7 @@ from ...protocol.events import (
 )
 from ...protocol.peers import WorkerInfo
 from ..base import DriverPort, TransportEvent, retry_pause
-from ..posted_reads import PostedReads
+from ..posted_reads import PostedReads, status_of_write
 from . import notes
 from .agent import (
     ZERO_COPY_READS,
@@ -622,20 +622,19 @@ class NixlTransport:
     def _finish(self, opened: OpenRead, posted: PostRead) -> ReadStatus:
         """Handles the end of a piece's read: its bytes are in the blocks, or in a buffer."""
         # No checksum: it would cost the sender the pass over the bytes that one-sided reads save.
-        ok = True
-        if opened.buffer is not None:
-            assert posted.remote_layout is not None
-            ok = self._memory.write_buffer(
-                posted.extent,
-                posted.blocks,
-                opened.buffer,
-                opened.size,
-                posted.remote_layout,
+        buffer, layout = opened.buffer, posted.remote_layout
+        if buffer is not None:
+            assert layout is not None
+            status = status_of_write(
+                posted.transfer,
+                lambda: self._memory.write_buffer(
+                    posted.extent, posted.blocks, buffer, opened.size, layout
+                ),
             )
             if self._ready is not None:
-                self._ready.reads.give_back(opened.buffer)
-        if not ok:
-            return ReadStatus.DAMAGED
+                self._ready.reads.give_back(buffer)
+            if status is not ReadStatus.WRITTEN:
+                return status
         self._port.counters.count_received("nixl", opened.size)
         # Not when the path comes up: a probe may pass where no piece does.
         if source := self._sources.get(posted.source):

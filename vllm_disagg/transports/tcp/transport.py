@@ -66,7 +66,7 @@ from ...protocol.events import (
 from ...protocol.peers import WorkerInfo
 from ..base import DriverPort, TransportEvent, retry_pause
 from ..machine_identity import machine_id
-from ..posted_reads import PostedReads
+from ..posted_reads import PostedReads, status_of_write
 from . import notes
 from .sender import TcpSender
 
@@ -410,7 +410,8 @@ class TcpTransport:
             )
             yield from self._skip(head.size)
             source.read = None
-            yield self._posted.end(read, ReadStatus.DAMAGED)
+            # No damage of the path: the receiver posts the read again with its next keep-alive.
+            yield self._posted.end(read, ReadStatus.CANCELLED)
             return
         state = hasher(head.transfer)
         for view in views:
@@ -420,18 +421,22 @@ class TcpTransport:
         expected = bytearray(notes.CHECKSUM_BYTES)
         yield memoryview(expected)
         # Damaged bytes may be in the blocks already. They are not used: the read is DAMAGED.
-        ok = state.digest() == expected
+        status = ReadStatus.WRITTEN if state.digest() == expected else ReadStatus.DAMAGED
         # Written after the check: a copy through a buffer never puts damaged bytes into blocks.
-        if ok and buffer is not None:
-            ok = self._port.memory.write(read.extent, read.blocks, [buffer], read.remote_layout)
-        if ok:
+        if status is ReadStatus.WRITTEN and buffer is not None:
+            status = status_of_write(
+                read.transfer,
+                lambda: self._port.memory.write(
+                    read.extent, read.blocks, [buffer], read.remote_layout
+                ),
+            )
+        if status is ReadStatus.WRITTEN:
             self._port.counters.count_received("tcp", head.size)
             # Only a piece that came proves that the path works; connecting alone does not.
             source.failures = 0
         # Before the event: handling it may lose the connection, and `_lose` must not end this read
         # a second time.
         source.read = None
-        status = ReadStatus.WRITTEN if ok else ReadStatus.DAMAGED
         yield self._posted.end(read, status)
 
     def _destination(

@@ -42,7 +42,7 @@ from ...protocol.peers import WorkerInfo
 from .. import local_socket
 from ..base import DriverPort, TransportEvent
 from ..machine_identity import machine_id
-from ..posted_reads import PostedReads
+from ..posted_reads import PostedReads, status_of_write
 from .control import Control, receive
 from .half_open import FEW_DESCRIPTORS, has_few_descriptors
 
@@ -295,29 +295,24 @@ class ZmqTransport:
         if read is None:
             return  # late, repeated, cancelled, or another sender's
         frames = [frame.buffer for frame in message[1:]]
-        is_written = self._write(read, frames, header.checksum)
         # The write has ended within this call, so a read of ZMQ is never cancelled while written.
-        status = ReadStatus.WRITTEN if is_written else ReadStatus.DAMAGED
-        yield self._posted.end(read, status)
+        yield self._posted.end(read, self._write(read, frames, header.checksum))
 
-    def _write(self, read: PostRead, frames: list[memoryview], expected: int) -> bool:
-        """Writes a piece into its blocks; False if its checksum or its size is wrong."""
+    def _write(self, read: PostRead, frames: list[memoryview], expected: int) -> ReadStatus:
+        """Writes a piece into its blocks; DAMAGED if its checksum or its size is wrong."""
         # First, so that no damaged byte gets into the blocks. The sum is seeded with the transfer:
         # bytes of another one do not pass.
         if checksum(read.transfer, frames) != expected:
-            return False
+            return ReadStatus.DAMAGED
         memory = self._port.memory
-        is_written = memory.write(
-            read.extent,
-            read.blocks,
-            frames,
-            read.remote_layout,
+        status = status_of_write(
+            read.transfer,
+            lambda: memory.write(read.extent, read.blocks, frames, read.remote_layout),
         )
-        if not is_written:
-            return False
-        size = sum(len(frame) for frame in frames)
-        self._port.counters.count_received("zmq", size)
-        return True
+        if status is ReadStatus.WRITTEN:
+            size = sum(len(frame) for frame in frames)
+            self._port.counters.count_received("zmq", size)
+        return status
 
     def post_read(self, read: PostRead) -> None:
         """Accepts a read: ZMQ is always up."""

@@ -79,6 +79,11 @@ def _(_: Path) -> object:
     return config.parse({})
 
 
+@produces("a proxy of vllm-disagg answers there")
+def _(_: Path) -> object:
+    return discovery.IS_PROXY
+
+
 @produces("No such file")
 def _(folder: Path) -> object:
     return keys.load(str(folder / "none"))

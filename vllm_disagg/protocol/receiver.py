@@ -683,7 +683,7 @@ class Receiver:
     ) -> list[ReceiverAction]:
         """Adds a comparison of bytes that these transports brought; returns what it gives up."""
         # Bytes that came over two transports judge neither.
-        if len(transports) > 1:
+        if len(transports) != 1:
             return []
         [transport] = transports
         self.compared_paths.add(source.name, transport, kind, is_equal)

@@ -24,8 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...kv.memory import Memory, checksum
-from ...protocol.events import PostRead, ReadStatus, SendPiece
-from ..posted_reads import status_of_write
+from ...protocol.events import PostRead, SendPiece
 from .channel import PROOF_SEQ, SLOTS_PER_CHANNEL, LinkEvent, LinkFailed, SlotGathered
 from .proof import proof_content
 
@@ -174,11 +173,12 @@ class HostStaging:
         # False becomes DAMAGED: the receiver then requests the piece again.
         ok = checksum(read.transfer, [frame]) == expected
         if ok:
-            status = status_of_write(
-                read.transfer,
-                lambda: self._memory.write(read.extent, read.blocks, [frame], read.remote_layout),
+            ok = self._memory.write(
+                read.extent,
+                read.blocks,
+                [frame],
+                read.remote_layout,
             )
-            ok = status is ReadStatus.WRITTEN
         return lambda: ok
 
     def fill(self, slot: Slot, content: NDArray[np.uint8], link: CollectiveLink) -> None:

@@ -200,9 +200,10 @@ async def test_p_answers_a_request_for_one_token() -> None:
 
 async def test_a_failed_attempt_is_history() -> None:
     progress = RequestProgress()
-    progress.on_attempt_failed("5xx", answer_started=False)
-    progress.on_attempt_failed("stopping", answer_started=False)
+    reasons: tuple[Reason, ...] = ("5xx", "stopping")
+    for reason in reasons:
+        progress.on_attempt_failed(AttemptFailure("prefill", reason, ""), answer_started=False)
     assert progress.history.deaths == 0
-    progress.on_attempt_failed("died", answer_started=True)
+    progress.on_attempt_failed(AttemptFailure("prefill", "died", ""), answer_started=True)
     history = progress.history
     assert (history.deaths, history.answer_started, history.answer_resumable) == (1, True, False)

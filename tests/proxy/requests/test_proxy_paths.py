@@ -625,6 +625,31 @@ async def test_an_adapter_is_sought_at_other_instances(prefill: int) -> None:
         assert all(row["breaker"] == "closed" for row in await w.instances())
 
 
+@pytest.mark.parametrize("prefill", [0, 1])
+@pytest.mark.parametrize("status", [429, 500])
+async def test_a_404_is_no_last_word_behind_the_failure_of_another_instance(
+    prefill: int, status: int
+) -> None:
+    """The one with the adapter failed or was full; clients took the other's 404 for the truth."""
+    async with world(prefill=prefill, decode=2) as w:
+        failed: list[ScriptedEngine] = []
+
+        async def fail_first(call: Call) -> None:
+            if failed:
+                await lack_adapter(call)
+            else:
+                failed.append(call.engine)
+                await call.json({"error": {"message": "no"}}, status)
+
+        for engine in w.decodes:
+            engine.script = fail_first
+        reply = await w.post(model="adapter")
+        assert (reply.status, reply.headers["retry-after"]) == (503, "5")
+        assert "one failed that may have it" in reply.json()["error"]["message"]
+        await w.until_ready()
+        assert (await w.post(model="adapter")).status == 404, "both have said so"
+
+
 async def test_requests_for_a_model_wait_for_the_first_probe_of_its_instance() -> None:
     def prepare(w: Any) -> None:
         w.d.models = ["other"]

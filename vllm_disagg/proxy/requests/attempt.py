@@ -85,15 +85,19 @@ class RequestProgress(msgspec.Struct, eq=False):
     failed_instances: list[Instance] = []  # not tried again
     suspects: list[SuspectLeg] = []
     recorder: StreamRecorder | None = None  # once a stream was started at the client
+    # Of the last decode instance that failed, so that it may have what others answer 404 for.
+    decode_failure: str = ""
     # The rung that followed when an instance declined the request, and the label of the fallback;
     # "" if none did.
     declined_rung: str = ""
     declined_reason: str = ""
 
-    def on_attempt_failed(self, reason: Reason, answer_started: bool) -> None:
+    def on_attempt_failed(self, failure: AttemptFailure, answer_started: bool) -> None:
         """Brings the history up to date after a failed attempt."""
-        if reason in DEATH_REASONS:
+        if failure.reason in DEATH_REASONS:
             self.history.deaths += 1
+        if failure.leg == "decode" and failure.reason != "declined":
+            self.decode_failure = failure.detail
         self.history.answer_started = answer_started
         self.history.answer_resumable = bool(self.recorder and self.recorder.resumable)
 

@@ -25,6 +25,9 @@ from .streams import StreamRecorder
 MODEL_MAY_BE_ELSEWHERE = (
     "no instance that can be asked has this model, and one that may have it has not answered yet"
 )
+MODEL_MAY_HAVE_FAILED = (
+    "another instance has not what the request names, and one failed that may have it: {}"
+)
 
 
 class Delivery:
@@ -68,6 +71,10 @@ class Delivery:
         Returns the status, or raises RequestFailed.
         """
         client = attempt.context.client
+        is_404 = failure.leg == "decode" and failure.reason == "declined"
+        decode_failure = attempt.progress.decode_failure
+        if not client.started and is_404 and decode_failure:
+            raise RequestFailed(503, MODEL_MAY_HAVE_FAILED.format(decode_failure), retry_after=5)
         if not client.started and failure.answer:
             return await self._deliver_whole(attempt, failure.answer)
         error_event = _last_error_event(attempt.progress.recorder)

@@ -139,7 +139,7 @@ class AttemptPlans:
         """Returns the next attempt's plan, whose places `take_places` takes; None to give up."""
         context = attempt.context
         progress = attempt.progress
-        progress.on_attempt_failed(failure.reason, context.client.started)
+        progress.on_attempt_failed(failure, context.client.started)
         now = time.monotonic()
         failed = progress.failed_instances
         # A server that fails one rank has often died with all of them: another server goes first.

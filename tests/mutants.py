@@ -335,9 +335,10 @@ class Verdict(NamedTuple):
 
 
 def outcome_from(status: int | None, output: str, command: Sequence[str]) -> Outcome:
-    """Read what a run of pytest has ended with; exit if it could not run.
+    """Read what a run of pytest has ended with.
 
-    None: it was killed at its limit. Below 0: Python has died.
+    None: it was killed at its limit. Below 0: Python has died. A run that shows no outcome, as one
+    that could not begin, has missed the fault; its last output is printed.
     """
     if status is None or status == 1 or status < 0:
         return Outcome.CAUGHT
@@ -349,7 +350,8 @@ def outcome_from(status: int | None, output: str, command: Sequence[str]) -> Out
     # 5: a module that is skipped as a whole has no tests.
     if SKIPPED.search(output) and status in (0, 5):
         return Outcome.SKIPPED
-    sys.exit(f"mutants: {' '.join(command)}\n{output[-3000:]}")
+    print(f"no outcome: {' '.join(command)}\n{output[-1500:]}", file=sys.stderr, flush=True)
+    return Outcome.MISSED
 
 
 def try_mutant(mutant: Mutant, health: Health) -> Procedure[Verdict]:

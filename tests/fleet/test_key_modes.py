@@ -38,9 +38,10 @@ def test_a_secret_of_root_may_be_read_by_the_group_of_a_pod(
 ) -> None:
     path = str(tmp_path / "fleet.key")
     status = SimpleNamespace(st_uid=owner, st_mode=0o100000 | mode)
-    monkeypatch.setattr(keys.os, "stat", lambda _: status)
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    keys.warn_of_mode(path)
+    with monkeypatch.context() as scripted:  # pytest itself needs these to report a failure
+        scripted.setattr(keys.os, "stat", lambda _: status)
+        scripted.setattr(os, "geteuid", lambda: 1000)
+        keys.warn_of_mode(path)
     assert bool(caplog.records) == warned
 
 

@@ -663,8 +663,11 @@ def is_right(case: Case, backend: Any, runtime: HostRuntime, proofs: Proofs) -> 
     )
 
 
-def run(every: int = 1, *, verbose: bool = False) -> dict[str, Any]:
-    """Returns the counts of all cases, or of each `every`-th one."""
+def run(every: int = 1, *, verbose: bool = False, stop: bool = False) -> dict[str, Any]:
+    """Returns the counts of all cases, or of each `every`-th one.
+
+    `stop`: the first case that is wrong is the last one.
+    """
     known = backends()
     found: Counter[str] = Counter(right=0, refused=0, wrong=0, interpreted=0)
     proofs = Proofs([])
@@ -684,6 +687,8 @@ def run(every: int = 1, *, verbose: bool = False) -> dict[str, Any]:
         if outcome == "wrong":
             print("wrong:", *case, file=sys.stderr)
         found[outcome] += 1
+        if stop and found["wrong"]:
+            break
     counts = {"backends": len(known), "layouts": len(KVCacheLayout)}
     return {**found, **counts, "start_proofs": proofs.report()}
 
@@ -693,11 +698,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one line of JSON only")
     parser.add_argument("--every", type=int, default=1, help="take each N-th case only")
+    parser.add_argument("--stop", action="store_true", help="end at the first case that is wrong")
     parser.add_argument("--verbose", action="store_true", help="print why vLLM refuses")
     args = parser.parse_args()
     torch.set_num_threads(1)  # cases are small, and other work runs beside them
     began = time.monotonic()
-    found = run(args.every, verbose=args.verbose)
+    found = run(args.every, verbose=args.verbose, stop=args.stop)
     if args.json:
         print(json.dumps(found))
     else:

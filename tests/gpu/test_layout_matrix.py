@@ -20,7 +20,7 @@ EVERY = 59  # prime, so that no value of an axis is left out
 
 def test_each_accepted_layout_is_right_to_the_byte() -> None:
     """In a process of its own, because it stubs FlashInfer and interprets our kernels."""
-    command = [sys.executable, str(MATRIX), "--json", "--every", str(EVERY)]
+    command = [sys.executable, str(MATRIX), "--json", "--stop", "--every", str(EVERY)]
     environment = {**os.environ, "TRITON_DEFAULT_FP_FUSION": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1760,4 +1760,9 @@ MUTANTS: list[tuple[str, ...]] = [
     ("cached blocks do not wait for a draft's layers", "kv_connectors/worker.py", "            self._has_failed()\n        else:\n", "            self._has_failed()\n            self._announce_cached()\n        else:\n", "tests/connector/test_worker_side.py::test_cached_blocks_wait_for_the_layers_of_a_draft"),
     ("drafts that change the answer are accepted", "kv_connectors/supported.py", "    if verification in LOSSY_VERIFICATIONS:\n", "    if False:\n", "tests/connector/test_compatibility.py::test_unsupported_configurations_are_refused"),
     ("vLLM's server in Rust is accepted", "kv_connectors/supported.py", "    if compat.serves_by_rust():\n", "    if False:\n", "tests/connector/test_compatibility.py::test_a_server_in_rust_is_refused"),
+    ("NIXL: the driver's thread adds senders", "transports/nixl/transport.py", "source.attempt, info, Job(add))", "source.attempt, info, Job(partial(str, add())))", "tests/transports/nixl/test_nixl_adding.py"),
+    ("NIXL: pieces are read while a thread uses the agent", "transports/nixl/transport.py", "        while self._located and self._adding is None:\n", "        while self._located:\n", "tests/transports/nixl/test_nixl_adding.py"),
+    ("NIXL: open reads are looked at while a thread uses the agent", "transports/nixl/transport.py", "        if self._ready is None or self._adding is not None:\n", "        if self._ready is None:\n", "tests/transports/nixl/test_nixl_adding.py"),
+    ("NIXL: two threads add senders", "transports/nixl/transport.py", "        if self._adding is not None:\n            return\n        ordered", "        ordered", "tests/transports/nixl/test_nixl_adding.py"),
+    ("NIXL: a sender that is gone is probed", "transports/nixl/transport.py", "            self._sources.get(source.name) is source\n            and source.state", "            source.state", "tests/transports/nixl/test_nixl_adding.py"),
 ]

@@ -18,6 +18,8 @@
  *   CUDA_VISIBLE_DEVICES  numbers of the devices that this process sees, in its own order
  *
  * fake_cuda_count() returns the totals that tests look at; fake_cuda_delay() sets the delay.
+ * fake_cuda_hold_opens(1) has each opening of another process's memory wait until it is called
+ * with 0. The real driver has taken seconds for 64 GB.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -80,6 +82,8 @@ enum {
 static long contexts_made[DEVICES];
 static long handles_made;   /* cuIpcGetMemHandle: one for each registration that is shared */
 static long handles_opened; /* cuIpcOpenMemHandle */
+static long handles_awaited; /* calls of it that were held */
+static volatile int are_opens_held;
 static long copies_posted;
 static long copies_ended;
 
@@ -94,6 +98,9 @@ long fake_cuda_count(const char *what, int device)
     if (!strcmp(what, "handles opened")) {
         return handles_opened;
     }
+    if (!strcmp(what, "handles awaited")) {
+        return handles_awaited;
+    }
     if (!strcmp(what, "copies posted")) {
         return copies_posted;
     }
@@ -101,6 +108,11 @@ long fake_cuda_count(const char *what, int device)
         return copies_ended;
     }
     return -1;
+}
+
+void fake_cuda_hold_opens(int hold)
+{
+    are_opens_held = hold;
 }
 
 static long setting(const char *name, long otherwise)
@@ -583,6 +595,12 @@ Result cuIpcOpenMemHandle_v2(Address *address, Handle handle, unsigned flags)
     }
     if (getenv("FAKE_CUDA_NO_IPC") != NULL) {
         return NOT_SUPPORTED;
+    }
+    if (are_opens_held) {
+        handles_awaited++;
+    }
+    while (are_opens_held) {
+        usleep(1000);
     }
     SharedMemory shared;
     memcpy(&shared, handle.bytes, sizeof shared);

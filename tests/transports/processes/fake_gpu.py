@@ -56,6 +56,8 @@ def library() -> ctypes.CDLL:
     found.fake_cuda_count.argtypes = [ctypes.c_char_p, ctypes.c_int]
     found.fake_cuda_delay.argtypes = [ctypes.c_long]
     found.fake_cuda_delay.restype = None
+    found.fake_cuda_hold_opens.argtypes = [ctypes.c_int]
+    found.fake_cuda_hold_opens.restype = None
     return found
 
 
@@ -78,6 +80,11 @@ def count(what: str, device: int = 0) -> int:
 def delay_copies(seconds: float) -> None:
     """Has each copy of this process wait for up to so many seconds from now on."""
     library().fake_cuda_delay(int(seconds * 1e6))
+
+
+def hold_opens(held: bool) -> None:
+    """Has this process wait where it opens memory of another one, until it is called with False."""
+    library().fake_cuda_hold_opens(held)
 
 
 class FakeGpu:

@@ -19,7 +19,8 @@ States of a receiver's path to one sender (`PathState`):
 
     WAITING             for this worker's own agent
     WAITING -> ASKING   the agent is up; repeats NixlHello every HELLO_SECONDS
-    ASKING -> TRYING    all AgentInfoPart came; the probe runs
+    ASKING -> ADDING    all AgentInfoPart came; a thread adds the sender to the agent
+    ADDING -> TRYING    the sender is added, and the probe's first read has begun
     TRYING -> UP        the probe proved the path, and NIXL is not slower than ZMQ
     any -> DOWN         an error, PAIRING_SECONDS without UP, an emulated or a slow path
     DOWN -> ASKING      connect(), not before `retry_at`; by WAITING if the agent was closed
@@ -30,8 +31,10 @@ blocks (reads.py). So if one read fails or does not end in time, the whole agent
 begun reads of this worker then end when the agent is gone. Until then, and until the paths have
 been probed again, pieces come by another transport. A second agent serves receivers; it stays open.
 
-Threads: an agent is made and closed by a thread for just that, which may take seconds. All other
-work is done in the driver's thread. While no read is open, nothing runs.
+Threads: an agent is made and closed by a thread for just that, which may take seconds. So is a
+sender added: then UCX may map all of the sender's GPU memory. Until that thread has ended, the
+driver's thread leaves the agent alone, and other transports go on. All other work is done in the
+driver's thread. While no read is open, nothing runs.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 
 import numpy as np
 
@@ -75,7 +79,7 @@ from .agent import (
     zmq_speed,
 )
 from .path import UNAIDED_READ_SECONDS, OneSidedProbe, ProbeAction, ProbeStep
-from .reads import Closings, OpenRead, ReadFailed, Reads, RemotePeer
+from .reads import CLOSE_SECONDS, Closings, OpenRead, ReadFailed, Reads, RemotePeer
 from .sender import PROGRESS_SECONDS, NixlSender
 
 log = logging.getLogger("vllm_disagg.nixl")
@@ -100,9 +104,14 @@ class PathState(Enum):
 
     WAITING = auto()
     ASKING = auto()
+    ADDING = auto()
     TRYING = auto()
     UP = auto()
     DOWN = auto()
+
+
+# Of paths by this worker's agent for reading: they go with it.
+AGENT_STATES = (PathState.ASKING, PathState.ADDING, PathState.TRYING, PathState.UP)
 
 
 @dataclass
@@ -148,6 +157,26 @@ class _LocatedPiece:
     runs: Runs | None
 
 
+@dataclass
+class _Added:
+    """What has come of adding a sender to the agent."""
+
+    agent: str  # that the metadata names
+    first_read: OpenRead | None = None  # of the probe
+    reason: str = ""  # why no read has begun
+    must_close: bool = False  # the agent: the read may be under way all the same
+
+
+@dataclass
+class _Adding:
+    """A sender that a thread adds to the agent, in one of its attempts."""
+
+    source: NixlSource
+    attempt: int
+    info: notes.AgentInfo
+    job: Job[_Added]
+
+
 class NixlTransport:
     """The NIXL transport of one worker, both halves.
 
@@ -168,6 +197,8 @@ class NixlTransport:
         if not self._is_on_gpu:
             self._making = Job(self._make_agent)
         self._ready: NixlReady | None = None
+        # While it is set, only its thread uses the agent of `_ready`.
+        self._adding: _Adding | None = None
         self._sources: dict[str, NixlSource] = {}  # the one used last at the end
         self._removable: set[str] = set()
         self._located: deque[_LocatedPiece] = deque()
@@ -327,6 +358,9 @@ class NixlTransport:
         source.parts[part.index] = part.data
         if len(source.parts) < part.count:
             return
+        # One sender at a time. The parts are kept, and the next hello's answer comes here again.
+        if self._adding is not None:
+            return
         ordered = [source.parts[index] for index in sorted(source.parts)]
         data = b"".join(ordered)
         source.parts = {}
@@ -334,21 +368,83 @@ class NixlTransport:
         # This peer is about to be removed from the agent; the next NixlHello finds it gone.
         if info.agent in self._removable:
             return
-        agent = self._ready.reads.agent
+        source.state = PathState.ADDING
+        add = partial(self._add, self._ready.reads, source.name, info)
+        self._adding = _Adding(source, source.attempt, info, Job(add))
+
+    def _add(self, reads: Reads, sender: str, info: notes.AgentInfo) -> _Added:
+        """Adds a sender to the agent, and begins the first read of its memory.
+
+        Runs in a thread for just that. UCX maps a sender's GPU memory when it is added or first
+        read, all of it at once, and the driver's thread would be silent for as long.
+        """
+        self._memory.prepare_thread()
         # Fails where UCX finds no transport that both ends have.
         try:
-            peer = agent.add(info.metadata)
+            added = _Added(reads.agent.add(info.metadata))
         except NixlError as error:
-            self._lose(source, f"UCX finds no path to the peer ({error}); {self._means}")
+            raise NixlError(f"UCX finds no path to the peer ({error}); {self._means}") from None
+        if added.agent != info.agent:
+            reads.agent.remove(added.agent)
+            return added
+        try:
+            added.first_read = self._begin_test_read(reads, sender, info, large=False)
+        except NixlError as error:
+            added.reason = str(error)
+            added.must_close = isinstance(error, ReadFailed)
+        return added
+
+    def _use_added(self, now: float) -> None:
+        """Goes on with the sender that was added, if its thread has ended."""
+        adding = self._adding
+        if adding is None or not adding.job.is_over:
             return
-        # The metadata names another agent than the note that carries it.
-        if peer != info.agent:
-            agent.remove(peer)
-            raise BadMessage(f"metadata of {peer!r} for {info.agent!r}")
+        self._adding = None
+        source, info, added = adding.source, adding.info, adding.job.result
+        # Not if the path was given up meanwhile, or its sender evicted.
+        is_current = (
+            self._sources.get(source.name) is source
+            and source.state is PathState.ADDING
+            and source.attempt == adding.attempt
+        )
+        if added is None:
+            if is_current:
+                self._lose(source, adding.job.error)
+            return
+        if added.agent != info.agent:
+            text = f"metadata of {added.agent!r} for {info.agent!r}"
+            self._port.counters.count_bad_message(f"nixl: a note of {source.name}: {text}")
+            if is_current:
+                self._lose(source, f"invalid note ({text})")
+            return
+        if added.must_close:
+            self._close_agent(added.reason)
+        elif is_current:
+            self._probe(source, info, added, now)
+        else:
+            self._drop_added(info, added)
+
+    def _probe(self, source: NixlSource, info: notes.AgentInfo, added: _Added, now: float) -> None:
+        """Starts the probe of a sender that was added."""
         source.agent_info = info
         source.memory = notes.SenderMemory(info, self._memory.plane_places())
         source.state = PathState.TRYING
-        source.probe = OneSidedProbe(time.monotonic())
+        source.probe = OneSidedProbe(now)
+        if added.first_read is None:
+            self._lose(source, added.reason)
+            return
+        action = source.probe.next(now)
+        assert action is ProbeAction.READ_SMALL, "the read that has begun"
+        if added.first_read.read is None:
+            self._on_test_read(source, added.first_read, now)
+
+    def _drop_added(self, info: notes.AgentInfo, added: _Added) -> None:
+        """Has a sender removed whose path was given up while it was added."""
+        assert self._ready is not None
+        self._removable.add(info.agent)
+        # An open read gives its buffer back when it ends.
+        if added.first_read is not None and added.first_read.read is None:
+            self._ready.reads.give_back(added.first_read.buffer)
 
     def _advance_probe(self, source: NixlSource, now: float) -> None:
         """Executes the next actions of a probe."""
@@ -369,29 +465,52 @@ class NixlTransport:
             now = time.monotonic()
 
     def _read_test(self, source: NixlSource, large: bool) -> None:
-        """Reads the whole test region of a sender, or a few bytes of all that it has registered."""
+        """Makes the next read of a probe."""
         assert self._ready is not None and source.agent_info is not None
-        info = source.agent_info
+        reads = self._ready.reads
+        try:
+            opened = self._begin_test_read(reads, source.name, source.agent_info, large)
+        except NixlRefused as error:
+            self._lose(source, str(error))
+            return
+        except ReadFailed as error:
+            reason = str(error)
+        else:
+            # Ended within the call. An open one ends in `_poll_reads`.
+            if opened.read is None:
+                self._on_test_read(source, opened, time.monotonic())
+            return
+        # Outside of `except`: the exception refers to the agent, which must go.
+        self._close_agent(reason)
+
+    def _begin_test_read(
+        self, reads: Reads, sender: str, info: notes.AgentInfo, large: bool
+    ) -> OpenRead:
+        """Begins to read the whole test region of a sender, or a few bytes of all that it has.
+
+        Raises NixlRefused if nothing was read, and ReadFailed if the agent must be closed.
+        """
         remote_runs = runs_of([info.test]) if large else notes.sampled_runs(info)
         size = total_bytes(remote_runs)
-        buffer = self._ready.reads.take_buffer(size)
+        buffer = reads.take_buffer(size)
         if buffer is None:
-            self._lose(source, "registering memory for the test read failed")
-            return
+            raise NixlRefused("registering memory for the test read failed")
         # An earlier read may have left the nonce in this buffer.
         nothing = bytes(notes.NONCE_BYTES)
         try:
             buffer.store(0, nothing)
             buffer.store(size - notes.NONCE_BYTES, nothing)
         except CopyFailed as error:
-            self._ready.reads.give_back(buffer)
-            self._lose(source, str(error))
-            return
+            reads.give_back(buffer)
+            raise NixlRefused(str(error)) from None
         runs = cut(runs_of([(buffer.address, size)]), remote_runs)
-        opened = self._read(source, runs, size, None, buffer)
-        # Ended within the call. An open one ends in `_poll_reads`.
-        if opened is not None and opened.read is None:
-            self._on_test_read(source, opened, time.monotonic())
+        peer = RemotePeer(sender, info.agent, info.place)
+        try:
+            return reads.begin(peer, runs, size, None, buffer)
+        except NixlRefused as error:
+            # Free for others at once: nothing was posted that could still write into it.
+            reads.give_back(buffer)
+            raise NixlRefused(f"NIXL refused a read ({error})") from None
 
     def _on_test_read(self, source: NixlSource, opened: OpenRead, now: float) -> None:
         """Checks the nonce at both ends of the bytes of a test read."""
@@ -644,8 +763,9 @@ class NixlTransport:
     # Both halves ----------------------------------------------------------------------------------
     def poll_events(self, ready: Collection[object]) -> Iterator[TransportEvent]:
         """Advances closings, paths and reads, and yields the events of that."""
-        # First: all other work would only delay the bytes.
-        while self._located:
+        # First, as all other work would only delay the bytes.
+        self._use_added(time.monotonic())
+        while self._located and self._adding is None:
             piece = self._located.popleft()
             yield from self._begin_read(piece)
         now = time.monotonic()
@@ -681,6 +801,8 @@ class NixlTransport:
     def _advance(self, source: NixlSource, now: float) -> None:
         """Goes on with a path that is not up: its probe, its hello, or its deadline."""
         if source.state is PathState.TRYING and source.probe is not None:
+            if self._adding is not None:
+                return
             self._advance_probe(source, now)
             # `_advance_probe` may have taken the path down.
             if source.state is not PathState.TRYING:
@@ -701,7 +823,7 @@ class NixlTransport:
 
     def _poll_reads(self, now: float) -> Iterator[TransportEvent]:
         """Yields ends of reads, requests help with slow ones, and removes unused peers."""
-        if self._ready is None:
+        if self._ready is None or self._adding is not None:
             return
         reads = self._ready.reads
         failure = ""
@@ -768,7 +890,7 @@ class NixlTransport:
         closing = "nixl: %s; closing the agent, with %d reads open"
         log.warning(closing, reason, len(reads.open))
         for source in self._sources.values():
-            if source.state in (PathState.ASKING, PathState.TRYING, PathState.UP):
+            if source.state in AGENT_STATES:
                 self._lose(source, "the agent for reading is closed")
         # All peers go with the agent. The next one does not have them, so it need not remove them.
         self._removable.clear()
@@ -777,22 +899,25 @@ class NixlTransport:
     def next_deadline(self) -> float | None:
         """Returns when to call `poll_events` even if nothing wakes the driver."""
         now = time.monotonic()
-        if self._located or self._events or self._posted.has_cancelled:
+        can_read = self._adding is None
+        if (self._located and can_read) or self._events or self._posted.has_cancelled:
             return now
         deadlines = self._closings.next_deadline(now)
         if self._making is not None:
             deadlines.append(self._making.next_deadline(now))
+        if self._adding is not None:
+            deadlines.append(self._adding.job.next_deadline(now))
         for source in self._sources.values():
             if source.state is PathState.ASKING:
                 deadlines.append(min(source.retry_at, source.attempt_deadline))
-            elif source.state is PathState.TRYING and source.probe is not None:
+            elif source.state is PathState.TRYING and source.probe is not None and can_read:
                 is_decided = source.probe.step in DECIDED_STEPS
                 next_action = now if is_decided else source.probe.deadline
                 deadlines.append(min(next_action, source.attempt_deadline))
         sending = self._sender.next_deadline(now)
         if sending is not None:
             deadlines.append(sending)
-        if self._ready is not None:
+        if self._ready is not None and can_read:
             reading = self._ready.reads.next_deadline(now)
             if reading is not None:
                 deadlines.append(reading)
@@ -806,6 +931,8 @@ class NixlTransport:
         Raises NixlError if a read may still write into blocks after CLOSE_SECONDS.
         """
         jobs = [self._sender.close(), self._making]
+        if self._adding is not None:
+            self._adding.job.ends(CLOSE_SECONDS)
         if self._ready is not None:
             self._closings.give_up(self._ready.reads)
         self._closings.finish([job for job in jobs if job is not None])

@@ -1,0 +1,230 @@
+"""Adding a sender to the agent for reading, in a thread of its own, with a scripted agent.
+
+UCX maps all of a sender's GPU memory then. tests/transports/processes/test_nixl_vram.py has UCX.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from test_nixl_pieces import ADDRESS, BLOCK_BYTES, TRANSFER, receiving
+
+from vllm_disagg.kv.extents import Extent
+from vllm_disagg.kv.memory import HostBuffer
+from vllm_disagg.kv.runs import runs_of
+from vllm_disagg.protocol.events import BlocksAtSource, PostRead, ReadCompleted, ReadStatus
+from vllm_disagg.transports.nixl import notes
+from vllm_disagg.transports.nixl import transport as nixl
+from vllm_disagg.transports.nixl.agent import NixlError, NixlRefused, Read
+from vllm_disagg.transports.nixl.reads import OpenRead, Reads
+from vllm_disagg.transports.nixl.transport import (
+    NixlReady,
+    NixlSource,
+    NixlTransport,
+    PathState,
+)
+
+OTHER = "p/1"
+OTHER_AGENT = f"{OTHER}#1"
+TEST_REGION = (1 << 30, notes.TEST_REGION_BYTES)
+
+
+class HeldJob:
+    """A job that runs when the test says so."""
+
+    def __init__(self, do: Callable[[], Any]) -> None:
+        self._do = do
+        self.is_over = False
+        self.result: Any = None
+        self.error = ""
+
+    def run(self) -> None:
+        """Runs it to its end."""
+        try:
+            self.result = self._do()
+        except NixlError as error:
+            self.error = str(error)
+        self.is_over = True
+
+    def next_deadline(self, now: float) -> float:
+        """Returns when to look at it."""
+        return now + 1.0
+
+
+class AddingAgent:
+    """An agent to which senders are added. Reads of blocks end at once, those of probes do not."""
+
+    regions = runs_of([(0, 1 << 20)])
+
+    def __init__(self) -> None:
+        self.failure: NixlError | None = None  # of the first read
+        self.add_failure: NixlError | None = None
+        self.added: list[str] = []
+        self.removed: list[str] = []
+        self.read_from: list[str] = []
+        self.buffers: list[HostBuffer] = []
+        self.looks = 0  # at open reads
+
+    def buffer(self, size: int) -> HostBuffer:
+        self.buffers.append(HostBuffer(size))
+        return self.buffers[-1]
+
+    def add(self, metadata: bytes) -> str:
+        if self.add_failure is not None:
+            raise self.add_failure
+        self.added.append(metadata.decode())
+        return self.added[-1]
+
+    def remove(self, peer: str) -> None:
+        self.removed.append(peer)
+
+    def read(self, peer: str, *_: object) -> Read | None:
+        if peer == OTHER_AGENT and self.failure is not None:
+            raise self.failure
+        self.read_from.append(peer)
+        return Read(None) if peer == OTHER_AGENT else None
+
+    def is_done(self, read: Read) -> bool:
+        self.looks += 1
+        return True
+
+    def close(self) -> None:
+        """Closes nothing."""
+
+
+def adding(
+    monkeypatch: pytest.MonkeyPatch, metadata: str = OTHER_AGENT
+) -> tuple[NixlTransport, AddingAgent, HeldJob]:
+    """Returns a transport that has a path to `p/0`, and adds a second sender just now."""
+    transport = receiving(monkeypatch)
+    agent = AddingAgent()
+    transport._ready = NixlReady(Reads(agent, 2.0), 0.0)  # type: ignore[arg-type]
+    jobs: list[HeldJob] = []
+
+    def job(do: Callable[[], Any]) -> HeldJob:
+        jobs.append(HeldJob(do))
+        return jobs[-1]
+
+    monkeypatch.setattr(nixl, "Job", job)
+    plane = notes.RemotePlane(0, BLOCK_BYTES, 1, BLOCK_BYTES, BLOCK_BYTES)
+    first = transport._sources["p/0"]
+    assert first.agent_info is not None
+    info = notes.AgentInfo(ADDRESS, b"", [(0, 1 << 20)], (0, 1), b"", planes=[[plane]])
+    first.memory = notes.SenderMemory(info, transport._memory.plane_places())
+    source = NixlSource(OTHER, PathState.ASKING, 1, math.inf, math.inf)
+    transport._sources[OTHER] = source
+    offered = notes.AgentInfo(
+        OTHER_AGENT,
+        metadata.encode(),
+        [(0, 1 << 20), TEST_REGION],
+        TEST_REGION,
+        b"n" * notes.NONCE_BYTES,
+    )
+    [part] = notes.agent_info_notes(1, offered)
+    transport.on_sender_note(OTHER, part)
+    assert source.state is PathState.ADDING and not agent.added
+    [made] = jobs
+    return transport, agent, made
+
+
+def post(transport: NixlTransport) -> None:
+    """Posts the read of a block at the first sender."""
+    blocks = BlocksAtSource(0, 1, [7])
+    read = PostRead(TRANSFER, 0, "p/0", ADDRESS, Extent(0, 1, 0, 16), [0], None, blocks)
+    transport.post_read(read)
+
+
+def test_the_agent_is_left_alone_while_a_sender_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NIXL takes no locks, and the driver's thread must not wait for the mapping."""
+    transport, agent, job = adding(monkeypatch)
+    assert transport._ready is not None
+    open_reads = transport._ready.reads.open
+    open_reads.append(OpenRead("p/9", 64, 0.0, math.inf, None, None, Read(None)))
+    post(transport)
+    assert list(transport.poll_events([])) == []
+    assert not agent.read_from and not agent.looks
+    deadline = transport.next_deadline()
+    assert deadline is not None and deadline > nixl.time.monotonic(), "the driver would spin"
+    job.run()
+    assert list(transport.poll_events([])) == [ReadCompleted(TRANSFER, 0, ReadStatus.WRITTEN)]
+    assert agent.read_from == [OTHER_AGENT, "p/0#1"]
+    assert not open_reads
+    assert transport._sources[OTHER].state is not PathState.ADDING
+
+
+def test_a_third_sender_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport, agent, job = adding(monkeypatch)
+    third = NixlSource("p/2", PathState.ASKING, 1, math.inf, math.inf)
+    transport._sources["p/2"] = third
+    offered = notes.AgentInfo("p/2#1", b"p/2#1", [TEST_REGION], TEST_REGION, b"n" * 16)
+    [part] = notes.agent_info_notes(1, offered)
+    transport.on_sender_note("p/2", part)
+    assert third.state is PathState.ASKING
+    job.run()
+    list(transport.poll_events([]))
+    assert agent.added == [OTHER_AGENT]
+    transport.on_sender_note("p/2", part)  # of the answer to the next hello
+    assert third.state is PathState.ADDING
+
+
+def test_a_sender_that_is_gone_before_it_was_added_is_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    transport, agent, job = adding(monkeypatch)
+    transport.disconnect(OTHER)
+    job.run()
+    list(transport.poll_events([]))
+    assert agent.removed == [OTHER_AGENT]
+    assert transport._ready is not None
+    assert transport._ready.reads.take_buffer(1) is agent.buffers[0], "its read has ended"
+    assert OTHER not in transport._sources
+
+
+@pytest.mark.parametrize(
+    ("failure", "keeps_agent", "words"),
+    [
+        (NixlRefused("no"), True, "NIXL refused a read (no)"),
+        (NixlError("lost"), False, f"reading from {OTHER} failed (lost)"),
+    ],
+)
+def test_a_first_read_that_fails(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    failure: NixlError,
+    keeps_agent: bool,
+    words: str,
+) -> None:
+    transport, agent, job = adding(monkeypatch)
+    agent.failure = failure
+    job.run()
+    list(transport.poll_events([]))
+    assert transport._sources[OTHER].state is PathState.DOWN
+    assert (transport._ready is not None) == keeps_agent
+    assert words in caplog.text
+    if keeps_agent:
+        assert agent.removed == [OTHER_AGENT]
+
+
+def test_a_sender_without_a_path(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    transport, agent, job = adding(monkeypatch)
+    agent.add_failure = NixlError("NIXL_ERR_BACKEND")
+    job.run()
+    list(transport.poll_events([]))
+    assert transport._sources[OTHER].state is PathState.DOWN
+    assert "UCX finds no path to the peer (NIXL_ERR_BACKEND)" in caplog.text
+    assert transport._sources["p/0"].state is PathState.UP
+
+
+def test_metadata_of_another_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under another name a sender could take another one's place."""
+    transport, agent, job = adding(monkeypatch, metadata="p/0#1")
+    job.run()
+    list(transport.poll_events([]))
+    assert agent.removed == ["p/0#1"] and not agent.read_from
+    assert transport._sources[OTHER].state is PathState.DOWN
+    assert transport._port.counters.bad_messages == 1

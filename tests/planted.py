@@ -1765,4 +1765,5 @@ MUTANTS: list[tuple[str, ...]] = [
     ("NIXL: open reads are looked at while a thread uses the agent", "transports/nixl/transport.py", "        if self._ready is None or self._adding is not None:\n", "        if self._ready is None:\n", "tests/transports/nixl/test_nixl_adding.py"),
     ("NIXL: two threads add senders", "transports/nixl/transport.py", "        if self._adding is not None:\n            return\n        ordered", "        ordered", "tests/transports/nixl/test_nixl_adding.py"),
     ("NIXL: a sender that is gone is probed", "transports/nixl/transport.py", "            self._sources.get(source.name) is source\n            and source.state", "            source.state", "tests/transports/nixl/test_nixl_adding.py"),
+    ("blocks that could not be summed count against their path", "protocol/receiver.py", "            if source.sums:\n                given_up", "            if True:\n                given_up", "tests/protocol/test_receiver.py"),
 ]

@@ -209,7 +209,7 @@ class LoadedSums:
             event = self._runtime.record_event(self._stream)
         except RuntimeError as error:
             log.warning(
-                "gpu: the blocks of transfer %s were not summed (%s); they count as different",
+                "gpu: the blocks of transfer %s were not summed (%s); this engine recomputes them",
                 action.transfer,
                 error,
             )

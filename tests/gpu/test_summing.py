@@ -212,7 +212,7 @@ def test_some_prompts_are_not_summed(how: str) -> None:
         assert computed.sum_step(["t"]) == []
 
 
-def test_a_load_that_cannot_be_summed_counts_as_different() -> None:
+def test_a_load_that_cannot_be_summed_ends_without_sums() -> None:
     d = Engine(2)
     loaded = summing.LoadedSums(d.memory)
     d.gpu.fault = out_of_memory

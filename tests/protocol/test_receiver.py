@@ -785,7 +785,12 @@ SLOW = TransportChanged("p", "slow:1")
 
 
 def compare(
-    side: Receiver, theirs: list[int], source: str = "p", halfway: TransportChanged | None = None
+    side: Receiver,
+    theirs: list[int],
+    source: str = "p",
+    halfway: TransportChanged | None = None,
+    *,
+    ours: list[int] = SUMS,
 ) -> list[ReceiverAction]:
     """Loads 8 tokens; returns what follows from the comparison with the sums of the source."""
     side.handle(wanted(source), 0.0)
@@ -795,7 +800,7 @@ def compare(
         side.handle(completed(number), 0.2)
         if halfway is not None:
             side.handle(halfway, 0.2)
-    side.handle(LayersSummed("t", source, SUMS), 0.3)
+    side.handle(LayersSummed("t", source, ours), 0.3)
     actions = side.handle(messages.Confirm("t", source, "d", valid=True, sums=theirs), 0.4)
     side.validate()
     return actions
@@ -817,6 +822,16 @@ def test_the_third_mismatch_over_a_path_gives_it_up() -> None:
     given_up, result = compare(side, WRONG)
     assert given_up == GiveUpPath("p", "fast")
     assert isinstance(result, LoadResult) and result.reason is Reason.KV_MISMATCH
+
+
+def test_blocks_that_this_engine_could_not_sum_blame_no_path() -> None:
+    """As for lack of GPU memory. A path that is given up stays so until an engine restarts."""
+    side = comparing()
+    for _ in range(4):
+        (result,) = compare(side, SUMS, ours=[])
+        assert isinstance(result, LoadResult) and result.reason is Reason.KV_MISMATCH
+        assert result.detail == "this rank could not sum its blocks"
+    assert not side.compared_paths._comparisons
 
 
 def test_mismatches_far_apart_leave_a_path_in_use() -> None:

@@ -164,7 +164,7 @@ class LayersSummed(msgspec.Struct, frozen=True, tag=True):
 
     transfer: str
     source: str
-    sums: list[int]  # layer sums of all layers of its extents, in order
+    sums: list[int]  # layer sums of all layers of its extents, in order; empty: not summed
 
 
 class TransportChanged(msgspec.Struct, frozen=True, tag=True):

@@ -17,7 +17,7 @@ class Reason(str, Enum):
     ENGINE_STALLED = "engine_stalled"  # the sending engine has work, but has made no step for long
     CORRUPT = "corrupt"  # a piece failed its checksum or size several times, or others did before
     INTERNAL_ERROR = "internal_error"  # the driver of this worker failed
-    KV_MISMATCH = "kv_mismatch"  # the sums of both sides' blocks differ, or differed too often
+    KV_MISMATCH = "kv_mismatch"  # the sums of both sides' blocks differ, did too often, or failed
     BLOCKS_RELEASED = "blocks_released"  # the sender released blocks before all bytes were in place
 
 

@@ -671,7 +671,10 @@ class Receiver:
             if source.sums is None:
                 return []
             is_equal = source.sums == source.confirmed_sums
-            given_up = self._judge(source, source.transports, Reason.KV_MISMATCH, is_equal)
+            given_up: list[ReceiverAction] = []
+            # Blocks that could not be summed here say nothing about the path.
+            if source.sums:
+                given_up = self._judge(source, source.transports, Reason.KV_MISMATCH, is_equal)
             if not is_equal:
                 t.detail = _difference(source)
                 return given_up + self._fail(name, Reason.KV_MISMATCH, now, informed=source.name)
@@ -1075,6 +1078,8 @@ def _transport(address: str) -> str:
 def _difference(source: SourceRecord) -> str:
     """Returns which layer of this rank differs from the source's; the first one of several."""
     assert source.sums is not None and source.confirmed_sums is not None
+    if not source.sums:
+        return "this rank could not sum its blocks"
     layers: list[int] = []
     for plan in source.compared:
         layers += range(plan.shard.layer, plan.shard.layer_end)

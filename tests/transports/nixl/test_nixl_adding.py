@@ -17,6 +17,7 @@ from vllm_disagg.kv.memory import HostBuffer
 from vllm_disagg.kv.runs import runs_of
 from vllm_disagg.protocol.events import BlocksAtSource, PostRead, ReadCompleted, ReadStatus
 from vllm_disagg.transports.nixl import notes
+from vllm_disagg.transports.nixl import reads as nixl_reads
 from vllm_disagg.transports.nixl import transport as nixl
 from vllm_disagg.transports.nixl.agent import NixlError, NixlRefused, Read
 from vllm_disagg.transports.nixl.reads import OpenRead, Reads
@@ -49,6 +50,12 @@ class HeldJob:
             self.error = str(error)
         self.is_over = True
 
+    def ends(self, seconds: float) -> bool:
+        """Runs it, if it has not run; returns whether it has ended well."""
+        if not self.is_over:
+            self.run()
+        return not self.error
+
     def next_deadline(self, now: float) -> float:
         """Returns when to look at it."""
         return now + 1.0
@@ -67,6 +74,7 @@ class AddingAgent:
         self.read_from: list[str] = []
         self.buffers: list[HostBuffer] = []
         self.looks = 0  # at open reads
+        self.closed_with: list[str] | None = None
 
     def buffer(self, size: int) -> HostBuffer:
         self.buffers.append(HostBuffer(size))
@@ -92,7 +100,8 @@ class AddingAgent:
         return True
 
     def close(self) -> None:
-        """Closes nothing."""
+        """Notes who had been added by then."""
+        self.closed_with = list(self.added)
 
 
 def adding(
@@ -218,6 +227,16 @@ def test_a_sender_without_a_path(
     assert transport._sources[OTHER].state is PathState.DOWN
     assert "UCX finds no path to the peer (NIXL_ERR_BACKEND)" in caplog.text
     assert transport._sources["p/0"].state is PathState.UP
+
+
+def test_an_agent_is_closed_behind_the_thread_that_uses_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    transport, agent, _ = adding(monkeypatch)
+    monkeypatch.setattr(nixl_reads, "Job", HeldJob)
+    transport._sender._making = None
+    transport.close()
+    assert agent.closed_with == [OTHER_AGENT]
 
 
 def test_metadata_of_another_agent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1767,4 +1767,5 @@ MUTANTS: list[tuple[str, ...]] = [
     ("NIXL: a sender that is gone is probed", "transports/nixl/transport.py", "            self._sources.get(source.name) is source\n            and source.state", "            source.state", "tests/transports/nixl/test_nixl_adding.py"),
     ("blocks that could not be summed count against their path", "protocol/receiver.py", "            if source.sums:\n                given_up", "            if True:\n                given_up", "tests/protocol/test_receiver.py"),
     ("NIXL: an agent is closed while a thread uses it", "transports/nixl/transport.py", "            self._adding.job.ends(CLOSE_SECONDS)\n", "            pass\n", "tests/transports/nixl/test_nixl_adding.py"),
+    ("doctor: reads that UCX emulates pass", "kv_connectors/gpu/rates.py", "        _end_help(source)\n", "        pass\n", "tests/transports/processes/test_device.py"),
 ]

@@ -1,7 +1,13 @@
 """Rates of copies by size: between host and GPU, between GPUs, and between processes by NIXL.
 
 The NIXL source is a process of its own, as P and D are: within one process UCX copies otherwise.
-It writes one JSON line, its agent and its memory, and serves reads until its input ends.
+
+    source                                          reader
+    one JSON line: its agent and its memory ------>
+    lets UCX work                                   connects, by a read
+                                 <----------------- CONNECTED
+    AT_REST ------------------------------------->
+    does nothing until its input ends               reads: those that end are truly one-sided
 """
 
 from __future__ import annotations
@@ -38,6 +44,10 @@ SEED = 20261122
 # Of the pattern at both ends of the source's memory.
 PATTERN_BYTES = 4096
 TRANSFER = "0" * 32  # by whose id pieces are hashed
+# Lines between the two processes of NIXL's rates.
+CONNECTED = "connected"
+AT_REST = "at rest"
+NEEDS_HELP = " without the other process's help, so UCX emulates it, and engines refuse that"
 
 
 @dataclass(frozen=True)
@@ -136,10 +146,13 @@ def serve(config: Config, memory: DirectMemory, end: TextIO) -> None:
         "device": memory.place.device,
     }
     print(json.dumps(offer), flush=True)
-    waiting = Job(end.read)
-    while not waiting.is_over:
+    # As P does: UCX works while a reader connects, and not for its reads.
+    connecting = Job(end.readline)
+    while not connecting.is_over:
         agent.progress()
         time.sleep(POLL_SECONDS)
+    print(AT_REST, flush=True)
+    end.read()
     agent.close()
 
 
@@ -149,38 +162,55 @@ def nixl_rates(
     """Returns the rates of reads from another process into the device of `memory`.
 
     `source_command`: runs `serve`. Raises RuntimeError, with the reason in one line, if a read does
-    not end or brings other bytes.
+    not end without the other process's help, or brings other bytes.
     """
     source = subprocess.Popen(source_command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
-        assert source.stdout is not None
-        offered = Job(functools.partial(_offer, source.stdout))
-        if not offered.ends(SOURCE_SECONDS) or not offered.result:
+        offered = _line(source, "{", SOURCE_SECONDS)
+        if not offered:
             raise RuntimeError("the other process did not start NIXL")
-        return _read_all(path, config, memory, json.loads(offered.result))
+        return _read_all(path, config, memory, json.loads(offered), source)
     finally:
         # It ends by itself when its input ends, unless UCX hangs.
         source.kill()
         source.communicate()
 
 
-def _offer(lines: Iterable[bytes]) -> bytes:
-    """Returns the line of `serve`; UCX may have written others before."""
-    return next((line for line in lines if line.startswith(b"{")), b"")
+def _line(source: subprocess.Popen[bytes], start: str, seconds: float) -> bytes:
+    """Returns the next line of `serve` that starts so; empty if none comes in these seconds."""
+    assert source.stdout is not None
+    # UCX may have written others before.
+    waiting = Job(functools.partial(_first_line, source.stdout, start.encode()))
+    waiting.ends(seconds)
+    return waiting.result or b""
 
 
-def _read_all(path: str, config: Config, memory: DirectMemory, offer: dict[str, Any]) -> list[Rate]:
+def _first_line(lines: Iterable[bytes], start: bytes) -> bytes:
+    return next((line for line in lines if line.startswith(start)), b"")
+
+
+def _read_all(
+    path: str,
+    config: Config,
+    memory: DirectMemory,
+    offer: dict[str, Any],
+    source: subprocess.Popen[bytes],
+) -> list[Rate]:
     agent = Agent("doctor-target", config, memory)
     try:
         peer = agent.add(base64.b64decode(offer["metadata"]))
         place = MemoryPlace("VRAM", offer["device"])
         buffer = agent.buffer(SIZES_BYTES[-1])
+        first = runs_of([(buffer.address, SIZES_BYTES[0])])
+        first_remote = runs_of([(offer["address"], SIZES_BYTES[0])])
+        _read(agent, peer, (first, first_remote), place)
+        _end_help(source)
         found = []
         for size in SIZES_BYTES:
             end = size - PATTERN_BYTES
             buffer.store(end, bytes(PATTERN_BYTES))
             runs = (runs_of([(buffer.address, size)]), runs_of([(offer["address"], size)]))
-            read = functools.partial(_read, agent, peer, runs, place)
+            read = functools.partial(_read, agent, peer, runs, place, NEEDS_HELP)
             found.append(Rate(path, size, _rate(size, read)))
             if bytes(buffer.load(end, PATTERN_BYTES)) != pattern():
                 raise RuntimeError(
@@ -192,11 +222,21 @@ def _read_all(path: str, config: Config, memory: DirectMemory, offer: dict[str, 
         Job(agent.close).ends(CLOSE_SECONDS)
 
 
-def _read(agent: Agent, peer: str, runs: Any, place: MemoryPlace) -> None:
+def _end_help(source: subprocess.Popen[bytes]) -> None:
+    """Has the other process leave UCX alone from now on."""
+    assert source.stdin is not None
+    source.stdin.write(f"{CONNECTED}\n".encode())
+    source.stdin.flush()
+    if not _line(source, AT_REST, READ_SECONDS):
+        raise RuntimeError("the other process did not answer")
+
+
+def _read(agent: Agent, peer: str, runs: Any, place: MemoryPlace, why: str = "") -> None:
+    """Reads runs; raises RuntimeError, with `why`, if that does not end."""
     local, remote = runs
     read = agent.read(peer, local, remote, place)
     deadline = time.monotonic() + READ_SECONDS
     while read is not None and not agent.is_done(read):
         if time.monotonic() > deadline:
-            raise RuntimeError(f"a read did not end within {READ_SECONDS:.0f} s")
+            raise RuntimeError(f"a read did not end within {READ_SECONDS:.0f} s{why}")
         time.sleep(POLL_SECONDS)

@@ -335,6 +335,15 @@ def test_the_doctor_compares_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
         doctors_rates(monkeypatch, "--other-bytes")
 
 
+@without_nvlink
+def test_the_doctor_refuses_emulated_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As engines do: they end only while the other process lets UCX work."""
+    monkeypatch.setenv(ZERO_COPY_READS, "n")
+    monkeypatch.setattr(rates, "READ_SECONDS", 3.0)
+    with pytest.raises(RuntimeError, match="so UCX emulates it"):
+        doctors_rates(monkeypatch)
+
+
 # The memory of a real engine ----------------------------------------------------------------------
 class FakeCudaRuntime:
     """The runtime of the fake driver; see `kv_connectors.gpu.runtime.Runtime`. Copies at once."""

@@ -12,6 +12,7 @@ from vllm_disagg.planner.cost import hardware, model
 from vllm_disagg.planner.cost.latency import LinearLatency
 from vllm_disagg.planner.search import demand, optimizer
 from vllm_disagg.planner.search.bounds import CapacityBounds
+from vllm_disagg.planner.search.demand import DemandScore
 from vllm_disagg.planner.search.scenario import (
     Criterion,
     PerformanceSource,
@@ -237,18 +238,17 @@ def test_the_cheapest_by_price_with_flags_and_two_types() -> None:
         _check_the_cheapest(scenario, rate)
 
 
-@pytest.mark.parametrize(("gpus", "rate", "least"), [(12, 37.0, 11), (16, 25.0, 10)])
-def test_a_rate_takes_few_simulations(
-    gpus: int, rate: float, least: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One side that misses alone is not simulated with each other side."""
+def _cheapest_of_13b(
+    gpus: int, rate: float, ttft: float, monkeypatch: pytest.MonkeyPatch
+) -> tuple[DemandScore | None, list[Placement], int]:
+    """Returns the cheapest split, the placements tried, and the number of simulations."""
     source = PerformanceSource("roofline", "a100", model.load("opt-13b"), hardware.gpu("a100"))
     scenario = msgspec.structs.replace(
         _roofline_scenario(gpus, 300),
         prefill=source,
         decode=source,
         workload=workload.load("sharegpt-like"),
-        objective=Objective(2.0, 0.015),
+        objective=Objective(ttft, 0.015),
     )
     simulated = []
 
@@ -259,6 +259,23 @@ def test_a_rate_takes_few_simulations(
     monkeypatch.setattr(demand, "simulate", count)
     tried = list[Placement]()
     found = demand._cheapest(scenario, rate, lambda kind, place: tried.append(place))
-    assert found.split and found.split.placement.gpus == least
-    assert len(tried) <= len(simulated) <= 80
     assert not any(scenario.infeasible(place, scenario.samples()[0]) for place in tried)
+    assert len(tried) <= len(simulated)
+    return found.split, tried, len(simulated)
+
+
+@pytest.mark.parametrize(("gpus", "rate", "least"), [(12, 37.0, 11), (16, 25.0, 10)])
+def test_a_rate_takes_few_simulations(
+    gpus: int, rate: float, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One side that misses alone is not simulated with each other side."""
+    split, _, simulations = _cheapest_of_13b(gpus, rate, 2.0, monkeypatch)
+    assert split and split.placement.gpus == least
+    assert simulations <= 80
+
+
+def test_what_is_too_slow_when_idle_is_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most prompts take longer than this TTFT at most placements."""
+    split, tried, simulations = _cheapest_of_13b(12, 10.0, 0.05, monkeypatch)
+    assert split is None and tried
+    assert simulations <= 20

@@ -38,7 +38,7 @@ needs_compiler = pytest.mark.skipif(
 
 def run(files: list[str], env: dict[str, str]) -> str:
     """Runs tests in a process with these variables; prints and returns its output."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", *files]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-rs", *files]
     given = {**os.environ, **env}
     done = subprocess.run(
         command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=LIMIT_SECONDS
@@ -104,13 +104,23 @@ def test_the_fake_driver_runs_no_copy_while_its_process_ends(tmp_path: Path) -> 
 
 
 @needs_nixl
+@needs_compiler
+@pytest.mark.skipif(fake_gpu.IS_ON_GPU, reason="this process is one of those that it starts")
+def test_the_doctors_reads_between_two_gpus_of_a_fake_driver(tmp_path: Path) -> None:
+    """A part of the test below that takes seconds, for the fault planted in it."""
+    fake_gpu.build(tmp_path)
+    env = {**fake_gpu.environment(tmp_path), "PYTHONPATH": str(ROOT / "tests" / "gpu")}
+    assert count_passed(run([f"{HERE}/test_nixl_vram.py", "-k", "the_doctor"], env)) == 2
+
+
+@needs_nixl
 @needs_triton
 @needs_compiler
 @pytest.mark.skipif(fake_gpu.IS_ON_GPU, reason="this process is one of those that it starts")
 def test_nixl_between_two_gpus_of_a_fake_driver(tmp_path: Path) -> None:
     fake_gpu.build(tmp_path)
     env = {**fake_gpu.environment(tmp_path), "PYTHONPATH": str(ROOT / "tests" / "gpu")}
-    output = run([f"{HERE}/test_nixl.py", f"{HERE}/test_nixl_vram.py"], env)
+    output = run([f"{HERE}/test_nixl_vram.py", f"{HERE}/test_nixl.py"], env)
     skipped = skipped_by_reason(output)
     # Any other reason: these processes have no fake GPU, and have tested host memory.
     assert skipped.keys() == {HOST_MEMORY_ONLY, WITHOUT_NVLINK}, skipped

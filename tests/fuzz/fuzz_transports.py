@@ -440,6 +440,7 @@ class ScriptedAgent:
         self._registered = nixl_notes.registered(info)
         self._buffers: list[HostBuffer] = []
         self.added = 0
+        self.is_told_the_truth = True  # by the notes about the peer's memory
 
     def buffer(self, size: int) -> HostBuffer:
         """Returns registered memory."""
@@ -466,6 +467,8 @@ class ScriptedAgent:
         if not are_inside(local, joined(runs_of(own))):
             raise AssertionError("a read into memory that is not registered here")
         if not are_inside(remote, self._registered):
+            if not self.is_told_the_truth:
+                raise NixlRefused("NIXL_ERR_NOT_FOUND")  # by the peer's metadata
             raise AssertionError("a read of memory that the peer has not registered")
         how = self._random.random()
         if how < 0.02:
@@ -622,6 +625,7 @@ class NixlTarget:
         data = nixl_notes.encode(info)
         if random.random() < 0.2:
             data = mutated(random, data)
+        self._agent.is_told_the_truth = data == nixl_notes.encode(self._info)
         part = nixl_notes.AgentInfoPart(source.attempt, 0, 1, data)
         return nixl_notes.encode(part)
 

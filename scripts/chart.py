@@ -22,6 +22,10 @@ NOTE = "{{- /* Written by scripts/chart.py from deploy/kubernetes; do not edit. 
 ROLES = ("prefill", "decode")
 ALERTS = ROOT / "deploy" / "observability" / "alerts.yml"
 RULE = "components/monitoring/prometheus-rule.yaml"
+# A series that is missing has no namespace: without one here, the proxies of another namespace
+# would hide that those of this one are gone.
+ABSENT = "absent(vllm_disagg_build_info)"
+ABSENT_HERE = 'absent(vllm_disagg_build_info{namespace="vllm-disagg"})'
 RULE_HEAD = """\
 # Written by scripts/chart.py from deploy/observability/alerts.yml; do not edit.
 apiVersion: monitoring.coreos.com/v1
@@ -46,14 +50,16 @@ SOURCES = {
     ),
 }
 # By template: texts of the manifest, and the texts of the template; each must be there.
+QUERIED = [('namespace="vllm-disagg"', 'namespace="{{ .Release.Namespace }}"')]
 SCALERS = [
+    *QUERIED,
     ("http://prometheus-operated.monitoring:9090", "{{ .Values.autoscaling.prometheus }}"),
-    ('namespace="vllm-disagg"', 'namespace="{{ .Release.Namespace }}"'),
     ('threshold: "2"', "threshold: {{ .Values.autoscaling.prefillBacklogSeconds | quote }}"),
     ('threshold: "0.7"', "threshold: {{ .Values.autoscaling.decodeKvCacheUsage | quote }}"),
     ('threshold: "4"', "threshold: {{ .Values.autoscaling.decodeWaiting | quote }}"),
     ("minReplicaCount: 1", "minReplicaCount: {{ .Values.autoscaling.min }}"),
     ("maxReplicaCount: 8", "maxReplicaCount: {{ .Values.autoscaling.max }}"),
+NETWORK = [("name: monitoring}", "name: {{ .Values.networkPolicy.prometheusNamespace }}}")]
 ]
 PROXY = [
     ("image: vllm-disagg-proxy:0.1.0", "image: {{ .Values.images.proxy }}"),
@@ -99,14 +105,21 @@ def replacements(template: str) -> list[tuple[str, str]]:
     name = template.removesuffix(".yaml")
     if name in ROLES:
         return engine(name)
-    found = {"proxy": PROXY, "scaled-objects": SCALERS}
+    found = {
+        "proxy": PROXY,
+        "network": NETWORK,
+        "prometheus-rule": QUERIED,
+        "scaled-objects": SCALERS,
+    }
     return found.get(name, [])
 
 
 def prometheus_rule() -> str:
     """Returns the alerts as an object of the Prometheus operator."""
     _, _, groups = ALERTS.read_text().partition("\ngroups:\n")
-    return RULE_HEAD + textwrap.indent(groups, "  ")
+    if ABSENT not in groups:
+        raise SystemExit(f"{ALERTS} has no text {ABSENT!r}: bring scripts/chart.py up to date")
+    return RULE_HEAD + textwrap.indent(groups.replace(ABSENT, ABSENT_HERE), "  ")
 
 
 def render(template: str) -> str:

@@ -193,14 +193,15 @@ TRANSFERS = [
         ],
     ),
 ]
+# Engines have these series too, and so have proxies of others, such as those of Kubernetes.
+OF_PROXIES = "and on (instance, job) vllm_disagg_build_info"
 PROXY = [
     Panel(
         "CPU",
         "none",
         [
             Query(
-                'sum by (instance) (rate(process_cpu_seconds_total{job=~".*proxy.*"}'
-                f"[{WINDOW}]))",
+                f"rate(process_cpu_seconds_total[{WINDOW}]) {OF_PROXIES}",
                 "{{instance}} cores",
             )
         ],
@@ -208,17 +209,12 @@ PROXY = [
     Panel(
         "Memory",
         "bytes",
-        [Query('process_resident_memory_bytes{job=~".*proxy.*"}', "{{instance}}")],
+        [Query(f"process_resident_memory_bytes {OF_PROXIES}", "{{instance}}")],
     ),
     Panel(
         "Open files",
         "percentunit",
-        [
-            Query(
-                'process_open_fds{job=~".*proxy.*"} / process_max_fds{job=~".*proxy.*"}',
-                "{{instance}}",
-            )
-        ],
+        [Query(f"process_open_fds / process_max_fds {OF_PROXIES}", "{{instance}}")],
     ),
     Panel(
         "Versions",

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from observability import (
+    ROOT,
     RULE_TESTS,
     RUNBOOK,
     SCRAPES,
@@ -50,6 +51,21 @@ def test_each_alert_has_a_runbook_heading_and_both_cases(name: str) -> None:
         for expected in case["alert_rule_test"]:
             fired.setdefault(expected["alertname"], set()).add(bool(expected["exp_alerts"]))
     assert fired[name] == {True, False}
+
+
+def test_a_proxy_is_known_by_its_own_series() -> None:
+    """Kubernetes has jobs named kube-proxy, whose processes have open files and memory too."""
+    process = [text for text in expressions() if "process_" in text]
+    assert len(process) > 3
+    assert all("on (instance, job) vllm_disagg_build_info" in text for text in process)
+
+
+def test_the_proxies_of_another_namespace_hide_no_loss() -> None:
+    assert alerts()["DisaggProxyAbsent"]["expr"] == "absent(vllm_disagg_build_info)"
+    path = ROOT / "deploy" / "kubernetes" / "components" / "monitoring" / "prometheus-rule.yaml"
+    (group,) = yaml.safe_load(path.read_text())["spec"]["groups"]
+    (expression,) = [r["expr"] for r in group["rules"] if r["alert"] == "DisaggProxyAbsent"]
+    assert expression == 'absent(vllm_disagg_build_info{namespace="vllm-disagg"})'
 
 
 def test_no_runbook_heading_without_an_alert() -> None:

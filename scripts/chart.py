@@ -57,10 +57,10 @@ SCALERS = [
     ('threshold: "2"', "threshold: {{ .Values.autoscaling.prefillBacklogSeconds | quote }}"),
     ('threshold: "0.7"', "threshold: {{ .Values.autoscaling.decodeKvCacheUsage | quote }}"),
     ('threshold: "4"', "threshold: {{ .Values.autoscaling.decodeWaiting | quote }}"),
-    ("minReplicaCount: 1", "minReplicaCount: {{ .Values.autoscaling.min }}"),
+    ("minReplicaCount: 2", "minReplicaCount: {{ .Values.autoscaling.min }}"),
     ("maxReplicaCount: 8", "maxReplicaCount: {{ .Values.autoscaling.max }}"),
-NETWORK = [("name: monitoring}", "name: {{ .Values.networkPolicy.prometheusNamespace }}}")]
 ]
+NETWORK = [("name: monitoring}", "name: {{ .Values.networkPolicy.prometheusNamespace }}}")]
 PROXY = [
     ("image: vllm-disagg-proxy:0.1.0", "image: {{ .Values.images.proxy }}"),
     ("  replicas: 2", "  replicas: {{ .Values.proxy.replicas }}"),

@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from pods import VARIABLE
 from vllm_disagg import __version__, cli, config
 from vllm_disagg.fleet.conventions import KV_ROLES, QUIET_ACCESS_LOG_FLAG
+from vllm_disagg.proxy.http.limits import Limits
+from vllm_disagg.proxy.http.request import HttpRequest
+from vllm_disagg.proxy.http.server import Connection, Server
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -52,6 +58,8 @@ def test_the_proxys_flags_are_flags() -> None:
     assert found["command"] == ["python3", "-m", "vllm_disagg", "proxy"]
     args = parse(["proxy", *expanded(found["args"])])
     assert args.service_discovery and args.port == found["ports"][0]["containerPort"]
+    # The chart has its flags of the user behind this one: they are the last, which count.
+    assert found["args"][-1] == "--log-format=json"
     for role, selector in (("prefill", args.prefill_selector), ("decode", args.decode_selector)):
         labels = deployment(role)["spec"]["template"]["metadata"]["labels"]
         assert dict(label.split("=") for label in selector) == labels
@@ -73,17 +81,82 @@ def test_the_proxys_log_has_each_request(words: list[str]) -> None:
     assert parse(words).access_log == "-"
 
 
-@pytest.mark.parametrize("name", [*ENGINES, "proxy"])
+def grace_seconds(name: str) -> int:
+    return int(deployment(name)["spec"]["template"]["spec"]["terminationGracePeriodSeconds"])
+
+
+@pytest.mark.parametrize("name", ENGINES)
 def test_the_drain_ends_before_the_pod_is_killed(name: str) -> None:
     command = container(name)["lifecycle"]["preStop"]["exec"]["command"]
-    words = command[command.index("drain") :]
-    args = parse(words)
-    grace = deployment(name)["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
-    shutdown = shutdown_timeout(container(name)["args"]) if name in ENGINES else 0
-    assert args.notice + args.timeout + shutdown < grace
+    args = parse(command[command.index("drain") :])
+    shutdown = shutdown_timeout(container(name)["args"])
+    assert args.notice + args.timeout + shutdown < grace_seconds(name)
     # The hook's command is not expanded, so the server's address comes from the environment.
     urls = [e["value"] for e in container(name)["env"] if e["name"] == "VLLM_DISAGG_URL"]
     assert urls == [f"http://$(POD_IP):{container(name)['ports'][0]['containerPort']}"]
+
+
+def test_a_proxy_pod_ends_its_connections_within_its_grace() -> None:
+    """Clients that keep their connections send requests until SIGTERM: a drain would not end."""
+    command = container("proxy")["lifecycle"]["preStop"]["exec"]["command"]
+    python, flag, program = command
+    assert (python, flag) == ("python3", "-c")
+    pause = re.fullmatch(r"import time; time\.sleep\((\d+)\)", program)
+    assert pause
+    args = parse(["proxy", *expanded(container("proxy")["args"])])
+    # An answer may take minutes. What runs longer is cut by the proxy, not by the kubelet.
+    assert 600 <= args.shutdown_timeout < grace_seconds("proxy") - int(pause[1])
+
+
+def test_a_full_proxy_is_not_restarted() -> None:
+    """Beyond --max-connections each answer is 503; a restart would cut all streams."""
+    probe = container("proxy")["livenessProbe"]
+    assert probe["timeoutSeconds"] > 10  # the program waits 5 s twice
+    python, flag, program = probe["exec"]["command"]
+    assert (python, flag) == ("python3", "-c")
+
+    async def exit_status(port: int) -> int:
+        command = [sys.executable, "-c", program.replace(" 8000)", f" {port})")]
+        environment = {**os.environ, "POD_IP": "127.0.0.1"}
+        process = await asyncio.create_subprocess_exec(
+            *command, env=environment, stderr=asyncio.subprocess.DEVNULL
+        )
+        return await process.wait()
+
+    async def answer(request: HttpRequest, client: Connection) -> None:
+        client.answer(200, [], b"")
+
+    async def statuses() -> tuple[bytes, int, int]:
+        server = Server(answer, Limits(connections=1))
+        port = await server.start("127.0.0.1", 0)
+        _, holder = await asyncio.open_connection("127.0.0.1", port)
+        reader, client = await asyncio.open_connection("127.0.0.1", port)
+        refusal = await reader.readuntil(b"\r\n")
+        full = await exit_status(port)
+        holder.close()
+        client.close()
+        await server.stop(0)
+        return refusal, full, await exit_status(port)
+
+    assert asyncio.run(statuses()) == (b"HTTP/1.1 503 Service Unavailable\r\n", 0, 1)
+
+
+def test_the_bodies_of_a_proxy_fit_into_its_pod() -> None:
+    """The kernel kills a pod above its memory limit, with all its streams."""
+    args = parse(["proxy", *expanded(container("proxy")["args"])])
+    limit = container("proxy")["resources"]["limits"]["memory"]
+    gib = int(limit.removesuffix("Gi"))
+    # Held once, and once more for each of two legs: docs/how-to/limit-load.md.
+    assert 3 * args.max_all_bodies_bytes + 2**29 <= gib * 2**30
+
+
+@pytest.mark.parametrize("role", ENGINES)
+def test_a_rollout_has_time_for_a_drain_and_a_start(role: str) -> None:
+    """Beyond its deadline `kubectl rollout status` fails, although the roll-out goes on."""
+    probe = container(role)["startupProbe"]
+    start_seconds = probe["periodSeconds"] * probe["failureThreshold"]
+    deadline = deployment(role)["spec"]["progressDeadlineSeconds"]
+    assert deadline >= grace_seconds(role) + start_seconds + 600  # and to pull the image
 
 
 def shutdown_timeout(words: list[str]) -> int:
@@ -233,3 +306,21 @@ def test_scalers_name_deployments() -> None:
     scalers = DEPLOY / "kubernetes" / "components" / "autoscaling" / "scaled-objects.yaml"
     names = [d["spec"]["scaleTargetRef"]["name"] for d in yaml.safe_load_all(scalers.read_text())]
     assert names == [deployment(name)["metadata"]["name"] for name in ENGINES]
+
+
+def test_scalers_leave_an_instance_while_one_is_replaced() -> None:
+    """An idle fleet has the fewest. A roll-out and a drained node end one before the next runs."""
+    scalers = DEPLOY / "kubernetes" / "components" / "autoscaling" / "scaled-objects.yaml"
+    values = yaml.safe_load((DEPLOY / "helm" / "vllm-disagg" / "values.yaml").read_text())
+    least = [d["spec"]["minReplicaCount"] for d in yaml.safe_load_all(scalers.read_text())]
+    for role, number in zip(ENGINES, least, strict=True):
+        update = deployment(role)["spec"]["strategy"]["rollingUpdate"]
+        assert update["maxSurge"] == 0 and number > update["maxUnavailable"]
+        assert values["autoscaling"]["min"] == number
+
+
+def test_scalers_keep_the_number_without_their_signal() -> None:
+    """KEDA takes a query without a result for 0: without scrapes it would end all but the least."""
+    scalers = DEPLOY / "kubernetes" / "components" / "autoscaling" / "scaled-objects.yaml"
+    triggers = [t for d in yaml.safe_load_all(scalers.read_text()) for t in d["spec"]["triggers"]]
+    assert [t["metadata"].get("ignoreNullValues") for t in triggers] == ["false"] * 3

@@ -98,6 +98,8 @@ def test_good_settings(tmp_path: Path) -> None:
     )
     assert settings.key.is_set and settings.decode == D[1:] and settings.host == "::"
     assert from_arguments(parsed(*D, "--host", "localhost")).api_keys == []
+    assert from_arguments(parsed(*D)).shutdown_timeout == 30
+    assert from_arguments(parsed(*D, "--shutdown-timeout", "600")).shutdown_timeout == 600
 
 
 def test_keys_are_read_from_files(tmp_path: Path) -> None:

@@ -13,7 +13,15 @@ from .plan import UpOptions
 
 EPILOG = "Arguments after -- are passed on to each vllm serve."
 # Flags of the proxy that the launcher sets, or that concern instances which it did not start.
-OWN_FLAGS = {"--host", "--port", "--key-file", "--api-key", "--no-api-key", "--admin-key"}
+OWN_FLAGS = {
+    "--host",
+    "--port",
+    "--key-file",
+    "--api-key",
+    "--no-api-key",
+    "--admin-key",
+    "--shutdown-timeout",  # `up` ends the proxy within a time of its own
+}
 OTHER_INSTANCES = {
     "--prefill",
     "--decode",

@@ -436,6 +436,13 @@ _BOUNDS = (
         1800.0,
         "longest time for a request, from its arrival to its end (default: %(default)s)",
     ),
+    _seconds(
+        "--shutdown-timeout",
+        30.0,
+        "time for running requests to end after SIGTERM; those that run longer are cut"
+        " (default: %(default)s)",
+        is_positive=False,
+    ),
 )
 
 GROUPS = {

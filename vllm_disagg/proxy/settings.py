@@ -74,7 +74,7 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     roles: RoleMode = default("--roles")
     # Without a byte of an instance that owes an answer, until the instance counts as down.
     liveness_timeout: float = 1.25
-    shutdown_timeout: float = 30.0  # for running requests, once the proxy is stopped
+    shutdown_timeout: float = default("--shutdown-timeout")
     limits: Limits = Limits()
     registration: bool = default("--allow-registration")
     admin_key: str = default("--admin-key")  # empty: the fleet cannot be changed over HTTP
@@ -137,6 +137,7 @@ def from_arguments(args: argparse.Namespace) -> ProxySettings:
         queue_size=args.queue_size,
         max_requests=_share(args.max_concurrent_requests, args.workers),
         request_timeout=args.request_timeout,
+        shutdown_timeout=args.shutdown_timeout,
         limits=_limits(args),
         registration=args.allow_registration,
         admin_key=admin_key,

@@ -201,6 +201,24 @@ def test_the_unit_of_an_engine_has_the_same_settings() -> None:
     assert re.search(r"^KillMode=mixed$", unit, re.MULTILINE), "workers outlive the first SIGTERM"
 
 
+def test_an_engine_of_a_unit_has_a_home_that_it_may_write() -> None:
+    """ProtectHome closes the user's own: vLLM compiles into ~/.cache/vllm, and would end."""
+    unit = (DEPLOY / "systemd" / "vllm-disagg-engine@.service").read_text()
+    assert "\nProtectHome=yes\n" in unit and "\nProtectSystem=strict\n" in unit
+    state = re.search(r"^StateDirectory=(\S+)$", unit, re.MULTILINE)
+    home = re.search(r"^Environment=.*?\bHOME=(\S+)", unit, re.MULTILINE)
+    assert state and home and home[1] == f"/var/lib/{state[1]}"
+    assert "\nLimitMEMLOCK=infinity\n" in unit, "RDMA locks the KV cache"
+
+
+@pytest.mark.parametrize("unit", ["vllm-disagg-engine@.service", "vllm-disagg-proxy.service"])
+def test_units_find_their_keys_with_older_systemds(unit: str) -> None:
+    """%d is the folder of credentials since systemd 251; Ubuntu 22.04 has 249."""
+    text = (DEPLOY / "systemd" / unit).read_text()
+    assert "LoadCredential=" in text and "${CREDENTIALS_DIRECTORY}/" in text
+    assert set(re.findall(r"%\w", text)) <= {"%i"}
+
+
 def test_the_start_of_an_engines_unit_ends_the_drain_of_its_stop() -> None:
     """Else an engine is without requests after each restart, until somebody looks."""
     unit = (DEPLOY / "systemd" / "vllm-disagg-engine@.service").read_text()
@@ -292,7 +310,11 @@ def test_every_engine_reads_the_clients_keys() -> None:
     places = [words[words.index("--config") + 1].rpartition("/") for words in engine_commands()]
     names = {name for _, _, name in places}
     assert names == {"engine-keys.yaml"}
-    assert {folder for folder, _, _ in places} == {"/run/secrets", "/etc/vllm-disagg", "%d"}
+    assert {folder for folder, _, _ in places} == {
+        "/run/secrets",
+        "/etc/vllm-disagg",
+        "${CREDENTIALS_DIRECTORY}",
+    }
     assert "LoadCredential=engine-keys.yaml:" in unit
     for role in ENGINES:
         assert names <= set(compose["services"][role]["secrets"])

@@ -225,8 +225,11 @@ def _read_all(
 def _end_help(source: subprocess.Popen[bytes]) -> None:
     """Has the other process leave UCX alone from now on."""
     assert source.stdin is not None
-    source.stdin.write(f"{CONNECTED}\n".encode())
-    source.stdin.flush()
+    try:
+        source.stdin.write(f"{CONNECTED}\n".encode())
+        source.stdin.flush()
+    except OSError as error:
+        raise RuntimeError(f"the other process has ended ({error})") from None
     if not _line(source, AT_REST, READ_SECONDS):
         raise RuntimeError("the other process did not answer")
 

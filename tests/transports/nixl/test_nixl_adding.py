@@ -6,6 +6,7 @@ UCX maps all of a sender's GPU memory then. tests/transports/processes/test_nixl
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,13 @@ from test_nixl_pieces import ADDRESS, BLOCK_BYTES, TRANSFER, receiving
 from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.memory import HostBuffer
 from vllm_disagg.kv.runs import runs_of
-from vllm_disagg.protocol.events import BlocksAtSource, PostRead, ReadCompleted, ReadStatus
+from vllm_disagg.protocol.events import (
+    BlocksAtSource,
+    PostRead,
+    ReadCompleted,
+    ReadStatus,
+    TransportChanged,
+)
 from vllm_disagg.transports.nixl import notes
 from vllm_disagg.transports.nixl import reads as nixl_reads
 from vllm_disagg.transports.nixl import transport as nixl
@@ -38,6 +45,7 @@ class HeldJob:
 
     def __init__(self, do: Callable[[], Any]) -> None:
         self._do = do
+        self.started_at = time.monotonic()
         self.is_over = False
         self.result: Any = None
         self.error = ""
@@ -59,6 +67,14 @@ class HeldJob:
     def next_deadline(self, now: float) -> float:
         """Returns when to look at it."""
         return now + 1.0
+
+
+class EndlessJob(HeldJob):
+    """A job whose thread never comes back from UCX."""
+
+    def ends(self, seconds: float) -> bool:
+        """Returns whether it has ended well: never."""
+        return False
 
 
 class AddingAgent:
@@ -105,7 +121,7 @@ class AddingAgent:
 
 
 def adding(
-    monkeypatch: pytest.MonkeyPatch, metadata: str = OTHER_AGENT
+    monkeypatch: pytest.MonkeyPatch, metadata: str = OTHER_AGENT, made: type[HeldJob] = HeldJob
 ) -> tuple[NixlTransport, AddingAgent, HeldJob]:
     """Returns a transport that has a path to `p/0`, and adds a second sender just now."""
     transport = receiving(monkeypatch)
@@ -114,7 +130,7 @@ def adding(
     jobs: list[HeldJob] = []
 
     def job(do: Callable[[], Any]) -> HeldJob:
-        jobs.append(HeldJob(do))
+        jobs.append(made(do))
         return jobs[-1]
 
     monkeypatch.setattr(nixl, "Job", job)
@@ -135,8 +151,8 @@ def adding(
     [part] = notes.agent_info_notes(1, offered)
     transport.on_sender_note(OTHER, part)
     assert source.state is PathState.ADDING and not agent.added
-    [made] = jobs
-    return transport, agent, made
+    [job_of_other] = jobs
+    return transport, agent, job_of_other
 
 
 def post(transport: NixlTransport) -> None:
@@ -156,7 +172,7 @@ def test_the_agent_is_left_alone_while_a_sender_is_added(monkeypatch: pytest.Mon
     assert list(transport.poll_events([])) == []
     assert not agent.read_from and not agent.looks
     deadline = transport.next_deadline()
-    assert deadline is not None and deadline > nixl.time.monotonic(), "the driver would spin"
+    assert deadline is not None and deadline > time.monotonic(), "the driver would spin"
     job.run()
     assert list(transport.poll_events([])) == [ReadCompleted(TRANSFER, 0, ReadStatus.WRITTEN)]
     assert agent.read_from == [OTHER_AGENT, "p/0#1"]
@@ -237,6 +253,74 @@ def test_an_agent_is_closed_behind_the_thread_that_uses_it(
     transport._sender._making = None
     transport.close()
     assert agent.closed_with == [OTHER_AGENT]
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_an_agent_that_a_thread_never_leaves_is_not_closed(
+    monkeypatch: pytest.MonkeyPatch, is_read: bool
+) -> None:
+    """NIXL takes no locks: the engine could die by it. Blocks that it may write stay out of use."""
+    transport, agent, _ = adding(monkeypatch, made=EndlessJob)
+    transport._sender._making = None
+    assert transport._ready is not None
+    posted = PostRead(TRANSFER, 0, "p/0", ADDRESS, Extent(0, 1, 0, 16), [0], None, None)
+    opened = OpenRead("p/0", 64, 0.0, math.inf, posted if is_read else None, None, Read(None))
+    transport._ready.reads.open.append(opened)
+    if is_read:
+        with pytest.raises(NixlError, match="1 reads may still write"):
+            transport.close()
+    else:
+        transport.close()
+    assert agent.closed_with is None
+
+
+def test_other_transports_take_over_while_a_sender_is_added_for_long(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """UCX may never come back: pieces at NIXL's address would wait for as long."""
+    transport, agent, job = adding(monkeypatch)
+    post(transport)
+    assert list(transport.poll_events([])) == []
+    job.started_at -= nixl.PAIRING_SECONDS + 1.0
+    events = list(transport.poll_events([]))
+    assert ReadCompleted(TRANSFER, 0, ReadStatus.CANCELLED) in events
+    assert [event.source for event in events if isinstance(event, TransportChanged)] == ["p/0"]
+    assert {s.state for s in transport._sources.values()} == {PathState.DOWN}
+    assert "adding p/1 to this worker's agent has taken 31 s so far" in caplog.text
+    assert list(transport.poll_events([])) == [], "once"
+    job.run()
+    list(transport.poll_events([]))
+    assert set(agent.removed) == {"p/0#1", OTHER_AGENT}
+
+
+def test_waiting_for_another_sender_makes_no_peer_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport, _, job = adding(monkeypatch)
+    now = time.monotonic()
+    late = NixlSource("p/2", PathState.ASKING, 1, math.inf, now - 1.0)
+    transport._sources["p/2"] = late
+    transport._sources[OTHER].attempt_deadline = now - 1.0
+    job.started_at = now - 20.0
+    list(transport.poll_events([]))
+    assert late.state is PathState.ASKING
+    deadline = transport.next_deadline()
+    assert deadline is not None and deadline > time.monotonic(), "the driver would spin"
+    job.run()
+    list(transport.poll_events([]))
+    assert late.state is PathState.ASKING and late.attempt_deadline >= now + 19.0
+    assert transport._sources[OTHER].attempt_deadline >= now + 19.0
+
+
+def test_time_in_which_nobody_looks_counts_against_no_read() -> None:
+    """Several short adds in a row closed the agent: none was long enough to be forgiven."""
+    reads = Reads(AddingAgent(), 2.0)  # type: ignore[arg-type]
+    before = OpenRead("p/0", 64, 10.0, 12.0, None, None, Read(None))
+    within = OpenRead(OTHER, 64, 10.8, 12.8, None, None, Read(None))
+    reads.open += [before, within]
+    reads.forgive_pause(10.5, 11.5)
+    assert (before.started_at, before.deadline) == (11.0, 13.0)
+    assert (within.started_at, within.deadline) == pytest.approx((11.5, 13.5))
+    list(reads.ended(11.6))
+    assert before.deadline == 13.0, "counted once"
 
 
 def test_metadata_of_another_agent(monkeypatch: pytest.MonkeyPatch) -> None:

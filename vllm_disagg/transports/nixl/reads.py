@@ -128,6 +128,14 @@ class Reads:
             elif now >= opened.deadline:
                 raise ReadFailed(f"a read from {opened.source} does not end")
 
+    def forgive_pause(self, since: float, now: float) -> None:
+        """Counts the time from `since` on, in which nobody could look, against no open read."""
+        for opened in self.open:
+            paused = now - max(since, opened.started_at)
+            opened.started_at += paused
+            opened.deadline += paused
+        self._looked_at = now
+
     def next_deadline(self, now: float) -> float | None:
         """Returns when to look at the open reads: at once while one is younger than 1 ms."""
         if not self.open:

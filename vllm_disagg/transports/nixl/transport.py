@@ -23,6 +23,7 @@ States of a receiver's path to one sender (`PathState`):
     ADDING -> TRYING    the sender is added, and the probe's first read has begun
     TRYING -> UP        the probe proved the path, and NIXL is not slower than ZMQ
     any -> DOWN         an error, PAIRING_SECONDS without UP, an emulated or a slow path
+    UP -> DOWN          also while another sender has been ADDING for PAIRING_SECONDS
     DOWN -> ASKING      connect(), not before `retry_at`; by WAITING if the agent was closed
 
 The sender does not see when it is read, and need not: Confirm rejects bytes that were read too
@@ -79,7 +80,15 @@ from .agent import (
     zmq_speed,
 )
 from .path import UNAIDED_READ_SECONDS, OneSidedProbe, ProbeAction, ProbeStep
-from .reads import CLOSE_SECONDS, Closings, OpenRead, ReadFailed, Reads, RemotePeer
+from .reads import (
+    CLOSE_SECONDS,
+    JOBS_SECONDS,
+    Closings,
+    OpenRead,
+    ReadFailed,
+    Reads,
+    RemotePeer,
+)
 from .sender import PROGRESS_SECONDS, NixlSender
 
 log = logging.getLogger("vllm_disagg.nixl")
@@ -397,9 +406,15 @@ class NixlTransport:
     def _use_added(self, now: float) -> None:
         """Goes on with the sender that was added, if its thread has ended."""
         adding = self._adding
-        if adding is None or not adding.job.is_over:
+        if adding is None:
+            return
+        seconds = now - adding.job.started_at
+        if not adding.job.is_over:
+            if seconds > PAIRING_SECONDS:
+                self._lose_agent_for_now(adding.source.name, seconds)
             return
         self._adding = None
+        self._forgive_pause(adding.job.started_at, now)
         source, info, added = adding.source, adding.info, adding.job.result
         # Not if the path was given up meanwhile, or its sender evicted.
         is_current = (
@@ -423,6 +438,20 @@ class NixlTransport:
             self._probe(source, info, added, now)
         else:
             self._drop_added(info, added)
+
+    def _lose_agent_for_now(self, name: str, seconds: float) -> None:
+        """Has other transports take over: this agent reads nothing until its thread has ended."""
+        reason = f"adding {name} to this worker's agent has taken {seconds:.0f} s so far"
+        for source in self._sources.values():
+            if source.state in (PathState.ADDING, PathState.UP):
+                self._lose(source, reason)
+
+    def _forgive_pause(self, since: float, now: float) -> None:
+        """Counts the time in which a thread had the agent against no read and no attempt."""
+        assert self._ready is not None
+        self._ready.reads.forgive_pause(since, now)
+        for source in self._sources.values():
+            source.attempt_deadline += now - since
 
     def _probe(self, source: NixlSource, info: notes.AgentInfo, added: _Added, now: float) -> None:
         """Starts the probe of a sender that was added."""
@@ -813,7 +842,12 @@ class NixlTransport:
             elif now >= source.attempt_deadline:
                 message = "the probe never had time without another receiver's request for help"
                 self._lose(source, message)
-        elif source.state is PathState.ASKING and now >= source.attempt_deadline:
+        # A peer may have answered while another one was added: `_forgive_pause` counts that.
+        elif (
+            source.state is PathState.ASKING
+            and now >= source.attempt_deadline
+            and self._adding is None
+        ):
             self._lose(source, f"the peer did not answer within {PAIRING_SECONDS:g} s")
         elif source.state is PathState.ASKING and now >= source.retry_at:
             # Repeated, because notes may be lost and the peer's agent may not be made yet.
@@ -909,7 +943,9 @@ class NixlTransport:
             deadlines.append(self._adding.job.next_deadline(now))
         for source in self._sources.values():
             if source.state is PathState.ASKING:
-                deadlines.append(min(source.retry_at, source.attempt_deadline))
+                deadlines.append(source.retry_at)
+                if can_read:
+                    deadlines.append(source.attempt_deadline)
             elif source.state is PathState.TRYING and source.probe is not None and can_read:
                 is_decided = source.probe.step in DECIDED_STEPS
                 next_action = now if is_decided else source.probe.deadline
@@ -931,11 +967,20 @@ class NixlTransport:
         Raises NixlError if a read may still write into blocks after CLOSE_SECONDS.
         """
         jobs = [self._sender.close(), self._making]
-        if self._adding is not None:
-            self._adding.job.ends(CLOSE_SECONDS)
+        left = 0
         if self._ready is not None:
-            self._closings.give_up(self._ready.reads)
+            reads = self._ready.reads
+            posted = [opened for opened in reads.open if opened.posted is not None]
+            if self._adding is not None:
+                self._adding.job.ends(CLOSE_SECONDS if posted else JOBS_SECONDS)
+            if self._adding is None or self._adding.job.is_over:
+                self._closings.give_up(reads)
+            else:
+                # NIXL takes no locks: to close an agent that a thread is in may end the process.
+                left = len(posted)
         self._closings.finish([job for job in jobs if job is not None])
+        if left:
+            raise NixlError(f"{left} reads may still write")
 
 
 def transport_factory(config: Config, kv_device: str) -> Callable[[DriverPort], NixlTransport]:

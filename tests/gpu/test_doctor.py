@@ -6,6 +6,7 @@ run on the simulated GPU; NIXL's rates have a test over the fake driver (test_ni
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import re
@@ -97,6 +98,20 @@ def test_a_gpu_that_another_process_reads(monkeypatch: pytest.MonkeyPatch) -> No
     lines = list(examined().lines())
     assert "OK   nixl: memory of another process's GPU was read rightly" in lines
     assert "rate NIXL GPU 1 to GPU 0:   1 MiB     9.00 GB/s of 53.1" in lines
+
+
+def test_a_source_of_nixls_rates_that_has_died_is_a_reason() -> None:
+    """The doctor prints reasons that are RuntimeError; a broken pipe was a traceback."""
+    source = subprocess.Popen(
+        [sys.executable, "-c", ""], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    source.wait()
+    try:
+        with pytest.raises(RuntimeError, match="the other process has ended"):
+            rates._end_help(source)
+    finally:
+        with contextlib.suppress(BrokenPipeError):  # of the line that was not written
+            source.communicate()
 
 
 @pytest.mark.parametrize("has_rdma", [True, False])

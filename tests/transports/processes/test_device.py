@@ -48,6 +48,12 @@ def run(files: list[str], env: dict[str, str]) -> str:
     return done.stdout
 
 
+def environment_of_two_gpus(folder: Path) -> dict[str, str]:
+    """Builds the fake driver in a folder; returns the variables of processes that use it."""
+    fake_gpu.build(folder)
+    return {**fake_gpu.environment(folder), "PYTHONPATH": str(ROOT / "tests" / "gpu")}
+
+
 def count_passed(output: str) -> int:
     """Returns how many tests have passed."""
     [count] = re.findall(r"^(\d+) passed", output, re.MULTILINE)
@@ -108,8 +114,7 @@ def test_the_fake_driver_runs_no_copy_while_its_process_ends(tmp_path: Path) -> 
 @pytest.mark.skipif(fake_gpu.IS_ON_GPU, reason="this process is one of those that it starts")
 def test_the_doctors_reads_between_two_gpus_of_a_fake_driver(tmp_path: Path) -> None:
     """A part of the test below that takes seconds, for the fault planted in it."""
-    fake_gpu.build(tmp_path)
-    env = {**fake_gpu.environment(tmp_path), "PYTHONPATH": str(ROOT / "tests" / "gpu")}
+    env = environment_of_two_gpus(tmp_path)
     assert count_passed(run([f"{HERE}/test_nixl_vram.py", "-k", "the_doctor"], env)) == 2
 
 
@@ -118,8 +123,7 @@ def test_the_doctors_reads_between_two_gpus_of_a_fake_driver(tmp_path: Path) -> 
 @needs_compiler
 @pytest.mark.skipif(fake_gpu.IS_ON_GPU, reason="this process is one of those that it starts")
 def test_nixl_between_two_gpus_of_a_fake_driver(tmp_path: Path) -> None:
-    fake_gpu.build(tmp_path)
-    env = {**fake_gpu.environment(tmp_path), "PYTHONPATH": str(ROOT / "tests" / "gpu")}
+    env = environment_of_two_gpus(tmp_path)
     output = run([f"{HERE}/test_nixl_vram.py", f"{HERE}/test_nixl.py"], env)
     skipped = skipped_by_reason(output)
     # Any other reason: these processes have no fake GPU, and have tested host memory.

@@ -411,7 +411,7 @@ class NixlTransport:
         seconds = now - adding.job.started_at
         if not adding.job.is_over:
             if seconds > PAIRING_SECONDS:
-                self._lose_agent_for_now(adding.source.name, seconds)
+                self._use_other_transports(adding.source.name, seconds)
             return
         self._adding = None
         self._forgive_pause(adding.job.started_at, now)
@@ -439,7 +439,7 @@ class NixlTransport:
         else:
             self._drop_added(info, added)
 
-    def _lose_agent_for_now(self, name: str, seconds: float) -> None:
+    def _use_other_transports(self, name: str, seconds: float) -> None:
         """Has other transports take over: this agent reads nothing until its thread has ended."""
         reason = f"adding {name} to this worker's agent has taken {seconds:.0f} s so far"
         for source in self._sources.values():

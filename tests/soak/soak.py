@@ -41,7 +41,14 @@ JOBS = 300
 WARM_UP_JOBS = 16
 FAULT_SECONDS = 60.0  # from the begin of one fault to that of the next
 READING_SECONDS = 10.0
+PAGES_SECONDS = 60.0  # from one reading of the metrics pages to the next
+PLAIN_CLIENTS = 4  # of the plain engine beside: each engine of a pair serves half of all requests
 REST_SECONDS = 60.0  # for all blocks to be given back behind the load
+# Of the clients that leave: how far their transfers had come.
+OF_LEAVERS = (
+    r"vllm:disagg_load_seconds_count",
+    r"vllm:disagg_(?:failed_loads|unclaimed_prefills|delivered_prefills)_total",
+)
 EXCEPTIONAL = (
     r"vllm_disagg_(?:fallbacks|failovers)_total",
     r"vllm:disagg_(?:failed_loads|unclaimed_prefills)_total",
@@ -60,6 +67,8 @@ class Soak:
         self.faults: list[dict[str, object]] = []
         self.failures: list[str] = []  # faults that did not heal, engines that died
         self.found: dict[str, object] = {}
+        self.pages: list[dict[str, object]] = []  # of metrics, from time to time
+        self.plain_ledger = VerdictLedger()
         self._began_at = time.monotonic()
         self._measured = threading.Event()
         self._is_ended = False  # by SIGTERM
@@ -77,21 +86,26 @@ class Soak:
         """Runs load and faults, then the clients that leave; returns the verdicts."""
         fleet = self.fleet
         fleet.start()
-        answers_of(fleet.proxy.url, [job for job, _ in right[:WARM_UP_JOBS]])
+        for server in (fleet.proxy, fleet.plain):
+            answers_of(server.url, [job for job, _ in right[:WARM_UP_JOBS]])
         series = [fleet.series()]
         self._began_at = time.monotonic()
-        reader = threading.Thread(target=self._read)
-        reader.start()
+        readers = [threading.Thread(target=read) for read in (self._read, self._read_pages)]
+        for reader in readers:
+            reader.start()
         load = SoakLoad(fleet.proxy.url, right, self._seed, fleet.proxy_kills)
+        plain = SoakLoad(fleet.plain.url, right, self._seed, clients=PLAIN_CLIENTS)
+        self.plain_ledger = plain.ledger
         try:
-            with load.running():
+            with load.running(), plain.running():
                 self._disturb(load)
             self._expect_no_kv("behind the load")
             if self._aborts and not self.failures and not self._is_ended:
                 self._leave(right, load.ledger)
         finally:
             self._measured.set()
-            reader.join()
+            for reader in readers:
+                reader.join()
         if not self.failures:
             series.append(fleet.series())
             self.found["counters"] = fleet.counters(*EXCEPTIONAL)
@@ -101,6 +115,11 @@ class Soak:
     def _read(self) -> None:
         while not self._measured.wait(READING_SECONDS):
             self.measures.read(self.fleet.servers(), self.now)
+
+    def _read_pages(self) -> None:
+        while not self._measured.wait(PAGES_SECONDS):
+            page = {"series": self.fleet.series(), "held_kv": self.fleet.held_kv_of_survivors()}
+            self.pages.append({"at": round(self.now), **page})
 
     def _disturb(self, load: SoakLoad) -> None:
         order = iter(soak_faults.schedule(self._seed))
@@ -141,8 +160,11 @@ class Soak:
             engine.stop()
             self.fleet.engines.remove(engine)
         clients = LeavingClients(self.fleet.proxy.url, right, self._aborts, self._seed, ledger)
+        before = self.fleet.counters(*OF_LEAVERS)
         clients.run()
-        self.found["aborts"] = clients.summary()
+        after = self.fleet.counters(*OF_LEAVERS)
+        rises = {name: after[name] - before.get(name, 0.0) for name in after}
+        self.found["aborts"] = clients.summary() | {"transfers": rises}
         print(f"soak: clients that left: {clients.summary()}", flush=True)
         self.failures += [f"{name} died" for name in self.fleet.dead_engines()]
         self._expect_no_kv("behind the clients that left")
@@ -170,6 +192,10 @@ class Soak:
             "requests": sum(ledger.counts.values()),
             "verdicts": verdicts,
             "compared_of_left": ledger.compared_of_left,
+            "plain": {
+                verdict.value: count for verdict, count in self.plain_ledger.counts.items()
+            },
+            "pages": self.pages,
             "by_fault": {
                 fault: {verdict.value: count for verdict, count in by.items()}
                 for fault, by in sorted(ledger.by_fault.items())

@@ -141,6 +141,7 @@ class SoakFleet:
             SoakEngine("D1", folder, 4, "--no-enable-prefix-caching", role="kv_consumer"),
         ]
         self.engines = self.mortal + self.survivors
+        self.plain = plain_engine(folder)
         prefills: list[Engine] = [e for e in self.engines if e.role == "kv_producer"]
         decodes: list[Engine] = [e for e in self.engines if e.role == "kv_consumer"]
         self.proxy = SoakProxy(folder, prefills, decodes)
@@ -152,7 +153,9 @@ class SoakFleet:
         for engine in self.engines:
             engine.heal()
             engine.start()
-        for engine in self.engines:
+        self.plain.start()
+        self.plain.lower(NICE)
+        for engine in [*self.engines, self.plain]:
             engine.wait_ready()
         self.proxy.start()
         self.proxy.wait_ready()
@@ -161,7 +164,7 @@ class SoakFleet:
 
     def stop(self) -> None:
         """Ends all."""
-        servers: list[Process] = [self.proxy, *self.engines]
+        servers: list[Process] = [self.proxy, self.plain, *self.engines]
         for server in servers:
             server.begin_stop()
         for server in servers:
@@ -188,24 +191,36 @@ class SoakFleet:
     def servers(self) -> list[tuple[str, int]]:
         """Returns the name and the first process of each server that runs."""
         running = [(engine.name, engine.pid) for engine in self.engines if engine.pid]
-        return [*running, ("proxy", self.proxy.pid)]
+        return [*running, ("plain", self.plain.pid), ("proxy", self.proxy.pid)]
 
     def dead_engines(self) -> list[str]:
         """Returns the engines that have ended although no fault has ended them."""
         return [
             engine.name
-            for engine in self.engines
+            for engine in [*self.engines, self.plain]
             if engine.name not in self.ended_by_us and not engine.runs()
         ]
 
     def series(self) -> dict[str, int]:
-        """Returns the number of metric series of each server."""
-        servers: list[Process] = [self.proxy, *self.engines]
-        return {server.name: count_series(server.url) for server in servers}
+        """Returns the number of metric series of each server that answers."""
+        found = {}
+        servers: list[Process] = [self.proxy, self.plain, *self.engines]
+        for server in servers:
+            with suppress(OSError, http.client.HTTPException):
+                found[server.name] = count_series(server.url)
+        return found
 
     def held_kv(self) -> dict[str, float]:
         """Returns the share of KV blocks in use, of each engine."""
         return {engine.name: engine.usage for engine in self.engines}
+
+    def held_kv_of_survivors(self) -> dict[str, float]:
+        """Returns the share of KV blocks in use, of the engines that no fault ends."""
+        found = {}
+        for engine in self.survivors:
+            with suppress(OSError, http.client.HTTPException):
+                found[engine.name] = engine.usage
+        return found
 
     def unanswered_loads(self) -> int:
         """Returns the number of loads that all D have given up because P did not answer."""
@@ -238,6 +253,18 @@ class SoakFleet:
             get(self.proxy.url, "/disagg/instances", 5.0, ADMIN)[1]
         )
         return sum(int(row.get("in_flight", 0)) for row in rows if row["url"] == engine.url)
+
+
+def plain_engine(folder: Path) -> Engine:
+    """Returns an engine without a connector, whose memory is followed beside the others'."""
+    environment = {
+        "PYTHONPATH": str(INSIDE),
+        "ENGINE_CHANGES": "task_counts heap_counts",
+        "SOAK_TASKS": str(folder / "tasks"),
+        "HEAP_COUNTS": str(folder / "heap"),
+    }
+    flags = ["--kv-cache-memory-bytes", str(KV_CACHE_BYTES), "--no-enable-prefix-caching"]
+    return Engine("plain", folder, *flags, cpu="0", env=environment)
 
 
 def count_series(url: str) -> int:

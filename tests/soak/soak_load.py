@@ -66,7 +66,12 @@ class SoakLoad:
     """Clients that ask until they are stopped."""
 
     def __init__(
-        self, url: str, right: Sequence[tuple[Job, Result]], seed: int, kills: Sequence[float]
+        self,
+        url: str,
+        right: Sequence[tuple[Job, Result]],
+        seed: int,
+        kills: Sequence[float] = (),
+        clients: int = CLIENTS,
     ) -> None:
         """`right`: requests and their answers. `kills`: times at which proxy workers were killed.
 
@@ -78,12 +83,13 @@ class SoakLoad:
         self._right = right
         self._seed = seed
         self._kills = kills
+        self._clients = clients
         self._stop = threading.Event()
         self._lock = threading.Lock()
 
     def running(self) -> AbstractContextManager[None]:
         """Returns a context in which the clients run; waits for their last answers at the end."""
-        return running(self._ask, CLIENTS, self._stop)
+        return running(self._ask, self._clients, self._stop)
 
     def _ask(self, number: int) -> None:
         source = random.Random(f"client {self._seed} {number}")

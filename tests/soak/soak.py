@@ -192,9 +192,7 @@ class Soak:
             "requests": sum(ledger.counts.values()),
             "verdicts": verdicts,
             "compared_of_left": ledger.compared_of_left,
-            "plain": {
-                verdict.value: count for verdict, count in self.plain_ledger.counts.items()
-            },
+            "plain": {verdict.value: count for verdict, count in self.plain_ledger.counts.items()},
             "pages": self.pages,
             "by_fault": {
                 fault: {verdict.value: count for verdict, count in by.items()}

@@ -27,6 +27,7 @@ PAGE = """\
 | proxy | two workers, access log |
 | load | 16 clients; prompts of 20 to 1,800 tokens, answers of 1 to 120, temperature 0 |
 | oracle | one plain vLLM, before |
+| beside | a plain vLLM with 4 clients of the same kind, for its memory: {plain} |
 
 An answer is exact (text, usage, finish reason), clean (an explicit error in time), cut (its proxy
 worker was killed: neither exact nor clean), left (by its client, one in twelve; what it had got by
@@ -63,11 +64,15 @@ no slope.
 |---|---|---|---|---|---|---|---|---|
 {processes}
 
-Metric series, first and last: {series}. All KV blocks were free {rest}.
+The plain vLLM has no connector, no peers and no faults; its requests are of the same kinds.
+
+Metric series, first and last: {series}. Once a minute between: {pages}.
+All KV blocks were free {rest}.
 """
 VERDICTS = ("exact", "clean", "cut", "left", "wrong", "hung")
 SECONDS_PER_HOUR = 3600
 MAX_GROWTH_MIB_PER_HOUR = 1.0
+PLAIN = "plain"  # the engine beside
 
 
 def save(name: Path, found: dict[str, Any]) -> None:
@@ -102,6 +107,8 @@ def page(found: dict[str, Any], date: str, cores: int, load: float) -> str:
         failures=failures_text(found),
         processes="\n".join(process_row(one) for one in found["processes"]),
         series=series_text(found["series"]),
+        pages=pages_text(found["pages"]),
+        plain=counts_text(found["plain"]),
         rest="behind the load" if not found["failures"] else "or not: see above",
     )
 
@@ -127,11 +134,42 @@ def growth_text(processes: list[dict[str, Any]]) -> str:
     old = [one for one in processes if one["seconds"] >= SECONDS_PER_HOUR]
     if not old:
         return "no process lived for the hour that shows a growth of memory"
-    growing = sum(one["rss_mib_per_hour"] > MAX_GROWTH_MIB_PER_HOUR for one in old)
-    return (
-        f"memory of {growing} of {len(old)} processes grew by more than"
+    ours = [one for one in old if one["name"] != PLAIN]
+    plain = [one for one in old if one["name"] == PLAIN]
+    text = (
+        f"memory of {growing(ours)} of {len(ours)} processes grew by more than"
         f" {MAX_GROWTH_MIB_PER_HOUR:g} MiB an hour"
     )
+    return f"{text}, of a plain vLLM's {growing(plain)} of {len(plain)}" if plain else text
+
+
+def growing(processes: list[dict[str, Any]]) -> int:
+    """Returns how many of these processes grew by more than the limit."""
+    return sum(one["rss_mib_per_hour"] > MAX_GROWTH_MIB_PER_HOUR for one in processes)
+
+
+def counts_text(verdicts: dict[str, int]) -> str:
+    """Returns counts of verdicts as a text."""
+    return ", ".join(f"{count:,} {name}" for name, count in verdicts.items()) or "no requests"
+
+
+def pages_text(pages: list[dict[str, Any]]) -> str:
+    """Returns the least and the most series of each server, and the most KV in use."""
+    if not pages:
+        return "no reading"
+    counts: dict[str, list[int]] = {}
+    shares: dict[str, list[float]] = {}
+    for page in pages:
+        for name, count in page["series"].items():
+            counts.setdefault(name, []).append(count)
+        for name, share in page["held_kv"].items():
+            shares.setdefault(name, []).append(share)
+    series = [f"{name} {min(taken)} to {max(taken)}" for name, taken in sorted(counts.items())]
+    held = [
+        f"{name} {100 * min(taken):.0f} to {100 * max(taken):.0f} %"
+        for name, taken in sorted(shares.items())
+    ]
+    return f"{', '.join(series)}; KV blocks in use: {', '.join(held)}"
 
 
 def fault_rows(found: dict[str, Any]) -> Iterable[str]:
@@ -145,10 +183,14 @@ def aborts_text(aborts: dict[str, Any] | None) -> str:
     """Returns the sentence on clients that left in fast succession."""
     if aborts is None:
         return "No clients left in fast succession in this run."
+    transfers = ", ".join(
+        f"`{name}` {rise:.0f}" for name, rise in aborts["transfers"].items() if rise
+    )
     return (
         f"Then {aborts['left']:,} clients left one pair in fast succession, spread over the time of"
         f" a whole answer: {aborts['before_first_byte']:,} before its first byte,"
         f" {aborts['in_answer']:,} in the answer; {aborts['compared']:,} texts were compared."
+        f" What the engines counted meanwhile: {transfers or 'nothing'}."
     )
 
 

@@ -162,6 +162,11 @@ def run_of(**more: object) -> dict[str, object]:
             }
         ],
         "series": [{"P1": 300}, {"P1": 301}],
+        "plain": {"exact": 77, "left": 3},
+        "pages": [
+            {"at": 60, "series": {"P1": 300, "D1": 9}, "held_kv": {"P1": 0.25}},
+            {"at": 120, "series": {"P1": 310}, "held_kv": {"P1": 0.0}},
+        ],
         **more,
     }
 
@@ -177,6 +182,8 @@ def test_the_page_has_the_figures() -> None:
         "| P1 | worker | 1.94 | 900.5, 900.6 | +0.1 | 200.5, 201.0 | 70, 70 | 20, 20 | -, - |"
         in text
     )
+    assert "its memory: 77 exact, 3 left |" in text
+    assert "between: D1 9 to 9, P1 300 to 310; KV blocks in use: P1 0 to 25 %." in text
     assert not re.search(r"\{\w+\}", text)
 
 
@@ -189,19 +196,33 @@ def test_the_page_has_the_figures() -> None:
     ],
 )
 def test_the_verdict_names_growth(seconds: int, growth: float, expected: str) -> None:
-    found = run_of(processes=[{"seconds": seconds, "rss_mib_per_hour": growth}])
+    found = run_of(processes=[{"name": "P1", "seconds": seconds, "rss_mib_per_hour": growth}])
     assert expected in report_verdict(found)
 
 
+def test_the_verdict_sets_a_plain_engines_growth_apart() -> None:
+    one = {"name": "P1", "seconds": 7000, "rss_mib_per_hour": 0.5}
+    plain = {"name": "plain", "seconds": 7000, "rss_mib_per_hour": 9.0}
+    assert "of 0 of 1 processes grew by more than 1 MiB an hour, of a plain vLLM's 1 of 1" in (
+        report_verdict(run_of(processes=[one, plain]))
+    )
+
+
 def test_the_page_hides_no_failure() -> None:
-    aborts = {"left": 10_000, "before_first_byte": 6000, "in_answer": 4000, "compared": 3210}
+    aborts = {
+        "left": 10_000,
+        "before_first_byte": 6000,
+        "in_answer": 4000,
+        "compared": 3210,
+        "transfers": {"D1 failed": 12.0, "P1 unclaimed": 0.0},
+    }
     found = run_of(
         aborts=aborts, failures=["D1 died:\nmore"], problems=["none: wrong after 1.0 s: other"]
     )
     text = soak_report.page(found, "2026-11-23", 2, 3.0)
     assert "* D1 died:\n* none: wrong after 1.0 s: other" in text
     assert "1 failures" in text and "10,000 clients left" in text
-    assert "3,210 texts were compared" in text
+    assert "3,210 texts were compared. What the engines counted meanwhile: `D1 failed` 12." in text
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mount namespaces need root")

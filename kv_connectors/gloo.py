@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import struct
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -48,6 +49,8 @@ NO_TIMEOUT = timedelta(days=1)  # the channel's state machine has the deadlines
 # A wait that times out breaks the process group; Gloo has no other way to abort.
 ABORT_TIMEOUT = timedelta(milliseconds=1)
 MAX_ERROR_CHARACTERS = 120
+LENGTH = struct.Struct("@N")  # size_t, as Gloo writes it
+MAX_VALUES = 8  # of a store; Gloo sets one at each end
 
 
 class ChannelStore(Store):  # type: ignore[misc]
@@ -61,12 +64,18 @@ class ChannelStore(Store):  # type: ignore[misc]
         super().__init__()
         self._send_blob = send_blob
         self._values: dict[str, bytes] = {}
+        self._own = b""  # that this end has set last
         self._changed = threading.Condition()
         self._is_closed = False
 
     def receive_blob(self, blob: bytes) -> None:
-        """Takes a (key, value) that the other end has set."""
+        """Takes a (key, value) that the other end has set.
+
+        Raises msgspec.DecodeError if the blob is none, and ValueError if there are too many.
+        """
         key, value = msgspec.msgpack.decode(blob, type=tuple[str, bytes])
+        if len(self._values) >= MAX_VALUES and key not in self._values:
+            raise ValueError("the peer sets more values than Gloo does")
         self._put(key, value)
 
     def close(self) -> None:
@@ -83,13 +92,22 @@ class ChannelStore(Store):  # type: ignore[misc]
     # The interface of Store -----------------------------------------------------------------------
     def set(self, key: str, value: bytes) -> None:
         """Sets a value here and at the other end."""
+        self._own = bytes(value)
         self._put(key, value)
         self._send_blob(msgspec.msgpack.encode((key, bytes(value))))
 
     def get(self, key: str) -> bytes:
-        """Returns a value, as soon as one end has set it; raises as `wait` does."""
+        """Returns a value, as soon as one end has set it.
+
+        Raises as `wait` does, and ValueError if its form is not that of this end's own value.
+        """
         self.wait([key])
-        return self._values[key]
+        value = self._values[key]
+        # Gloo trusts the lengths in a value: a wrong one has it read beyond the value, which may
+        # end this process. A wrong address in the right place only fails its connection.
+        if lengths(value) != lengths(self._own):
+            raise ValueError("the peer's address is not of this Gloo's form")
+        return value
 
     def wait(
         self, keys: list[str], timeout: timedelta = timedelta(seconds=PAIRING_SECONDS)
@@ -104,6 +122,24 @@ class ChannelStore(Store):  # type: ignore[misc]
             raise RuntimeError("the pairing was given up")
         if not has_all:
             raise RuntimeError(f"the peer did not send {keys}")
+
+
+def lengths(value: bytes) -> tuple[int, int]:
+    """Returns the bytes of the address in what Gloo sets for one end, and of all behind it.
+
+    Its form: a host's name and an address, each behind its length, then the identifiers of all
+    connections. The second number is negative if the address is cut off. Raises ValueError if the
+    value ends before the address.
+    """
+    at = 0
+    length = 0
+    for _ in range(2):
+        at += length
+        if at + LENGTH.size > len(value):
+            raise ValueError("an address of Gloo is cut off")
+        (length,) = LENGTH.unpack_from(value, at)
+        at += LENGTH.size
+    return length, len(value) - at - length
 
 
 class GlooLink:

@@ -853,6 +853,8 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a read by address for an earlier path begins", "transports/nixl/transport.py", "        if read.at_source is None or not is_waiting:\n", "        if read.at_source is None:\n", "tests/transports/nixl/test_nixl_pieces.py"),
     ("a read by address crosses from one allocation into the next", "transports/nixl/notes.py", "merged(made, self._registrations)", "merged(made, self.regions)", "tests/transports/nixl/test_nixl_pieces.py"),
     # NCCL's links, and the proof of a communicator
+    ("Gloo gets addresses of any form", "kv_connectors/gloo.py", "if lengths(value) != lengths(self._own):", "if False:", "tests/connector/test_gloo.py"),
+    ("a member's values for Gloo are not bounded", "kv_connectors/gloo.py", "if len(self._values) >= MAX_VALUES and key not in self._values:", "if False:", "tests/connector/test_gloo.py"),
     ("NCCL: an event is recorded before the call is on the stream", "kv_connectors/gpu/nccl.py", "        if self._wait_until_taken_up():\n            self._posted.append", "        if self._report:\n            self._posted.append", "tests/connector/test_nccl.py"),
     ("NCCL: a call that is taken up late hides the ends of others", "kv_connectors/gpu/nccl.py", "            self._report_completed()\n            time.sleep(POLL_SECONDS)\n", "            time.sleep(POLL_SECONDS)\n", "tests/connector/test_nccl.py"),
     ("NCCL: the link's thread sets no device", "kv_connectors/gpu/nccl.py", "            self._runtime.use_device()\n", "", "tests/connector/test_nccl.py"),

@@ -155,8 +155,9 @@ class SoakFleet:
             engine.start()
         self.plain.start()
         self.plain.lower(NICE)
-        for engine in [*self.engines, self.plain]:
+        for engine in self.engines:
             engine.wait_ready()
+        self.plain.wait_ready()
         self.proxy.start()
         self.proxy.wait_ready()
         for engine in self.engines:

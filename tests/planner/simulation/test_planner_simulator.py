@@ -333,44 +333,76 @@ def test_a_prompt_that_fits_nowhere_is_refused_and_missed() -> None:
 
 
 class ComparedChoices(Simulation):
-    """Compares each choice of a decode replica with the one of the proxy's policy."""
+    """Compares each choice of a decode or colocated replica with the one of the proxy's policy."""
 
     nearly_full = 0  # choices beside a replica whose KV cache is nearly full
+    turns = 0  # choices among replicas of equal loads
 
-    def _choose_decode(self, now: float, decodes: list[Replica]) -> Replica:
-        instances = [_decode_instance(self, decode, now) for decode in decodes]
+    def __init__(self, deployment: Deployment, sample: WorkloadSample, rate: float) -> None:
+        super().__init__(deployment, sample, rate, None, 0)
+        self._chosen_by_request: list[Replica | None] = [None] * len(sample)
+
+    def _choose_decode(
+        self, now: float, replicas: list[Replica], prefixes_of: int | None = None
+    ) -> Replica:
+        instances = [
+            _decode_instance(self, replica, now, self._chosen_by_request) for replica in replicas
+        ]
         _, best = Policy("least_loaded").best(instances, RoutingQuery(0), {})
-        chosen = super()._choose_decode(now, decodes)
-        assert instances[decodes.index(chosen)] is best
-        type(self).nearly_full += any(_is_nearly_full(decode, now) for decode in self._decodes)
+        chosen = super()._choose_decode(now, replicas, prefixes_of)
+        assert instances[replicas.index(chosen)] is best
+        type(self).nearly_full += any(_is_nearly_full(replica, now) for replica in replicas)
+        loads = sorted(replica.load for replica in replicas)
+        type(self).turns += 0 < loads[0] == loads[1]
         return chosen
 
+    def _count_whole(self, r: int, replica: Replica) -> None:
+        super()._count_whole(r, replica)
+        self._chosen_by_request[r] = replica
 
-def _decode_instance(run: Simulation, decode: Replica, now: float) -> Instance:
-    """Returns the proxy's view of a decode replica, by the requests that run there."""
-    instance = Instance(f"http://d{decode.number}", "decode")
-    running = [r for r, at in enumerate(run._decode_of) if at is decode and run._finished_at[r] < 0]
+
+def _decode_instance(
+    run: Simulation, replica: Replica, now: float, table: list[Replica | None]
+) -> Instance:
+    """Returns the proxy's view of a decode or colocated replica, by the requests that run there."""
+    instance = Instance(f"http://d{replica.number}", "decode")
+    running = [r for r, at in enumerate(table) if at is replica and run._finished_at[r] < 0]
     instance.in_flight = len(running)
     instance.context_bytes = BYTES_PER_TOKEN * sum(run._requests.prompts[r] for r in running)
     instance.aggregated_requests = sum(
         run._prefill_of[r] is None and run._requests.first_token_at[r] < 0 for r in running
     )
-    instance.kv_cache_usage = decode.held_tokens(now) / decode.kv
-    instance.last_choice = decode.number  # equal loads: the first one
+    instance.kv_cache_usage = replica.held_tokens(now) / replica.kv
+    instance.last_choice = replica.last_choice
     return instance
+
+
+def _mixed_lengths() -> WorkloadSample:
+    """Contexts of 50 and 5,000 tokens."""
+    prompts = [5_000 if n % 5 == 0 else 50 for n in range(300)]
+    return WorkloadSample(prompts, [40] * 300, [0.0] + [1.0] * 299)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_decode_replica_is_chosen_as_the_proxy_does(overlap: bool) -> None:
-    """Contexts of 50 and 5,000 tokens, and KV caches for few of the long ones."""
-    prompts = [5_000 if n % 5 == 0 else 50 for n in range(300)]
-    sample = WorkloadSample(prompts, [40] * 300, [0.0] + [1.0] * 299)
+    """KV caches hold few of the long contexts."""
     pool = ReplicaPool(4, PLAIN, LARGE)
     handoff = Handoff(LINKS["eth-10"], 200_000, 40, overlap)
     deployment = Deployment(pool, ReplicaPool(3, PLAIN, 11_000), handoff)
     ComparedChoices.nearly_full = 0
-    ComparedChoices(deployment, sample, 20.0, None, 0).run()
+    ComparedChoices(deployment, _mixed_lengths(), 20.0).run()
     assert ComparedChoices.nearly_full > 20
+
+
+def test_a_colocated_replica_is_chosen_as_the_proxy_does() -> None:
+    """The proxy takes it as a decode instance: each request costs, and full ones come last."""
+    ComparedChoices.nearly_full = ComparedChoices.turns = 0
+    deployment = Deployment(ReplicaPool(3, PLAIN, 11_000))
+    ComparedChoices(deployment, _mixed_lengths(), 20.0).run()
+    assert ComparedChoices.nearly_full > 20
+    equal = WorkloadSample([500] * 300, [40] * 300, [0.0] + [1.0] * 299)
+    ComparedChoices(Deployment(ReplicaPool(3, PLAIN, LARGE)), equal, 10.0).run()
+    assert ComparedChoices.turns > 20
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "power_of_two"])
@@ -406,7 +438,9 @@ class ComparedRoutes(Simulation):
             instance = Instance(f"http://p{p.number}", "prefill")
             instance.prefill_legs = p.active_legs
             fleet.instances.append(instance)
-        fleet.instances += [_decode_instance(self, decode, now) for decode in self._decodes]
+        fleet.instances += [
+            _decode_instance(self, decode, now, self._decode_of) for decode in self._decodes
+        ]
         for instance in fleet.instances:
             worker = WorkerInfo(f"{instance.url}.0", "tcp://a:1", "tcp://a:2")
             instance.on_probe_answered("m", EngineInfo(instance.url, "both", [worker], {}))

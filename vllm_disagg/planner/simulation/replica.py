@@ -148,8 +148,8 @@ class Replica:
         self.rules = rules
         self.used = 0  # tokens of KV that running and parked requests hold
         self.running = 0  # requests that hold KV
-        # For routing: tokens of prompts to compute, of a colocated replica also of those computed;
-        # of a decode replica all contexts, and a cost for each.
+        # For routing: tokens of prompts to compute; of a decode or colocated replica those of all
+        # its requests, and a cost for each.
         self.load = 0
         self.active_legs = 0
         self.last_choice = 0  # number of the last choice that fell on it

@@ -49,7 +49,7 @@ from .workload import WorkloadSample
 # the result does not depend on how many steps one event stands for.
 SimulationEvent = tuple[float, int, int, int, Replica | None, Batch | None]
 ARRIVAL_RANK = -1
-_load = attrgetter("load")
+_load = attrgetter("load", "last_choice")  # of equal loads the one whose turn it is
 _last_choice = attrgetter("last_choice")
 REQUEST_COST_TOKENS = REQUEST_COST_BYTES // BYTES_PER_TOKEN
 TAIL_SHARE = 0.99  # of requests: the limits of p99
@@ -335,8 +335,9 @@ class Simulation:
             self._dispatch(now)
             return
         requests.tokens_left[r] = requests.outputs[r] - (not self._deployment.distserve)
-        replica = self._choose(self._prefills, r)
-        self._count_at_prefill(r, replica)
+        # To the proxy colocated instances are decode instances without a prefill instance.
+        replica = self._choose_decode(now, self._prefills, r)
+        self._count_whole(r, replica)
         replica.submit(now, r)
 
     def _decode_of_whole(self, now: float, r: int) -> Replica | None:
@@ -396,47 +397,63 @@ class Simulation:
         replica.last_choice = self._choices
 
     def _count_at_prefill(self, r: int, replica: Replica) -> None:
-        """Counts a request at its prefill or colocated replica."""
+        """Counts a request at its prefill replica."""
         self._count_choice(replica)
         replica.load += self._requests.prompts[r]
         self._prefill_of[r] = replica
 
     def _count_at_decode(self, r: int, decode: Replica) -> None:
         """Counts a request at its decode replica."""
-        self._count_choice(decode)
-        decode.load += self._requests.prompts[r] + REQUEST_COST_TOKENS
+        self._count_whole(r, decode)
         self._decode_of[r] = decode
 
-    def _choose_decode(self, now: float, decodes: list[Replica]) -> Replica:
-        """Chooses a decode replica as the proxy does: least load, nearly full ones last.
+    def _count_whole(self, r: int, replica: Replica) -> None:
+        """Counts a request, until its end, at its decode or colocated replica."""
+        self._count_choice(replica)
+        replica.load += self._requests.prompts[r] + REQUEST_COST_TOKENS
 
-        The proxy subtracts prefixes that D has; here no D keeps the prefixes that it receives.
+    def _choose_decode(
+        self, now: float, replicas: list[Replica], prefixes_of: int | None = None
+    ) -> Replica:
+        """Chooses a decode or colocated replica by the policy of the proxy, nearly full ones last.
+
+        The proxy subtracts prefixes that an instance has. Colocated replicas keep them (of request
+        `prefixes_of`); here no D keeps those that it receives.
         """
-        if len(decodes) == 1:
-            return decodes[0]
-        if self._deployment.policy == "round_robin":
-            return min(decodes, key=_last_choice)
-        if self._deployment.policy == "power_of_two" and len(decodes) > 2:
-            decodes = self._random.sample(decodes, 2)
-        chosen = min(decodes, key=_load)
-        if _is_nearly_full(chosen, now):
-            return min(decodes, key=lambda decode: (_is_nearly_full(decode, now), decode.load))
-        return chosen
+        if len(replicas) == 1 or self._deployment.policy == "round_robin":
+            return self._choose(replicas, prefixes_of)
+        replicas = self._candidates(replicas)
+        chosen = self._least_loaded(replicas, prefixes_of)
+        if not _is_nearly_full(chosen, now):
+            return chosen
+        others = [replica for replica in replicas if not _is_nearly_full(replica, now)]
+        return self._least_loaded(others, prefixes_of) if others else chosen
 
-    def _choose(self, replicas: list[Replica], r: int) -> Replica:
+    def _choose(self, replicas: list[Replica], prefixes_of: int | None) -> Replica:
         """Chooses a replica by the policy of the proxy."""
-        policy = self._deployment.policy
         if len(replicas) == 1:
             return replicas[0]
-        if policy == "round_robin":
+        if self._deployment.policy == "round_robin":
             return min(replicas, key=_last_choice)
-        if policy == "power_of_two":
-            return min(self._random.sample(replicas, 2), key=_load)
+        return self._least_loaded(self._candidates(replicas), prefixes_of)
+
+    def _candidates(self, replicas: list[Replica]) -> list[Replica]:
+        """Returns two random replicas under the policy power_of_two, else all."""
+        if self._deployment.policy == "power_of_two" and len(replicas) > 2:
+            return self._random.sample(replicas, 2)
+        return replicas
+
+    def _least_loaded(self, replicas: list[Replica], prefixes_of: int | None) -> Replica:
+        """Returns the replica with the least load, less what its cache has of a request."""
         prefixes = self._requests.prefixes
-        if policy == "prefix_aware" and prefixes:
-            ids = prefixes[r]
-            return min(replicas, key=lambda replica: replica.load - replica.cached_tokens(ids))
-        return min(replicas, key=_load)
+        if not prefixes or prefixes_of is None or self._deployment.policy != "prefix_aware":
+            return min(replicas, key=_load)
+        ids = prefixes[prefixes_of]
+
+        def rank(replica: Replica) -> tuple[int, int]:
+            return replica.load - replica.cached_tokens(ids), replica.last_choice
+
+        return min(replicas, key=rank)
 
     # --- events of the replicas ---
 
@@ -499,9 +516,7 @@ class Simulation:
 
     def on_finished(self, replica: Replica, now: float, r: int) -> None:
         """Records the end of a request."""
-        replica.load -= self._requests.prompts[r]
-        if self._decodes:
-            replica.load -= REQUEST_COST_TOKENS
+        replica.load -= self._requests.prompts[r] + REQUEST_COST_TOKENS
         self._finished_at[r] = now
         if self._next_of_loop < self._count:
             self._send_next(now + self._path(r))

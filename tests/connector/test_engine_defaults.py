@@ -49,6 +49,26 @@ def test_the_planner_has_vllms_limits_of_a_step(name: str, monkeypatch: pytest.M
     assert found.sequences == sequences[UsageContext.OPENAI_API_SERVER]
 
 
+class OneCpu(NamedGpu):
+    """Stands for vLLM's platform on a CPU."""
+
+    def is_cpu(self) -> bool:
+        """Returns true."""
+        return True
+
+
+def test_the_planner_has_vllms_limits_of_a_step_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are the smallest: also those of engines of which nothing is known."""
+    monkeypatch.setattr(arg_utils, "current_platform", OneCpu(hardware.gpu("l4")))
+    tokens, sequences = arg_utils.EngineArgs.get_batch_defaults(1)
+    found = hardware.CPU_DEFAULTS
+    assert found.budget == tokens[UsageContext.OPENAI_API_SERVER]
+    assert found.sequences == sequences[UsageContext.OPENAI_API_SERVER]
+    for gpu in hardware.GPUS.values():
+        of_gpu = hardware.engine_defaults(gpu)
+        assert of_gpu.budget >= found.budget and of_gpu.sequences >= found.sequences
+
+
 def test_the_planner_has_vllms_share_of_memory() -> None:
     default = inspect.signature(CacheConfig).parameters["gpu_memory_utilization"].default
     assert getattr(default, "default", default) == hardware.GPU_MEMORY_UTILIZATION

@@ -228,12 +228,11 @@ def test_limits_of_a_step_are_assumed_in_words_and_decide_nothing(
     pages = {"prefill": [prefill_page()] * 3, "decode": [decode_page()]}
     fleet(monkeypatch, proxy_window(0.06), pages)
     assert cli.main(WORDS) == 0
-    assumed = "assumed of each engine: --max-num-batched-tokens 2048 and --max-num-seqs 256"
+    assumed = "assumed of each engine: --max-num-batched-tokens 2048 and --max-num-seqs 128"
     assert assumed in capsys.readouterr().out
     given = answer(capsys, "--max-num-batched-tokens", "4096", "--max-num-seqs", "16")
     assert given["assumed"] == {} and given["verdict"] != "cannot tell"
-    monkeypatch.setattr(hardware, "engine_defaults", lambda gpu: hardware.EngineDefaults(2048, 16))
-    monkeypatch.setattr(scenario, "engine_defaults", hardware.engine_defaults)
+    monkeypatch.setattr(scenario, "CPU_DEFAULTS", hardware.EngineDefaults(2048, 16))
     found = answer(capsys)
     assert found["verdict"] == "cannot tell" and "default of --max-num-seqs" in found["why"]
 

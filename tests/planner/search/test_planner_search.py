@@ -302,6 +302,47 @@ def test_commands_give_each_instance_gpus_of_its_own() -> None:
     assert "on each machine begin" in output.remarks(scenario, large)[0]
 
 
+@pytest.mark.parametrize(
+    ("words", "fits"), [("h100", 8), ("h100 --node-gpus 4", 4), ("gb200", 4), ("a10", 8)]
+)
+def test_remarks_have_the_gpus_of_a_machine_of_the_type(words: str, fits: int) -> None:
+    """72 GPUs of GB200 share an NVLink domain, and 4 of them a machine."""
+    parser = argparse.ArgumentParser()
+    flags.add_arguments(parser)
+    argv = ["--model", "llama-3.1-8b", "--gpu", *words.split()]
+    scenario = flags.read(parser.parse_args(argv), 8, "--gpus").scenario
+    for tensor in (fits, 2 * fits):
+        one = Placement(ReplicaGroup(tensor, 1, 1), None, 2048)
+        found = output.remarks(scenario, one)
+        assert any("spans machines" in note for note in found) == (tensor > fits)
+        assert any("on each machine begin" in note for note in found) == (tensor > fits)
+
+
+def test_gpus_of_two_types_are_on_two_machines() -> None:
+    parser = argparse.ArgumentParser()
+    flags.add_arguments(parser)
+    argv = ["--model", "llama-3.1-8b", "--gpu", "h100", "--decode-gpu", "l40s"]
+    scenario = flags.read(parser.parse_args(argv), 8, "--gpus").scenario
+    pair = Placement(ReplicaGroup(1, 1, 1), ReplicaGroup(1, 1, 1))
+    assert any("on each machine begin" in note for note in output.remarks(scenario, pair))
+    alone = Placement(ReplicaGroup(1, 1, 2), None, 2048)
+    assert not any("on each machine begin" in note for note in output.remarks(scenario, alone))
+
+
+def test_an_interval_has_what_the_bisections_left_open() -> None:
+    """Two seeds may end at the same rate by chance."""
+    pair = Placement(ReplicaGroup(1, 1, 1), ReplicaGroup(1, 1, 1))
+    equal = optimizer.PlacementScore(pair, [19.698, 19.698], 0.01)
+    assert equal.ci == pytest.approx((19.698, 19.698 / 0.99))
+    half = optimizer.PlacementScore(pair, [9.849, 9.849], 0.02)
+    assert equal.ratio_ci(half) == pytest.approx((2 * 0.98, 2 / 0.99))
+    single = optimizer.PlacementScore(pair, [2.0], 0.01)
+    assert single.ratio_ci(single) is None
+    scenario = distserve_scenario("opt-13b", 0.2, 2, 20, 2)
+    found = optimizer.evaluate(scenario, pair, scenario.samples(), 0.0)
+    assert found and found.tolerance == scenario.tolerance
+
+
 def test_commands_of_a_profile_name_no_gpu() -> None:
     """A profile may be of a CPU."""
     scenario = distserve_scenario("opt-13b", 0.2, 4, 10, 1)

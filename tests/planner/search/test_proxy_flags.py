@@ -104,8 +104,8 @@ def test_no_flag_is_taken_that_gains_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def _trial(placement: Placement, *rates: float) -> FlagTrial:
-    plain = PlacementScore(PAIR, [1.0, 1.0, 1.0])
-    return FlagTrial(placement, plain, PlacementScore(placement, list(rates)))
+    plain = PlacementScore(PAIR, [1.0, 1.0, 1.0], 0.01)
+    return FlagTrial(placement, plain, PlacementScore(placement, list(rates), 0.01))
 
 
 def test_the_highest_certain_gain_is_taken() -> None:

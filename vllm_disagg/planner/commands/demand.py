@@ -99,7 +99,7 @@ def _document(result: DemandResult, chosen: DemandScore, model: str) -> dict[str
     scenario = result.scenario
     placement = chosen.placement
     return {
-        "made": output.made(model),
+        "made": output.made(scenario, model),
         "rate": result.rate,
         "recommendation": _recommendation(result, placement),
         "counted": scenario.criterion.unit,

@@ -29,6 +29,7 @@ MAX_RATE = 1e9  # requests/s
 DEFAULT_REQUESTS = sample_size.MIN_REQUESTS
 # By flag: far more than an answer needs, and what still ends.
 MOST = {"requests": 10_000_000, "seeds": 1000}
+KV_CACHE_DTYPES = ("auto", "fp8")
 # No default is a free hand-off. A profile beside other instances of its machine is of one machine.
 # With "live" the engines measured their own.
 DEFAULT_LINKS = {
@@ -230,7 +231,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         help="sequences that run at once in an instance"
-        " (default: vLLM's for the GPU: 1024 from 70 GiB except A100, 256)",
+        " (default: vLLM's for the GPU: 1024 from 70 GiB except A100, 256; 128 on a CPU)",
     )
     add(
         "--max-model-len",
@@ -241,9 +242,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--kv-cache-dtype",
-        choices=("auto", "fp8"),
+        metavar="DTYPE",
         default="auto",
-        help="as vLLM's flag (default: as the checkpoint has it)",
+        help="as vLLM's flag: auto or fp8, which DisaggConnector serves"
+        " (default: as the checkpoint has it)",
     )
     add(
         "--kv-limit",
@@ -403,6 +405,11 @@ def _check(args: argparse.Namespace) -> None:
         maximum = MOST.get(name)
         if value is not None and maximum is not None and value > maximum:
             raise ConfigError(f"{flag}: {value} is too many: give {maximum} or fewer")
+    if args.kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise ConfigError(
+            f"--kv-cache-dtype: DisaggConnector serves no KV in {args.kv_cache_dtype}:"
+            f" give {' or '.join(KV_CACHE_DTYPES)}"
+        )
     if args.kv_limit < 0:
         raise ConfigError(f"--kv-limit: {args.kv_limit} is not a number of tokens")
 
@@ -532,6 +539,7 @@ def _profiled(
         served=points.model,
         machine=points.machine,
         vllm=points.vllm,
+        was_on_gpu=bool(points.gpu),
         measured_tp=ranks,
         path=PathDelay(points.path.seconds, points.path.seconds_per_token),
         link=points.handoff.link(ranks, has_bytes=bool(loaded)) if points.handoff else None,

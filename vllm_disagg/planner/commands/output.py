@@ -16,6 +16,8 @@ from ...fleet.conventions import (
     DEFAULT_POLICY,
     DEFAULT_PREFILL_CONCURRENCY,
     KV_ROLES,
+    NEWEST_VLLM,
+    OLDEST_VLLM,
     QUIET_ACCESS_LOG_FLAG,
 )
 from ..cost import queueing
@@ -24,7 +26,6 @@ from ..cost.sizes import ModelCosts
 from ..search.advice import Advice
 from ..search.optimizer import FlagTrial, PlacementScore
 from ..search.scenario import (
-    GPUS_PER_NODE,
     KV_MARGIN_RATIO,
     Criterion,
     PerformanceSource,
@@ -35,6 +36,11 @@ from ..search.scenario import (
 from . import rate_table
 from .criteria import gpu_name, power_of
 
+# Of a disaggregated placement: docs/explanation/planning.md has the rest.
+NOT_SIMULATED = (
+    "not simulated: the prefixes that decode instances keep, the connector's compress, and the"
+    " proxy's --queue-size, --queue-timeout and --max-concurrent-requests"
+)
 BILLS = {"$/h": "cost_per_hour", "kW": "kilowatts"}  # names in JSON documents, by unit
 
 # --- commands ---
@@ -110,7 +116,7 @@ def remarks(scenario: Scenario, placement: Placement) -> list[str]:
             "no run with data parallelism or parallel experts was measured: its error is not"
             " known; each rank is taken to have equal work, and all-to-alls are DeepEP's"
         )
-    if any(group.gpus // group.n > GPUS_PER_NODE for group in (p, d) if group):
+    if _spans_machines(scenario, placement):
         found.append("an instance spans machines: its commands need vLLM's flags for several nodes")
     if d and ((p.tp, p.pp) != (d.tp, d.pp) or p.pp > 1):
         found.append(
@@ -122,6 +128,8 @@ def remarks(scenario: Scenario, placement: Placement) -> list[str]:
         found.append("a profiled instance counts as one GPU here, and has several")
     if d and not scenario.overlap and not scenario.distserve:
         found.append("simulated with --no-overlap; these commands move KV during the prefill")
+    if d and not scenario.distserve:
+        found.append(NOT_SIMULATED)
     if placement.min_prompt_bytes:
         tokens = placement.min_prompt_bytes / BYTES_PER_TOKEN
         found.append(
@@ -134,12 +142,25 @@ def remarks(scenario: Scenario, placement: Placement) -> list[str]:
             "a profile does not name GPUs: on one machine with GPUs put CUDA_VISIBLE_DEVICES=N"
             " before each `vllm serve`, another N for each"
         )
-    elif placement.gpus > GPUS_PER_NODE:
+    elif _is_on_machines(scenario, placement):
         found.append(
             "the commands number GPUs as if one machine had them all: on each machine begin"
             " CUDA_VISIBLE_DEVICES with 0"
         )
     return found
+
+
+def _spans_machines(scenario: Scenario, placement: Placement) -> bool:
+    """Returns whether an instance has more GPUs than a machine of its type."""
+    groups = (placement.prefill, placement.decode)
+    sides = zip(groups, scenario.sources(placement), strict=True)
+    return any(group.gpus // group.n > source.machine_gpus for group, source in sides if group)
+
+
+def _is_on_machines(scenario: Scenario, placement: Placement) -> bool:
+    """Returns whether a placement has more GPUs than a machine, or GPUs of two types."""
+    prefill, decode = scenario.sources(placement)
+    return prefill.name != decode.name or placement.gpus > prefill.machine_gpus
 
 
 def _length_and_schedule_remarks(scenario: Scenario, placement: Placement) -> list[str]:
@@ -301,7 +322,7 @@ def as_json(advice: Advice, model: str, with_rates: bool = False) -> dict[str, A
     placement = advice.chosen.placement
     lines = commands(scenario, placement, model) if advice.is_sure else []
     return {
-        "made": made(model),
+        "made": made(scenario, model),
         "recommendation": _recommendation(advice),
         "best": _score(scenario, advice.best),
         "runner_up": _score(scenario, advice.runner_up),
@@ -338,19 +359,31 @@ def _remarks_of(advice: Advice) -> list[str]:
     return found + remarks(advice.scenario, advice.chosen.placement)
 
 
-def made(model: str) -> dict[str, str]:
-    """Describes of what, when and by which release an answer was made."""
+def made(scenario: Scenario, model: str) -> dict[str, str | None]:
+    """Describes of what, when and by which releases an answer was made.
+
+    DistServe's rules take no default of vLLM's.
+    """
+    defaults = None if scenario.distserve else f"vLLM {OLDEST_VLLM} to {NEWEST_VLLM}"
+    fits = dict.fromkeys(source.fitted_to for source in (scenario.prefill, scenario.decode))
     return {
         "model": model,
         "date": datetime.now(UTC).date().isoformat(),
         "version": f"vllm-disagg {__version__}",
+        "defaults_of": defaults,
+        "fitted_to": "; ".join(filter(None, fits)) or None,
     }
 
 
 def made_line(document: dict[str, Any]) -> str:
-    """Formats of what, when and by which release an answer was made."""
+    """Formats of what, when and by which releases an answer was made."""
     found = document["made"]
-    return f"model: {found['model']}; planned on {found['date']} by {found['version']}"
+    words = [f"model: {found['model']}", f"planned on {found['date']} by {found['version']}"]
+    if found["defaults_of"]:
+        words.append(f"defaults of {found['defaults_of']}")
+    if found["fitted_to"]:
+        words.append(f"step times fitted to {found['fitted_to']}")
+    return "; ".join(words)
 
 
 def part_lines(parts: int, gpus: int) -> list[str]:
@@ -445,7 +478,7 @@ def _score(scenario: Scenario, score: PlacementScore | None) -> dict[str, Any] |
         **placement_document(scenario, score.placement),
         "goodput_per_gpu": score.goodput,
         "goodput": score.total,
-        "ci": score.ci,
+        "ci": score.ci if len(score.rates) > 1 else None,
         "rates": score.rates,
         "closed_form": closed_form(scenario, score.placement),
     }
@@ -458,7 +491,7 @@ def _trial(advice: Advice, trial: FlagTrial) -> dict[str, Any]:
         "min_prompt_bytes": placement.min_prompt_bytes,
         "spill": placement.spill,
         "gain": trial.gain if trial.score else None,
-        "gain_ci": trial.ci if trial.score else None,
+        "gain_ci": trial.ci,
         "taken": advice.best is not None and advice.best.placement == placement,
     }
 

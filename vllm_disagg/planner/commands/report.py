@@ -89,9 +89,9 @@ def _rows(found: Advice, document: dict[str, Any]) -> list[list[str]]:
             continue
         # Goodput of a GPU in that of the criterion's unit.
         share = score.placement.gpus / scenario.criterion.units(score.placement)
-        low, high = row["ci"]
         interval = "one sample"
-        if scenario.seeds > 1:
+        if row["ci"]:
+            low, high = row["ci"]
             interval = f"{low * share:.3f} .. {high * share:.3f}"
         table.append(
             [
@@ -134,10 +134,10 @@ def _proxy_flags(found: Advice, document: dict[str, Any]) -> list[str]:
     lines = []
     for trial, row in zip(found.flag_trials, document["proxy_flags"]["tried"], strict=True):
         words = " ".join(trial.placement.proxy_flags)
-        low, high = trial.ci
         verdict = "taken" if row["taken"] else "not taken"
         gain = "no more than the goodput"
-        if trial.score:
+        if trial.ci:
+            low, high = trial.ci
             gain = f"{trial.gain:.2f} ({low:.2f} to {high:.2f}) times the goodput"
         lines.append(f"proxy {words}: {gain} without: {verdict}")
     return lines

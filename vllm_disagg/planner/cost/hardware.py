@@ -32,8 +32,14 @@ class GpuType(msgspec.Struct, frozen=True):
     fp4: float = 1.0
     int8: float = 2.0
     node: int = 8  # GPUs with this `peer` bandwidth between them
+    tray: int = 0  # GPUs of one machine, where a node has several; 0: those of the node
     # To a GPU of another node: one NIC of 400 Gbit/s for each GPU, as in HGX reference designs.
     fabric: float = 50e9
+
+    @property
+    def machine_gpus(self) -> int:
+        """GPUs of one machine: more of them need vLLM's flags for several nodes."""
+        return min(self.tray, self.node) if self.tray else self.node
 
     def rate(self, dtype: str) -> float:
         """Returns the FLOP/s of a data type: bf16, fp8, int8 or fp4.
@@ -50,6 +56,7 @@ class GpuType(msgspec.Struct, frozen=True):
 
 
 GIB = float(1 << 30)
+GPUS_OF_A_MACHINE = 8  # where its type is not known
 # vLLM's kernels refuse INT8 from compute capability 10.0 on: "Use FP8 quantization instead".
 NO_INT8 = 0.0
 
@@ -67,9 +74,9 @@ GPUS = {
         # HGX B200 and HGX B300 data sheets.
         GpuType("b200", 2250e12, 8.0e12, 178.3 * GIB, 900e9, 1000.0, 2.0, 4.0, NO_INT8),
         GpuType("b300", 2250e12, 8.0e12, 267.6 * GIB, 900e9, 1100.0, 2.0, 6.0, NO_INT8),
-        # GB200 and GB300 NVL72: 72 GPUs in one NVLink domain.
-        GpuType("gb200", 2500e12, 8.0e12, 184.0 * GIB, 900e9, 1200.0, 2.0, 4.0, NO_INT8, 72),
-        GpuType("gb300", 2500e12, 8.0e12, 276.0 * GIB, 900e9, 1400.0, 2.0, 6.0, NO_INT8, 72),
+        # GB200 and GB300 NVL72: 72 GPUs in one NVLink domain, 4 in each of its machines.
+        GpuType("gb200", 2500e12, 8.0e12, 184.0 * GIB, 900e9, 1200.0, 2.0, 4.0, NO_INT8, 72, 4),
+        GpuType("gb300", 2500e12, 8.0e12, 276.0 * GIB, 900e9, 1400.0, 2.0, 6.0, NO_INT8, 72, 4),
         # RTX PRO 6000 Blackwell Server Edition; PCIe 5 x16 between GPUs.
         GpuType("rtx-pro-6000", 500e12, 1.597e12, 94.9 * GIB, 64e9, 600.0, 2.0, 4.0, NO_INT8),
         # Instinct MI300X, MI325X and MI355X; Infinity Fabric, 7 links to the others.
@@ -113,6 +120,10 @@ def engine_defaults(gpu: GpuType | None) -> EngineDefaults:
     if gpu and gpu.memory >= MEDIUM_MEMORY_BYTES and "a100" not in gpu.name:
         return EngineDefaults(8192, 1024)
     return EngineDefaults(2048, 256)
+
+
+# Of an API server on a CPU with one rank: vLLM's smallest, so also where nothing is known.
+CPU_DEFAULTS = EngineDefaults(2048, 128)
 
 
 class NetworkLink(msgspec.Struct, frozen=True):

@@ -156,6 +156,7 @@ class StepCoefficients(msgspec.Struct, frozen=True):
 FITTED = StepCoefficients(step=1.626e-3, sequence=2.386e-5, launch=4.884e-5)
 FITTED_PATH = PathDelay(0.0204, 1.30e-05)
 FITTED_GPUS = ("h100", "h200", "b200", "b300")
+FITTED_VLLM = "0.12 to 0.19, and of 2025-10 with no version recorded"
 # Mean relative errors of the runs of models that were left out of the fit.
 TPOT_ERROR_LEFT_OUT = 0.0863
 TTFT_ERROR_LEFT_OUT = 0.1890

@@ -12,7 +12,6 @@ from .optimizer import (
     FlagTrial,
     PlacementScore,
     colocated,
-    confidence_interval,
     disaggregated,
     estimate,
 )
@@ -124,8 +123,8 @@ def advise(result: SearchResult, draws: bool = False) -> Advice:
         units = scenario.criterion.units
         ratio = best.value(units) / base.value(units)
         scale = ratio / (best.goodput / base.goodput)
-        ratios = [scale * a / b for a, b in zip(best.rates, base.rates, strict=True) if b > 0]
-        ratio_ci = confidence_interval(ratios) if len(ratios) > 1 else None
+        if interval := best.ratio_ci(base):
+            ratio_ci = scale * interval[0], scale * interval[1]
     missing = result.missing
     is_large = scenario.requests > LARGE_REQUESTS
     curves = []

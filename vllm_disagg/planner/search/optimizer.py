@@ -84,10 +84,14 @@ STUDENT_T_95 = {
 
 
 class PlacementScore(msgspec.Struct, frozen=True):
-    """A placement and its goodput in requests/s per GPU, for each seed."""
+    """A placement and its goodput in requests/s per GPU, for each seed.
+
+    A seed's goodput is in [rate, rate / (1 - tolerance)): its bisection ended there.
+    """
 
     placement: Placement
     rates: list[float]
+    tolerance: float = 0.0
 
     @property
     def goodput(self) -> float:
@@ -101,8 +105,20 @@ class PlacementScore(msgspec.Struct, frozen=True):
 
     @property
     def ci(self) -> tuple[float, float]:
-        """95 % confidence interval of the goodput."""
-        return confidence_interval(self.rates)
+        """95 % confidence interval of the goodput, with what the bisections left open.
+
+        With one seed it has only the latter.
+        """
+        low, high = confidence_interval(self.rates)
+        return low, high / (1 - self.tolerance)
+
+    def ratio_ci(self, other: PlacementScore) -> tuple[float, float] | None:
+        """Returns the same interval of the ratio to another goodput; None without two seeds."""
+        ratios = [a / b for a, b in zip(self.rates, other.rates, strict=True) if b > 0]
+        if len(ratios) < 2:
+            return None
+        low, high = confidence_interval(ratios)
+        return low * (1 - other.tolerance), high / (1 - self.tolerance)
 
     def value(self, units: Units) -> float:
         """Goodput by a criterion."""
@@ -125,16 +141,14 @@ class FlagTrial(msgspec.Struct, frozen=True):
         return self.score.goodput / self.plain.goodput if self.score else 1.0
 
     @property
-    def ci(self) -> tuple[float, float]:
-        """95 % confidence interval of the gain."""
-        if not self.score:
-            return 1.0, 1.0
-        pairs = zip(self.score.rates, self.plain.rates, strict=True)
-        return confidence_interval([a / b for a, b in pairs if b > 0])
+    def ci(self) -> tuple[float, float] | None:
+        """95 % confidence interval of the gain, with what the bisections left open; None: none."""
+        return self.score.ratio_ci(self.plain) if self.score else None
 
-    def is_gain(self, tolerance: float) -> bool:
-        """Whether the interval is above 1 by more than the tolerance of a bisection."""
-        return self.ci[0] > 1 + tolerance
+    @property
+    def is_gain(self) -> bool:
+        """Whether the interval is above 1."""
+        return self.ci is not None and self.ci[0] > 1
 
 
 def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
@@ -246,7 +260,8 @@ def evaluate(
     if bounds and floor > 0 and bounds.rate(placement) / placement.gpus <= floor:
         return None
     if all(scenario.infeasible(placement, s) for s in samples):
-        return PlacementScore(placement, [0.0] * len(samples)) if floor < 0 else None
+        nothing = PlacementScore(placement, [0.0] * len(samples), scenario.tolerance)
+        return nothing if floor < 0 else None
     deployment = scenario.deployment(placement)
     gpus = placement.gpus
     first = near or FIRST_PROBE_RATIO * estimate(scenario, placement, sample)
@@ -268,7 +283,7 @@ def evaluate(
             ends = (s.low if s.converged else s.high for s in searches)
             if not search.converged and mean(ends) <= floor:
                 return None
-    score = PlacementScore(placement, [s.low for s in searches])
+    score = PlacementScore(placement, [s.low for s in searches], scenario.tolerance)
     return score if score.goodput > floor else None
 
 

@@ -4,8 +4,8 @@ With them the decode side computes some prompts whole: a hybrid of split and col
 where bursts of prompts wait for prefill instances while decode instances have time left.
 
 A few values are tried, and on one placement: another one may be best with flags, and is not found.
-The best of them is taken only if its gain is certain: its interval, seed by seed, is above 1 by
-more than the precision of a bisection.
+The best of them is taken only if its gain is certain: its interval, seed by seed and with the
+precision of a bisection, is above 1.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ def tuned(
     again = FlagTrial(taken.placement, scores[plain.placement], scores.get(taken.placement))
     others = [trial for trial in trials if trial is not taken]
     longer = msgspec.structs.replace(longer, flag_trials=[again, *others])
-    if again.score and again.is_gain(longer.scenario.tolerance):
+    if again.score and again.is_gain:
         return _with_first(longer, again.score)
     return _with_first(longer, again.plain)
 
 
 def best_gain(trials: Sequence[FlagTrial], tolerance: float) -> FlagTrial | None:
     """Returns the trial with the highest certain gain; of equals that with the fewest flags."""
-    certain = [trial for trial in trials if trial.is_gain(tolerance)]
+    certain = [trial for trial in trials if trial.is_gain]
     top = max((trial.gain for trial in certain), default=0.0) * (1 - tolerance)
     return min(
         (trial for trial in certain if trial.gain >= top),

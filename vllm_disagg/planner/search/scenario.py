@@ -15,7 +15,9 @@ from ...fleet.conventions import (
 )
 from ..cost import distserve
 from ..cost.hardware import (
+    CPU_DEFAULTS,
     GPU_MEMORY_UTILIZATION,
+    GPUS_OF_A_MACHINE,
     EngineDefaults,
     GpuType,
     NetworkLink,
@@ -23,6 +25,7 @@ from ..cost.hardware import (
 )
 from ..cost.latency import (
     FITTED_GPUS,
+    FITTED_VLLM,
     TPOT_ERROR_LEFT_OUT,
     TTFT_ERROR_LEFT_OUT,
     InstanceShape,
@@ -41,7 +44,6 @@ from ..simulation.simulator import Deployment, Handoff, Objective, ReplicaPool
 from ..simulation.workload import Arrivals, Workload, WorkloadSample
 
 UNLIMITED = 1 << 40
-GPUS_PER_NODE = 8  # in the commands of an answer
 MAX_TENSOR_PARALLEL = 8  # GPUs that it may span: those of a node
 # Numbers of pipeline stages that need not divide the layers: the largest stage sets the time.
 UNEVEN_STAGES = (2, 3, 4, 6, 8)
@@ -74,6 +76,7 @@ class PerformanceSource(msgspec.Struct, frozen=True):
     path: PathDelay = PathDelay()  # of a request, outside the engine
     link: NetworkLink | None = None  # to decode instances, if the file measured a hand-off
     context: int = 4096  # tokens of a request, in the mean: for windows and states
+    was_on_gpu: bool = False  # the profiled instance, as far as its file says
     beside: int = 0  # other instances of its machine that were under load
     scale: float = 1.0  # on all times, from a refit
     expert_parallel: bool = False  # also data parallel instances with parallel experts
@@ -177,10 +180,23 @@ class PerformanceSource(msgspec.Struct, frozen=True):
         return GPU_MEMORY_UTILIZATION
 
     @property
+    def machine_gpus(self) -> int:
+        """GPUs of one machine."""
+        return self.gpu.machine_gpus if self.gpu else GPUS_OF_A_MACHINE
+
+    @property
     def defaults(self) -> EngineDefaults:
         """Limits of an instance that is started without flags, or as it was profiled."""
-        found = engine_defaults(self.gpu)
+        is_on_gpu = self.gpu or self.was_on_gpu or self.kind == "coefficients"
+        found = engine_defaults(self.gpu) if is_on_gpu else CPU_DEFAULTS
         return EngineDefaults(self.budget or found.budget, found.sequences)
+
+    @property
+    def fitted_to(self) -> str:
+        """The engines whose measured times the step times are fitted to; empty if not known."""
+        if self.kind == "roofline":
+            return f"runs of vLLM {FITTED_VLLM}"
+        return f"vLLM {self.vllm}" if self.vllm else ""
 
     def words(self) -> str:
         """Describes for people which constants were measured."""

@@ -156,6 +156,8 @@ TESTS = {
     "transports/nixl/notes.py": [Run(["tests/transports/processes/test_nixl.py"])],
     "transports/nixl/agent.py": [Run(["tests/transports/processes/test_nixl.py"])],
     "transports/nixl/sender.py": [Run(["tests/transports/processes/test_nixl.py"])],
+    "transports/nixl/paths.py": [Run(["tests/transports/processes/test_nixl.py"])],
+    "transports/nixl/pairing.py": [Run(["tests/transports/processes/test_nixl.py"])],
     "transports/nixl/transport.py": [Run(["tests/transports/processes/test_nixl.py"])],
     "transports/tcp/transport.py": [
         Run(["tests/transports/tcp"]),

@@ -41,12 +41,16 @@ from vllm_disagg.transports.collective.receiver_end import ReceiverEnd
 from vllm_disagg.transports.collective.sender_end import SenderEnd
 from vllm_disagg.transports.machine_identity import machine_id
 from vllm_disagg.transports.nixl import notes as nixl_notes
+from vllm_disagg.transports.nixl import pairing as nixl_pairing
+from vllm_disagg.transports.nixl import paths as nixl_paths
 from vllm_disagg.transports.nixl import reads as nixl_reads
 from vllm_disagg.transports.nixl import sender as nixl_sender
 from vllm_disagg.transports.nixl import transport as nixl
 from vllm_disagg.transports.nixl.agent import NixlError, NixlRefused, Read
+from vllm_disagg.transports.nixl.pairing import Pairing
+from vllm_disagg.transports.nixl.paths import NixlReady, NixlSource, PathState
 from vllm_disagg.transports.nixl.reads import Reads
-from vllm_disagg.transports.nixl.transport import NixlReady, NixlTransport, PathState
+from vllm_disagg.transports.nixl.transport import NixlTransport
 from vllm_disagg.transports.tcp import notes as tcp_notes
 from vllm_disagg.transports.tcp import sender as tcp_sender
 from vllm_disagg.transports.tcp import transport as tcp
@@ -538,8 +542,9 @@ class NixlTarget:
     def __init__(self, random: Random) -> None:
         self._clock = TickingClock()
         self._stack = ExitStack()
-        for module in (nixl, nixl_sender, nixl_reads):
+        for module in (nixl, nixl_paths, nixl_pairing, nixl_sender, nixl_reads):
             self._stack.enter_context(mock.patch.object(module, "time", self._clock))
+        for module in (nixl_pairing, nixl_sender, nixl_reads):
             self._stack.enter_context(mock.patch.object(module, "Job", EndedJob))
         self._memory = _memory()
         self._info = nixl_notes.AgentInfo(
@@ -553,7 +558,7 @@ class NixlTarget:
         self._agent = ScriptedAgent(random, self._memory, self._info)
         making = SimpleNamespace(_make_agent=self._make_agent)
         self._stack.enter_context(
-            mock.patch.object(NixlTransport, "_make_agent", lambda _: making._make_agent())
+            mock.patch.object(Pairing, "_make_agent", lambda _: making._make_agent())
         )
         self._stack.enter_context(
             mock.patch.object(
@@ -578,8 +583,8 @@ class NixlTarget:
         self._stack.close()
 
     @property
-    def _source(self) -> nixl.NixlSource:
-        return self._transport._sources[SOURCE]
+    def _source(self) -> NixlSource:
+        return self._transport._paths.sources[SOURCE]
 
     def feed(self, random: Random) -> None:
         """Gives the transport one note, in a right or a wrong place."""
@@ -587,7 +592,7 @@ class NixlTarget:
             self._clock.now += 400.0
         self._transport.connect(self._worker)
         if self._source.state is PathState.UP and len(self._posted.open) < 4:
-            address = nixl._address(self._info)
+            address = nixl_paths._address(self._info)
             self._transport.post_read(self._posted.next(random, address, planes=True))
         if random.random() < 0.2:
             note = msgspec.msgpack.encode(self._makers["receiver"](random))
@@ -658,7 +663,7 @@ class NixlTarget:
             self._poll()
         if self._posted.open or self._transport.transfers_being_written():
             raise Leak(f"reads {self._posted.open}")
-        if self._transport._located or self._transport._sources:
+        if self._transport._located or self._transport._paths.sources:
             raise Leak("located pieces or sources")
         _expect_untouched(self._memory)
 

@@ -11,7 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from test_nixl_pieces import ADDRESS, BLOCK_BYTES, TRANSFER, receiving
+from test_nixl_pieces import (
+    ADDRESS,
+    BLOCK_BYTES,
+    TRANSFER,
+    read_by,
+    reads_of,
+    receiving,
+    source_of,
+)
 
 from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.memory import HostBuffer
@@ -23,17 +31,12 @@ from vllm_disagg.protocol.events import (
     ReadStatus,
     TransportChanged,
 )
-from vllm_disagg.transports.nixl import notes
+from vllm_disagg.transports.nixl import notes, pairing
 from vllm_disagg.transports.nixl import reads as nixl_reads
-from vllm_disagg.transports.nixl import transport as nixl
 from vllm_disagg.transports.nixl.agent import NixlError, NixlRefused, Read
+from vllm_disagg.transports.nixl.paths import NixlSource, PathState
 from vllm_disagg.transports.nixl.reads import OpenRead, Reads
-from vllm_disagg.transports.nixl.transport import (
-    NixlReady,
-    NixlSource,
-    NixlTransport,
-    PathState,
-)
+from vllm_disagg.transports.nixl.transport import NixlTransport
 
 OTHER = "p/1"
 OTHER_AGENT = f"{OTHER}#1"
@@ -126,21 +129,21 @@ def adding(
     """Returns a transport that has a path to `p/0`, and adds a second sender just now."""
     transport = receiving(monkeypatch)
     agent = AddingAgent()
-    transport._ready = NixlReady(Reads(agent, 2.0), 0.0)  # type: ignore[arg-type]
+    read_by(transport, agent)
     jobs: list[HeldJob] = []
 
     def job(do: Callable[[], Any]) -> HeldJob:
         jobs.append(made(do))
         return jobs[-1]
 
-    monkeypatch.setattr(nixl, "Job", job)
+    monkeypatch.setattr(pairing, "Job", job)
     plane = notes.RemotePlane(0, BLOCK_BYTES, 1, BLOCK_BYTES, BLOCK_BYTES)
-    first = transport._sources["p/0"]
+    first = source_of(transport)
     assert first.agent_info is not None
     info = notes.AgentInfo(ADDRESS, b"", [(0, 1 << 20)], (0, 1), b"", planes=[[plane]])
     first.memory = notes.SenderMemory(info, transport._memory.plane_places())
     source = NixlSource(OTHER, PathState.ASKING, 1, math.inf, math.inf)
-    transport._sources[OTHER] = source
+    transport._paths.sources[OTHER] = source
     offered = notes.AgentInfo(
         OTHER_AGENT,
         metadata.encode(),
@@ -165,8 +168,7 @@ def post(transport: NixlTransport) -> None:
 def test_the_agent_is_left_alone_while_a_sender_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
     """NIXL takes no locks, and the driver's thread must not wait for the mapping."""
     transport, agent, job = adding(monkeypatch)
-    assert transport._ready is not None
-    open_reads = transport._ready.reads.open
+    open_reads = reads_of(transport).open
     open_reads.append(OpenRead("p/9", 64, 0.0, math.inf, None, None, Read(None)))
     post(transport)
     assert list(transport.poll_events([])) == []
@@ -177,13 +179,13 @@ def test_the_agent_is_left_alone_while_a_sender_is_added(monkeypatch: pytest.Mon
     assert list(transport.poll_events([])) == [ReadCompleted(TRANSFER, 0, ReadStatus.WRITTEN)]
     assert agent.read_from == [OTHER_AGENT, "p/0#1"]
     assert not open_reads
-    assert transport._sources[OTHER].state is not PathState.ADDING
+    assert source_of(transport, OTHER).state is not PathState.ADDING
 
 
 def test_a_third_sender_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     transport, agent, job = adding(monkeypatch)
     third = NixlSource("p/2", PathState.ASKING, 1, math.inf, math.inf)
-    transport._sources["p/2"] = third
+    transport._paths.sources["p/2"] = third
     offered = notes.AgentInfo("p/2#1", b"p/2#1", [TEST_REGION], TEST_REGION, b"n" * 16)
     [part] = notes.agent_info_notes(1, offered)
     transport.on_sender_note("p/2", part)
@@ -203,9 +205,8 @@ def test_a_sender_that_is_gone_before_it_was_added_is_removed(
     job.run()
     list(transport.poll_events([]))
     assert agent.removed == [OTHER_AGENT]
-    assert transport._ready is not None
-    assert transport._ready.reads.take_buffer(1) is agent.buffers[0], "its read has ended"
-    assert OTHER not in transport._sources
+    assert reads_of(transport).take_buffer(1) is agent.buffers[0], "its read has ended"
+    assert OTHER not in transport._paths.sources
 
 
 @pytest.mark.parametrize(
@@ -226,8 +227,8 @@ def test_a_first_read_that_fails(
     agent.failure = failure
     job.run()
     list(transport.poll_events([]))
-    assert transport._sources[OTHER].state is PathState.DOWN
-    assert (transport._ready is not None) == keeps_agent
+    assert source_of(transport, OTHER).state is PathState.DOWN
+    assert (transport._paths.ready is not None) == keeps_agent
     assert words in caplog.text
     if keeps_agent:
         assert agent.removed == [OTHER_AGENT]
@@ -240,9 +241,9 @@ def test_a_sender_without_a_path(
     agent.add_failure = NixlError("NIXL_ERR_BACKEND")
     job.run()
     list(transport.poll_events([]))
-    assert transport._sources[OTHER].state is PathState.DOWN
+    assert source_of(transport, OTHER).state is PathState.DOWN
     assert "UCX finds no path to the peer (NIXL_ERR_BACKEND)" in caplog.text
-    assert transport._sources["p/0"].state is PathState.UP
+    assert source_of(transport).state is PathState.UP
 
 
 def test_an_agent_is_closed_behind_the_thread_that_uses_it(
@@ -262,10 +263,9 @@ def test_an_agent_that_a_thread_never_leaves_is_not_closed(
     """NIXL takes no locks: the engine could die by it. Blocks that it may write stay out of use."""
     transport, agent, _ = adding(monkeypatch, made=EndlessJob)
     transport._sender._making = None
-    assert transport._ready is not None
     posted = PostRead(TRANSFER, 0, "p/0", ADDRESS, Extent(0, 1, 0, 16), [0], None, None)
     opened = OpenRead("p/0", 64, 0.0, math.inf, posted if is_read else None, None, Read(None))
-    transport._ready.reads.open.append(opened)
+    reads_of(transport).open.append(opened)
     if is_read:
         with pytest.raises(NixlError, match="1 reads may still write"):
             transport.close()
@@ -281,11 +281,11 @@ def test_other_transports_take_over_while_a_sender_is_added_for_long(
     transport, agent, job = adding(monkeypatch)
     post(transport)
     assert list(transport.poll_events([])) == []
-    job.started_at -= nixl.PAIRING_SECONDS + 1.0
+    job.started_at -= pairing.PAIRING_SECONDS + 1.0
     events = list(transport.poll_events([]))
     assert ReadCompleted(TRANSFER, 0, ReadStatus.CANCELLED) in events
     assert [event.source for event in events if isinstance(event, TransportChanged)] == ["p/0"]
-    assert {s.state for s in transport._sources.values()} == {PathState.DOWN}
+    assert {s.state for s in transport._paths.sources.values()} == {PathState.DOWN}
     assert "adding p/1 to this worker's agent has taken 31 s so far" in caplog.text
     assert list(transport.poll_events([])) == [], "once"
     job.run()
@@ -297,8 +297,8 @@ def test_waiting_for_another_sender_makes_no_peer_late(monkeypatch: pytest.Monke
     transport, _, job = adding(monkeypatch)
     now = time.monotonic()
     late = NixlSource("p/2", PathState.ASKING, 1, math.inf, now - 1.0)
-    transport._sources["p/2"] = late
-    transport._sources[OTHER].attempt_deadline = now - 1.0
+    transport._paths.sources["p/2"] = late
+    source_of(transport, OTHER).attempt_deadline = now - 1.0
     job.started_at = now - 20.0
     list(transport.poll_events([]))
     assert late.state is PathState.ASKING
@@ -307,7 +307,7 @@ def test_waiting_for_another_sender_makes_no_peer_late(monkeypatch: pytest.Monke
     job.run()
     list(transport.poll_events([]))
     assert late.state is PathState.ASKING and late.attempt_deadline >= now + 19.0
-    assert transport._sources[OTHER].attempt_deadline >= now + 19.0
+    assert source_of(transport, OTHER).attempt_deadline >= now + 19.0
 
 
 def test_time_in_which_nobody_looks_counts_against_no_read() -> None:
@@ -329,5 +329,5 @@ def test_metadata_of_another_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     job.run()
     list(transport.poll_events([]))
     assert agent.removed == ["p/0#1"] and not agent.read_from
-    assert transport._sources[OTHER].state is PathState.DOWN
+    assert source_of(transport, OTHER).state is PathState.DOWN
     assert transport._port.counters.bad_messages == 1

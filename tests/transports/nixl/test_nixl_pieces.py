@@ -27,12 +27,12 @@ from vllm_disagg.protocol.events import (
     TransportChanged,
 )
 from vllm_disagg.transports.base import Counters, DriverPort
-from vllm_disagg.transports.nixl import notes
+from vllm_disagg.transports.nixl import notes, pairing
 from vllm_disagg.transports.nixl import sender as nixl_sender
-from vllm_disagg.transports.nixl import transport as nixl
 from vllm_disagg.transports.nixl.agent import NixlError
+from vllm_disagg.transports.nixl.paths import NixlReady, NixlSource, PathState
 from vllm_disagg.transports.nixl.reads import Reads
-from vllm_disagg.transports.nixl.transport import NixlReady, NixlSource, NixlTransport, PathState
+from vllm_disagg.transports.nixl.transport import NixlTransport
 
 TRANSFER = "ab" * 16
 AGENT = "p/0#1"
@@ -55,7 +55,7 @@ class FullAgent:
 def receiving(monkeypatch: pytest.MonkeyPatch) -> NixlTransport:
     """Returns a transport whose path to the sender `p/0` is up."""
     never_over = SimpleNamespace(is_over=False, next_deadline=lambda now: now + 1.0)
-    for module in (nixl, nixl_sender):
+    for module in (pairing, nixl_sender):
         monkeypatch.setattr(module, "Job", lambda do: never_over)
     port = DriverPort(
         name="d/0",
@@ -69,13 +69,29 @@ def receiving(monkeypatch: pytest.MonkeyPatch) -> NixlTransport:
         fallback_address="zmq:1",
     )
     made = NixlTransport(port)
-    made._making = None
-    made._ready = NixlReady(Reads(FullAgent(), 2.0), 1e9)  # type: ignore[arg-type]
+    made._pairing.making = None
+    read_by(made, FullAgent())
     source = NixlSource("p/0", PathState.UP)
     source.agent_info = notes.AgentInfo(AGENT, b"", [(0, 1 << 20)], (0, 1), b"")
     source.memory = notes.SenderMemory(source.agent_info)
-    made._sources["p/0"] = source
+    made._paths.sources["p/0"] = source
     return made
+
+
+def read_by(transport: NixlTransport, agent: object) -> None:
+    """Has the transport read by this agent."""
+    transport._paths.ready = NixlReady(Reads(agent, 2.0), 1e9)  # type: ignore[arg-type]
+
+
+def reads_of(transport: NixlTransport) -> Reads:
+    """Returns the reads of the transport's agent."""
+    assert transport._paths.ready is not None
+    return transport._paths.ready.reads
+
+
+def source_of(transport: NixlTransport, name: str = "p/0") -> NixlSource:
+    """Returns a sender as the transport knows it."""
+    return transport._paths.sources[name]
 
 
 def test_zmq_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,14 +104,14 @@ def test_zmq_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
             raise NixlError("no memory")
         return FullAgent()
 
-    monkeypatch.setattr(nixl, "zmq_speed", lambda: measured.append(5e9) or 5e9)
-    monkeypatch.setattr(nixl, "Agent", agent)
+    monkeypatch.setattr(pairing, "zmq_speed", lambda: measured.append(5e9) or 5e9)
+    monkeypatch.setattr(pairing, "Agent", agent)
     made: list[object] = []
     for _ in range(2):
         with pytest.raises(NixlError):
-            transport._make_agent()
+            transport._pairing._make_agent()
         made.append(None)
-    assert transport._make_agent().zmq_bytes_per_second == 5e9
+    assert transport._pairing._make_agent().zmq_bytes_per_second == 5e9
     assert measured == [5e9]
 
 
@@ -118,17 +134,17 @@ def test_memory_that_cannot_be_registered_takes_the_path_down(
         TransportChanged("p/0", "zmq:1"),
         ReadCompleted(TRANSFER, 1, ReadStatus.CANCELLED),
     ]
-    assert transport._sources["p/0"].state is PathState.DOWN
+    assert source_of(transport).state is PathState.DOWN
     assert "registering 64 bytes for a read failed" in caplog.text
 
 
 def test_only_a_piece_that_came_ends_a_series_of_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     """A probe may pass where no piece does; the path would go up and down for ever."""
     transport = receiving(monkeypatch)
-    source = transport._sources["p/0"]
+    source = source_of(transport)
     source.failures = 3
     passed = SimpleNamespace(step=None, best_seconds=1e-9)
-    transport._decide(source, passed)  # type: ignore[arg-type]
+    transport._pairing._decide(source, passed)  # type: ignore[arg-type]
     assert source.state is PathState.UP
     assert source.failures == 3
     posted = PostRead(TRANSFER, 0, "p/0", ADDRESS, Extent(0, 1, 0, 16), [0])
@@ -143,7 +159,6 @@ def test_a_piece_of_another_layout_is_written_by_the_memory(
 ) -> None:
     """From the buffer into which it was read: a GPU's bytes stay on the GPU."""
     transport = receiving(monkeypatch)
-    assert transport._ready is not None
     layout = RemoteLayout(transport._memory.shape.kinds[0], 0)
     posted = PostRead(TRANSFER, 0, "p/0", ADDRESS, Extent(0, 1, 0, 16), [2], layout)
     buffer = HostBuffer(2 * BLOCK_BYTES)
@@ -158,7 +173,7 @@ def test_a_piece_of_another_layout_is_written_by_the_memory(
     status = transport._finish(opened, posted)
     assert status is (ReadStatus.WRITTEN if is_written else ReadStatus.DAMAGED)
     assert given == [(posted.extent, [2], buffer, BLOCK_BYTES, layout)]
-    assert transport._ready.reads.take_buffer(BLOCK_BYTES) is buffer
+    assert reads_of(transport).take_buffer(BLOCK_BYTES) is buffer
 
 
 @pytest.mark.parametrize("runs", [b"", b"123"])
@@ -182,7 +197,7 @@ def test_runs_outside_registered_memory_are_not_read(monkeypatch: pytest.MonkeyP
     [note] = notes.piece_notes(TRANSFER, 0, AGENT, runs_of([(1 << 20, BLOCK_BYTES)]))
     transport.on_sender_note("p/0", note)
     assert not transport._located
-    assert transport._sources["p/0"].state is PathState.DOWN
+    assert source_of(transport).state is PathState.DOWN
     assert transport._port.counters.bad_messages == 1
 
 
@@ -197,7 +212,7 @@ def test_a_piece_of_another_size_than_its_blocks_is_not_read(
     transport.on_sender_note("p/0", note)
     ended = list(transport.poll_events([]))
     assert ReadCompleted(TRANSFER, 0, ReadStatus.DAMAGED) in ended
-    assert transport._sources["p/0"].state is PathState.DOWN
+    assert source_of(transport).state is PathState.DOWN
 
 
 def test_notes_of_pieces_that_no_one_waits_for_are_not_kept(
@@ -208,14 +223,14 @@ def test_notes_of_pieces_that_no_one_waits_for_are_not_kept(
     for number in range(50):
         note = notes.PieceRuns(TRANSFER, number, AGENT, 0, 2, runs)
         transport.on_sender_note("p/0", notes.encode(note))
-    assert not transport._sources["p/0"].runs
+    assert not source_of(transport).runs
 
 
 def located(
     transport: NixlTransport, blocks: BlocksAtSource, *planes: notes.RemotePlane
 ) -> PostRead:
     """Post a read of a sender with these planes, one a layer."""
-    source = transport._sources["p/0"]
+    source = source_of(transport)
     assert source.agent_info is not None
     layers = [[plane] for plane in planes]
     info = msgspec.structs.replace(source.agent_info, planes=layers)
@@ -229,7 +244,7 @@ def located(
 def sender_runs(transport: NixlTransport, read: PostRead) -> list[list[int]]:
     """Returns the sender's runs of a read that waits to begin."""
     assert [piece.runs for piece in transport._located] == [None]
-    memory = transport._sources["p/0"].memory
+    memory = source_of(transport).memory
     assert memory is not None and read.at_source is not None
     memory.check(read.at_source)
     runs: list[list[int]] = memory.runs(read.at_source).tolist()
@@ -253,7 +268,7 @@ def test_no_run_crosses_from_one_registration_of_the_sender_into_the_next(
 ) -> None:
     """Two allocations of a GPU may touch; a key of CUDA's is for one of them."""
     transport = receiving(monkeypatch)
-    source = transport._sources["p/0"]
+    source = source_of(transport)
     assert source.agent_info is not None
     halves = [(0, 1024), (1024, 1024)]
     source.agent_info = msgspec.structs.replace(source.agent_info, regions=halves)
@@ -272,7 +287,7 @@ def test_neighbours_in_two_registrations_are_two_runs(
 ) -> None:
     """The planes of two layers touch in memory."""
     transport = receiving(monkeypatch)
-    source = transport._sources["p/0"]
+    source = source_of(transport)
     assert source.agent_info is not None
     halves = [(1024, 1024), (0, 1024)]
     source.agent_info = msgspec.structs.replace(source.agent_info, regions=halves)
@@ -297,7 +312,7 @@ def test_block_ids_without_memory_take_the_path_down(
     located(transport, BlocksAtSource(layer, layer + 1, [block] * 20), plane)
     events = list(transport.poll_events([]))
     assert not transport._located
-    assert transport._sources["p/0"].state is PathState.DOWN
+    assert source_of(transport).state is PathState.DOWN
     assert transport._port.counters.bad_messages == 1
     assert ReadCompleted(TRANSFER, 0, ReadStatus.CANCELLED) in events
 
@@ -319,14 +334,14 @@ def test_a_part_of_the_heads_is_not_read_as_whole_blocks(monkeypatch: pytest.Mon
     """The other heads in these blocks are another sender's."""
     transport = receiving(monkeypatch)
     agent = ReadingAgent()
-    transport._ready = NixlReady(Reads(agent, 2.0), 1e9)  # type: ignore[arg-type]
+    read_by(transport, agent)
     planes = np.zeros((4, BLOCK_BYTES), np.uint8)
     whole = HostMemory([[planes]], 16)
     transport._memory = HostMemory([[planes]], uniform(1, 16, [BLOCK_BYTES], heads=2))
     begin = planes.ctypes.data
     for number, (head_end, row_bytes) in enumerate([(1, BLOCK_BYTES // 2), (2, BLOCK_BYTES)]):
         remote = notes.RemotePlane(0, row_bytes, 1, row_bytes, row_bytes)
-        source = transport._sources["p/0"]
+        source = source_of(transport)
         assert source.agent_info is not None
         info = msgspec.structs.replace(source.agent_info, planes=[[remote]])
         source.memory = notes.SenderMemory(info, whole.plane_places())
@@ -345,8 +360,8 @@ def test_a_part_of_the_heads_is_not_read_as_whole_blocks(monkeypatch: pytest.Mon
 def test_blocks_of_another_layout_are_not_read_into_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     transport = receiving(monkeypatch)
     agent = ReadingAgent()
-    transport._ready = NixlReady(Reads(agent, 2.0), 1e9)  # type: ignore[arg-type]
-    source = transport._sources["p/0"]
+    read_by(transport, agent)
+    source = source_of(transport)
     plane = notes.RemotePlane(0, BLOCK_BYTES, 1, BLOCK_BYTES, BLOCK_BYTES)
     assert source.agent_info is not None
     info = msgspec.structs.replace(source.agent_info, planes=[[plane]])

@@ -10,13 +10,13 @@ import pytest
 from nixl_pair import Sink
 from peer import Peer
 
-from vllm_disagg.transports.nixl import transport as nixl
+from vllm_disagg.transports.nixl import pairing
 
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     # A path that has failed is tried again only with the next load.
-    monkeypatch.setattr(nixl, "PAIRING_SECONDS", 120.0)
+    monkeypatch.setattr(pairing, "PAIRING_SECONDS", 120.0)
     made: list[Peer | Sink] = []
 
     def make(kind: Callable[..., Peer | Sink], *args: Any, **settings: Any) -> Peer | Sink:

@@ -19,7 +19,9 @@ from vllm_disagg.kv.memory import HostMemory
 from vllm_disagg.protocol import events
 from vllm_disagg.transports.nixl import agent as nixl_agent
 from vllm_disagg.transports.nixl import path as nixl_path
-from vllm_disagg.transports.nixl import transport as nixl
+from vllm_disagg.transports.nixl.pairing import Pairing
+from vllm_disagg.transports.nixl.paths import NixlSource, Paths, PathState
+from vllm_disagg.transports.nixl.transport import NixlTransport
 
 real = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 HOST_MEMORY_ONLY = "of KV in host memory"
@@ -82,13 +84,17 @@ class Sink:
         return " ".join(sorted(name for name in after if after[name] > before.get(name, 0)))
 
     @property
-    def transport(self) -> nixl.NixlTransport:
+    def transport(self) -> NixlTransport:
         return self.driver._transports["nixl"]  # type: ignore[return-value]
 
-    def path_state(self, source: Peer) -> nixl.PathState:
-        return self.transport._sources[source.worker.name].state
+    @property
+    def paths(self) -> Paths:
+        return self.transport._paths
 
-    def pair(self, source: Peer, wanted: nixl.PathState = nixl.PathState.UP) -> None:
+    def path_state(self, source: Peer) -> PathState:
+        return self.paths.sources[source.worker.name].state
+
+    def pair(self, source: Peer, wanted: PathState = PathState.UP) -> None:
         """Load, probably by ZMQ, then wait for the state of the NIXL path.
 
         A path that is down is tried again only with the next load.
@@ -97,7 +103,7 @@ class Sink:
         end = time.monotonic() + 150.0
         while (state := self.path_state(source)) is not wanted:
             assert time.monotonic() < end, f"not {wanted.name} in time, but {state.name}"
-            if state is nixl.PathState.DOWN:
+            if state is PathState.DOWN:
                 self.expect_exact(source)
             time.sleep(0.002)
 
@@ -132,13 +138,13 @@ def freeze_at_second_read(source: Peer, monkeypatch: pytest.MonkeyPatch) -> thre
 
 
 def lenient(
-    transport: nixl.NixlTransport,
-    source: nixl.NixlSource,
+    pairing: Pairing,
+    source: NixlSource,
     probe: nixl_path.OneSidedProbe,
-    original: Any = nixl.NixlTransport._decide,
+    original: Any = Pairing._decide,
 ) -> None:
     probe.step = nixl_path.ProbeStep.PROVED
-    original(transport, source, probe)
+    original(pairing, source, probe)
 
 
 def broken_read(*_: object) -> None:

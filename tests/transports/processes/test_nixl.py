@@ -43,7 +43,10 @@ from vllm_disagg.kv.runs import runs_of
 from vllm_disagg.protocol import events
 from vllm_disagg.transports.nixl import agent as nixl_agent
 from vllm_disagg.transports.nixl import notes as nixl_notes
+from vllm_disagg.transports.nixl import pairing as nixl_pairing
+from vllm_disagg.transports.nixl import paths as nixl_paths
 from vllm_disagg.transports.nixl import transport as nixl
+from vllm_disagg.transports.nixl.paths import PathState
 from vllm_disagg.transports.zmq import control
 
 
@@ -52,7 +55,7 @@ from vllm_disagg.transports.zmq import control
 def test_bytes_arrive_where_they_belong(
     start: Callable[..., Any], row: int, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nixl, "MAX_PIECE_BYTES", piece)
+    monkeypatch.setattr(nixl_paths, "MAX_PIECE_BYTES", piece)
     source, sink = start(Source, row), start(Sink, row)
     sink.pair(source)
     assert sink.expect_exact(source) == "nixl"
@@ -65,8 +68,9 @@ def test_agents_start_before_the_first_request(start: Callable[..., Any]) -> Non
     """UCX takes a second and more beside busy engines; the first request must not wait for that."""
     transport = start(Sink).transport
     wait(lambda: transport._sender._ready is not None)
-    wait(lambda: bool(transport._ready or (transport._making and transport._making.is_over)))
-    assert transport._ready or (transport._making and transport._making.result)
+    paths, pairing = transport._paths, transport._pairing
+    wait(lambda: bool(paths.ready or (pairing.making and pairing.making.is_over)))
+    assert paths.ready or (pairing.making and pairing.making.result)
 
 
 @real
@@ -137,7 +141,7 @@ def test_runs_of_a_sender_are_checked(
         assert time.monotonic() < end
         assert sink.expect_exact(source) == "zmq"
         # Planes of another size before the path is up, else the first read.
-        is_refused = sink.path_state(source) is nixl.PathState.DOWN
+        is_refused = sink.path_state(source) is PathState.DOWN
         if lie == "unregistered":  # a pairing that takes too long is no refusal
             is_refused = is_refused and "NIXL refused a read" in caplog.text
     bad = sink.driver.counters.bad_messages
@@ -160,7 +164,7 @@ def test_a_wrong_nonce_takes_the_path_down(
         lambda *args: msgspec.structs.replace(true(*args), nonce=b"x" * 16),
     )
     source, sink = start(Source), start(Sink)
-    sink.pair(source, nixl.PathState.DOWN)
+    sink.pair(source, PathState.DOWN)
     assert "the test read did not return the memory of that worker" in caplog.text
     assert sink.expect_exact(source) == "zmq"
 
@@ -178,9 +182,9 @@ def test_a_sender_that_dies_or_freezes(
     Emulated paths are refused otherwise; here they stand for hardware whose reads take time.
     """
     if tls:
-        monkeypatch.setattr(nixl.NixlTransport, "_decide", lenient)
+        monkeypatch.setattr(nixl_pairing.Pairing, "_decide", lenient)
         monkeypatch.setenv("UCX_TLS", tls)
-        monkeypatch.setattr(nixl, "MAX_PIECE_BYTES", 1 << 20)
+        monkeypatch.setattr(nixl_paths, "MAX_PIECE_BYTES", 1 << 20)
     row = 100_000
     source, sink = start(Source, row), start(Sink, row, **QUICK)
     sink.pair(source)
@@ -199,7 +203,7 @@ def test_a_sender_that_dies_or_freezes(
     assert all((a == b).all() for a, b in zip(was, now, strict=True)), (
         "written after the LoadResult"
     )
-    monkeypatch.setattr(nixl, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(nixl_paths, "RETRY_SECONDS", 0.1)
     another = start(Source, row)
     sink.pair(another)
     assert sink.expect_exact(another) == "nixl"
@@ -210,7 +214,7 @@ def test_recovery_after_a_failure(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A failed read reroutes to ZMQ at once; later NIXL is tried again."""
-    monkeypatch.setattr(nixl, "RETRY_SECONDS", 0.3)
+    monkeypatch.setattr(nixl_paths, "RETRY_SECONDS", 0.3)
     source, sink = start(Source), start(Sink)
     sink.pair(source)
     monkeypatch.setattr(nixl_agent.Agent, "read", broken_read)
@@ -227,7 +231,7 @@ def test_auto_takes_nixl_and_then_tcp(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nixl, "unavailable_reason", lambda *_: "")  # as with RDMA
-    monkeypatch.setattr(nixl, "zmq_speed", lambda: 0.0)  # else it takes the faster one
+    monkeypatch.setattr(nixl_pairing, "zmq_speed", lambda: 0.0)  # else it takes the faster one
     source, sink = (
         start(Source, env={"NIXL_ANYWHERE": "1"}, transport="auto"),
         start(Sink, transport="auto"),
@@ -248,7 +252,7 @@ def test_nixl_missing_at_the_peer(
     sink = start(Sink)
     assert sink.expect_exact(plain) == "zmq"
     assert "this one has nixl (transport is nixl), the other has none" in caplog.text
-    sink.pair(broken, nixl.PathState.DOWN)
+    sink.pair(broken, PathState.DOWN)
     assert "NIXL is not available at the peer (" in caplog.text
     assert sink.expect_exact(broken) == "zmq"
 
@@ -261,7 +265,7 @@ def test_nixl_missing_here(
     source = start(Source)
     monkeypatch.setenv("UCX_TLS", "bogus")
     sink = start(Sink)
-    sink.pair(source, nixl.PathState.DOWN)
+    sink.pair(source, PathState.DOWN)
     assert "no agent here (" in caplog.text
     assert sink.expect_exact(source) == "zmq"
 
@@ -277,11 +281,11 @@ def test_a_slow_path_is_logged(
     by: str,
 ) -> None:
     caplog.set_level("INFO", "vllm_disagg")
-    monkeypatch.setattr(nixl, "zmq_speed", lambda: 1e15)
+    monkeypatch.setattr(nixl_pairing, "zmq_speed", lambda: 1e15)
     monkeypatch.setattr(nixl, "unavailable_reason", lambda *_: "")
     source = start(Source, env={"NIXL_ANYWHERE": "1"}, transport=transport)
     sink = start(Sink, transport=transport)
-    sink.pair(source, nixl.PathState.UP if by == "nixl" else nixl.PathState.DOWN)
+    sink.pair(source, PathState.UP if by == "nixl" else PathState.DOWN)
     assert "ZMQ moves 1000000.0 GB/s here; " in caplog.text
     if by != "nixl":
         wait(lambda: sink.expect_exact(source) == by)
@@ -296,7 +300,7 @@ def test_an_emulated_path_is_refused(
     caplog.set_level("INFO", "vllm_disagg")
     monkeypatch.setenv("UCX_TLS", "tcp")
     source, sink = start(Source), start(Sink)
-    sink.pair(source, nixl.PathState.DOWN)
+    sink.pair(source, PathState.DOWN)
     assert "reads end only with the peer's help" in caplog.text
     assert sink.expect_exact(source) == "zmq"
 
@@ -310,7 +314,7 @@ def test_an_evicted_sender_is_disconnected(
     for source in (one, other, one):
         sink.pair(source)
         assert sink.expect_exact(source) == "nixl"
-        assert list(sink.transport._sources) == [source.worker.name]
+        assert list(sink.paths.sources) == [source.worker.name]
 
 
 # Without NIXL -------------------------------------------------------------------------------------

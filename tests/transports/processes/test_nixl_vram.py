@@ -47,8 +47,10 @@ from vllm_disagg.kv.layout import uniform
 from vllm_disagg.kv.memory import MemoryPlace
 from vllm_disagg.protocol import events
 from vllm_disagg.transports.nixl import agent as nixl_agent
+from vllm_disagg.transports.nixl import paths as nixl_paths
 from vllm_disagg.transports.nixl import reads as nixl_reads
-from vllm_disagg.transports.nixl import transport as nixl
+from vllm_disagg.transports.nixl.pairing import Pairing
+from vllm_disagg.transports.nixl.paths import PathState
 
 pytestmark = [real, in_device_memory]
 # UCX looks for NVLink once in a process.
@@ -78,7 +80,7 @@ def test_one_storage_is_registered_whatever_the_layers(start: Callable[..., Any]
     source, sink = start(Source), start(Sink)
     sink.pair(source)
     assert sink.expect_exact(source) == "nixl"
-    info = sink.transport._sources[source.worker.name].agent_info
+    info = sink.paths.sources[source.worker.name].agent_info
     assert info is not None
     assert len(info.regions) == 2, "the storage and the test region, not each layer"
     assert info.place == MemoryPlace("VRAM", 0)
@@ -106,7 +108,7 @@ def test_engines_that_see_different_gpus(
     env = {"CUDA_VISIBLE_DEVICES": visible, "FAKE_DEVICE": str(number)}
     source, sink = start(Source, env=env), start(Sink)
     sink.pair(source)
-    info = sink.transport._sources[source.worker.name].agent_info
+    info = sink.paths.sources[source.worker.name].agent_info
     assert info is not None and info.place == MemoryPlace("VRAM", number)
     assert sink.expect_exact(source) == "nixl"
     assert fake_gpu.count("handles opened") >= 1, "the bytes came by cuda_ipc"
@@ -167,7 +169,7 @@ def test_a_sender_frozen_in_an_emulated_read(
 ) -> None:
     """Such reads are refused otherwise; here they stand for any read that never ends."""
     monkeypatch.setenv(ZERO_COPY_READS, "n")
-    monkeypatch.setattr(nixl.NixlTransport, "_decide", lenient)
+    monkeypatch.setattr(Pairing, "_decide", lenient)
     source, sink = start(Source, 10_000), start(Sink, 10_000, **QUICK)
     sink.pair(source)
     is_frozen = freeze_at_second_read(source, monkeypatch)
@@ -205,7 +207,7 @@ def test_a_sender_lost_in_a_read(
     os.kill(source.process.pid, signal.SIGCONT)
     expect_untouched(sink)
     slow_copies(USUAL_DELAY_SECONDS)
-    monkeypatch.setattr(nixl, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(nixl_paths, "RETRY_SECONDS", 0.1)
     another = start(Source, 10_000)
     sink.pair(another)
     assert sink.expect_exact(another) == "nixl"
@@ -226,7 +228,7 @@ def test_a_closed_agent_has_waited_for_the_gpu(
     """UCX may be gone while its copies still run: the report must wait for them."""
     source, sink = start(Source, 10_000), start(Sink, 10_000, **QUICK)
     sink.pair(source)
-    ready = sink.transport._ready
+    ready = sink.paths.ready
     assert ready is not None
     slow_copies(0.5)
     posted = fake_gpu.count("copies posted")
@@ -234,7 +236,7 @@ def test_a_closed_agent_has_waited_for_the_gpu(
     wait(lambda: fake_gpu.count("copies posted") > posted)
     monkeypatch.setattr(nixl_reads.Reads, "ended", fail_at_once)
     sink.driver.submit([])
-    wait(lambda: sink.transport._ready is not ready)
+    wait(lambda: sink.paths.ready is not ready)
     monkeypatch.undo()
     report = sink.outcome()
     assert report.reason is None, "the pieces came by another transport"
@@ -250,7 +252,7 @@ def fail_at_once(reads: nixl_reads.Reads, now: float) -> Iterator[nixl_reads.Ope
 # Set-ups that cannot work: one line each, and KV by host memory -----------------------------------
 def refusal(sink: Sink, source: Peer, caplog: pytest.LogCaptureFixture) -> str:
     """Returns the only warning about the path, after a load by ZMQ."""
-    sink.pair(source, nixl.PathState.DOWN)
+    sink.pair(source, PathState.DOWN)
     assert sink.expect_exact(source) == "zmq"
     lines = [
         record.getMessage() for record in caplog.records if "not reached" in record.getMessage()
@@ -418,7 +420,7 @@ def test_the_memory_of_a_real_engine(start: Callable[..., Any]) -> None:
                 found = sink.blocks(layer, plane)
                 assert (found[5:10] == expected.planes[layer][plane][:5]).all(), transport
                 assert not found[:5].any() and not found[10:].any(), "wrote beside its blocks"
-        wait(lambda: sink.path_state(source) is nixl.PathState.UP)
+        wait(lambda: sink.path_state(source) is PathState.UP)
     assert sink.driver.counters.received["nixl"] == 5 * 2 * LAYERS * 4096
     [region] = sink.driver._memory.regions().tolist()
     assert region[1] == sink.caches.nbytes, "one storage"

@@ -39,6 +39,23 @@ def test_answers_are_those_of_the_tests(
     assert last_line(capsys) == {"v2": {"exact": 224, "wrong": 1, "failed": 1}}
 
 
+@pytest.mark.parametrize(
+    ("part", "good", "missed"),
+    [
+        ("v2", {"exact": 200, "wrong": 0}, {"exact": 199, "wrong": 0}),
+        ("descriptors_ms", 2.0, 2.1),
+        ("hidden", 0.9, 0.89),
+    ],
+)
+def test_a_part_that_misses_its_target_fails_the_proof(
+    monkeypatch: pytest.MonkeyPatch, part: str, good: Any, missed: Any
+) -> None:
+    monkeypatch.setattr(proof, "expect_modules", lambda *modules: None)
+    for found, status in ((good, 0), (missed, 1)):
+        monkeypatch.setitem(proof.PARTS, part, lambda found=found: {part: found})
+        assert run(monkeypatch, part) == status
+
+
 def test_faults_that_no_test_sees_fail_the_proof(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

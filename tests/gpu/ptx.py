@@ -1,6 +1,6 @@
 """Compiles our kernels for GPUs and executes the PTX on the CPU; no GPU is needed.
 
-    python tests/gpu/ptx.py [--json] [ARCHITECTURE ...]   sm_80, 90, 100 and 120 without arguments
+    python tests/gpu/ptx.py [--json] [--stop] [ARCHITECTURE ...]   without one: 80, 90, 100 and 120
 
 `kernels.move`, `kernels.checksum` and `block_sums.sum_blocks` run as they are, but their launches
 go to `PtxLauncher`: it compiles what Triton would, for one architecture, checks that no 32-bit
@@ -232,8 +232,11 @@ def _holds(name: str, proof: Callable[[], bool]) -> bool:
     return is_right
 
 
-def prove(architectures: Sequence[int]) -> dict[str, Any]:
-    """Returns counts of all proofs: compiled, executed, 32-bit products in addresses, wrong."""
+def prove(architectures: Sequence[int], *, stop: bool = False) -> dict[str, Any]:
+    """Returns counts of all proofs: compiled, executed, 32-bit products in addresses, wrong.
+
+    `stop`: the first proof that fails is the last one.
+    """
     found = {"compiled": 0, "executed": 0, "narrow_products": 0, "wrong": 0}
     torch.manual_seed(1)
     for architecture in architectures:
@@ -247,23 +250,31 @@ def prove(architectures: Sequence[int]) -> dict[str, Any]:
             proofs["block sums"] = functools.partial(prove_block_sums, launchers)
             for name, proof in proofs.items():
                 found["wrong"] += not _holds(f"sm_{architecture}, {name}", proof)
+                if stop and is_bad(found):
+                    return {"architectures": list(architectures), **found}
     return {"architectures": list(architectures), **found}
+
+
+def is_bad(found: dict[str, Any]) -> bool:
+    """Returns whether a kernel is wrong, or addresses memory by a 32-bit product."""
+    return bool(found["wrong"] or found["narrow_products"])
 
 
 def main() -> None:
     """Prints the counts; exits with 1 if anything is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one line of JSON only")
+    parser.add_argument("--stop", action="store_true", help="end at the first proof that fails")
     parser.add_argument("architectures", nargs="*", type=int, default=ARCHITECTURES)
     args = parser.parse_args()
     if triton.knobs.runtime.interpret:
         raise SystemExit("ptx: nothing is compiled while TRITON_INTERPRET is set; unset it")
-    found = prove(args.architectures)
+    found = prove(args.architectures, stop=args.stop)
     if args.json:
         print(json.dumps(found))
     else:
         print(", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in found.items()))
-    raise SystemExit(bool(found["wrong"] or found["narrow_products"]))
+    raise SystemExit(is_bad(found))
 
 
 if __name__ == "__main__":

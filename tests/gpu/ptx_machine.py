@@ -1,4 +1,4 @@
-"""Runs compiled PTX on the CPU: one thread block at a time, its threads side by side in numpy.
+"""Runs compiled PTX on the CPU: the threads of a whole grid, side by side in numpy.
 
 It has what our kernels compile to and refuses the rest. Each access must be aligned, as on a GPU,
 and lie in memory that the kernel was given. A register is an array of 64-bit numbers, one for each
@@ -11,7 +11,6 @@ import ctypes
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -163,31 +162,36 @@ class Memory:
             raise MemoryError(f"{len(addresses) - count} accesses outside the kernel's memory")
 
 
-class ThreadBlock:
-    """Executes a kernel for one place of the grid."""
+class Grid:
+    """Executes a kernel at all places of a grid."""
 
     def __init__(
         self,
         kernel: Kernel,
         memory: Memory,
-        grid: Sequence[int],
-        place: Sequence[int],
+        size: Sequence[int],
         arguments: Sequence[int],
     ) -> None:
         """Creates the threads. `arguments`: numbers and addresses, by parameter."""
+        places = np.indices(size, np.uint64).reshape(len(size), -1)  # by axis
+        count = places.shape[1]
         self._kernel = kernel
         self._memory = memory
-        self._threads = kernel.threads
+        self._threads = kernel.threads * count
         self._registers: dict[str, Bits] = {}
+        # Each place has a part of it for itself.
         self._shared = Memory()
-        self._shared.add(SHARED_ADDRESS, np.zeros(SHARED_BYTES, np.uint8))
+        self._shared.add(SHARED_ADDRESS, np.zeros(count * SHARED_BYTES, np.uint8))
+        parts = np.arange(count, dtype=np.uint64) * np.uint64(SHARED_BYTES)
+        self._shared_addresses = np.repeat(parts + np.uint64(SHARED_ADDRESS), kernel.threads)
         names = [name for name, _ in kernel.parameters]
         # Behind those of Triton's functions are two for scratch memory, which ours do not use.
         self._parameters = dict(zip(names, arguments, strict=False))
-        self._specials = {"%tid.x": np.arange(self._threads, dtype=np.uint64)}
-        for axis, index, size in zip("xyz", place, grid, strict=True):
-            self._specials[f"%ctaid.{axis}"] = self._constant(index)
-            self._specials[f"%nctaid.{axis}"] = self._constant(size)
+        numbers = np.arange(self._threads, dtype=np.uint64)
+        self._specials = {"%tid.x": numbers % np.uint64(kernel.threads)}
+        for axis, indices, places_of_axis in zip("xyz", places, size, strict=True):
+            self._specials[f"%ctaid.{axis}"] = np.repeat(indices, kernel.threads)
+            self._specials[f"%nctaid.{axis}"] = self._constant(places_of_axis)
 
     def run(self) -> None:
         """Executes all instructions, each for all threads; our kernels have no branches."""
@@ -300,7 +304,7 @@ class ThreadBlock:
             low, high = (self._value(register) for register in operand.strip("{}").split(","))
             return low | (high << np.uint64(32))
         if operand == "global_smem":
-            return self._constant(SHARED_ADDRESS)
+            return self._shared_addresses
         return self._constant(int(operand, 0))
 
     def _constant(self, number: int) -> Bits:
@@ -358,6 +362,5 @@ def _signed(value: Bits, bits: int) -> npt.NDArray[np.int64]:
 
 
 def launch(kernel: Kernel, memory: Memory, grid: Sequence[int], arguments: Sequence[int]) -> None:
-    """Executes a kernel at all places of a grid, one after the other."""
-    for place in product(*(range(size) for size in grid)):
-        ThreadBlock(kernel, memory, grid, place, arguments).run()
+    """Executes a kernel at all places of a grid, whose size by axis is `grid`."""
+    Grid(kernel, memory, grid, arguments).run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +16,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kv_connectors.gpu.layout import DeviceLayout, device_layout
+from kv_connectors.gpu.memory import DeviceMemory
 from kv_connectors.kv_layout import RankCache
 from vllm_disagg.errors import ConfigError, Unmappable
 from vllm_disagg.kv import reshard
+from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.layout import LayerLayout, RankLayout
 
 BLOCKS, TOKENS, HEADS, SIZE = 5, 16, 4, 8
@@ -85,6 +88,31 @@ def one_layer(
 def kind_of(name: str, **fields: Any) -> LayerLayout:
     kind: LayerLayout = one_layer(name, **fields).kinds[0]
     return kind
+
+
+def in_memory_order(content: torch.Tensor) -> bytes:
+    """Returns the bytes of a part of a block, from the slowest axis to the fastest."""
+    order = sorted(range(content.dim()), key=lambda axis: -content.stride(axis))
+    return content.permute(order).contiguous().view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("kernel_blocks", [1, 4])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_bytes_are_where_vllm_has_them(name: str, kernel_blocks: int) -> None:
+    """A small part of `layout_matrix.py`, for the faults planted in what it tests."""
+    tensor = tensors(name, kernel_blocks=kernel_blocks)[1]
+    tensor.copy_(torch.randn(tensor.shape))
+    blocks = tensor.unflatten(0, (BLOCKS, kernel_blocks))
+    found = described({"a": tensor}, [["a"]])
+    runtime: Any = SimpleNamespace(new_stream=lambda: None)
+    memory = DeviceMemory(found.planes, found.shape, runtime)
+    are_heads_known = kernel_blocks == 1 or name not in ("BLNHC", "BHLNC")
+    for head, head_end in ((0, HEADS), (1, 3)) if are_heads_known else ((0, 0),):
+        extent = Extent(0, 1, 0, 2 * TOKENS, head, head_end)
+        runs = memory.runs(extent, [3, 1]).tolist()
+        parts = [blocks[number][:, head : head_end or HEADS] for number in (3, 1)]
+        expected = b"".join(map(in_memory_order, parts))
+        assert b"".join(ctypes.string_at(*run) for run in runs) == expected
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -9,7 +9,12 @@ vLLM's views and read by the kernels, then written by the kernels and read throu
     the targets, through the view, are compared with the pattern, and all blocks beside them with
     what they held before
 
-Sums are compared with those of torch. Last comes the order with the forward pass: behind a slow
+Sums are compared with those of torch. All of this is done for one layer of each form. The other
+layers of that form differ from it in their place only, and kernels gather and scatter at one place.
+So of these the source blocks are gathered, and compared. Otherwise the proof would take too long
+for models with several caches in each of many layers.
+
+Last comes the order with the forward pass: behind a slow
 write a copy must read what was written, once the event is reached that `facts.py` would wait for. A
 copy that waits for nothing is launched too. It must read the older bytes, or the write was not
 slow, and the proof of the order proves nothing.
@@ -28,11 +33,12 @@ import torch
 from vllm_disagg.kv.extents import Extent
 
 from . import block_sums
-from .kernels import CHECKSUM_WORD_BYTES, checksum
+from .kernels import CHECKSUM_WORD_BYTES, WORD_TYPES, checksum
 from .memory import DeviceMemory
 from .summing import Summer
 
 MIN_BLOCKS = 9  # fewer have no three sources and three targets
+MAX_WORD_BYTES = max(WORD_TYPES)
 SEED = 20261122
 
 
@@ -72,10 +78,25 @@ class StartProof:
                 f"{self._num_blocks} KV blocks are too few for the proof, which needs {MIN_BLOCKS}"
             )
         self._views = [_views(cache, self._num_blocks) for cache in self._caches]
+        proved: set[Any] = set()
         for layer, name in enumerate(self._names):
-            if difference := self._layer_difference(layer):
+            form = self._form(layer)
+            is_first = form not in proved
+            proved.add(form)
+            difference = (
+                self._layer_difference(layer) if is_first else self._place_difference(layer)
+            )
+            if difference:
                 return f"layer {name}: {difference}"
         return self._order_difference()
+
+    def _form(self, layer: int) -> tuple[Any, ...]:
+        """Returns all of a layer but its place, of which alignment decides the kernels' words."""
+        planes = [
+            (plane.shape, plane.base % MAX_WORD_BYTES) for plane in self._memory.planes[layer]
+        ]
+        views = [(view.shape, view.stride()) for view in self._views[layer]]
+        return self._memory.shape.layers[layer], tuple(planes), tuple(views)
 
     def _order_difference(self) -> str:
         """Returns whether a copy precedes what it must follow; notes whether that is a proof."""
@@ -115,6 +136,16 @@ class StartProof:
         self._runtime.record_event(stream).synchronize()
         return wire
 
+    def _place_difference(self, layer: int) -> str:
+        """Returns what differs at the place of a layer whose form is proved."""
+        saved = self._contents(layer, self._sources)
+        try:
+            self._put(layer, self._sources, [self._random_like(content) for content in saved])
+            sources = self._in_wire_order(layer, self._sources)
+            return self._gather_difference(layer, sources, torch.zeros_like(sources))
+        finally:
+            self._put(layer, self._sources, saved)
+
     def _layer_difference(self, layer: int) -> str:
         witnesses = self._witnesses(layer)
         saved = {other: self._contents(other, blocks) for other, blocks in witnesses.items()}
@@ -131,9 +162,8 @@ class StartProof:
         """Returns what differs when the sources of one layer are copied to its targets."""
         sources = self._in_wire_order(layer, self._sources)
         wire = torch.zeros_like(sources)
-        self._move(layer, self._sources, wire, gather=True)
-        if not torch.equal(wire, sources):
-            return "the gather kernel reads other bytes than vLLM's view of the blocks has"
+        if difference := self._gather_difference(layer, sources, wire):
+            return difference
         if difference := self._sum_difference(layer, wire):
             return difference
         kept = self._witnesses(layer)
@@ -146,6 +176,13 @@ class StartProof:
             after = self._contents(other, blocks)
             if not all(map(torch.equal, after, before[other])):
                 return "the scatter kernel writes into blocks beside its own"
+        return ""
+
+    def _gather_difference(self, layer: int, sources: torch.Tensor, wire: torch.Tensor) -> str:
+        """Gathers the sources of one layer into `wire`; returns what differs from vLLM's view."""
+        self._move(layer, self._sources, wire, gather=True)
+        if not torch.equal(wire, sources):
+            return "the gather kernel reads other bytes than vLLM's view of the blocks has"
         return ""
 
     def _sum_difference(self, layer: int, wire: torch.Tensor) -> str:

@@ -110,6 +110,8 @@ ATTENTION_MODELS = (
     "tp 4 to 1",
 )
 LATENT_MODELS = ("latent", "indexer", "shared", "tp 2 to 1", "kda")
+# The backends with which all of these are tried in 8 bits, too; the others: the first model.
+ALL_IN_8_BITS = ("TRITON_ATTN", "TRITON_MLA")
 # MiniMax-M3: sparse attention with several KV heads, and an indexer of one head beside each layer.
 M3 = "MINIMAX_M3_SPARSE"
 M3_MODELS = ("m3", *(f"tp {ranks}, m3" for ranks in ("2 to 1", "1 to 2", "2 to 4", "4 to 2")))
@@ -179,7 +181,8 @@ def cases(known: dict[str, Any]) -> Iterator[Case]:
         models = LATENT_MODELS if backend.is_mla() else ATTENTION_MODELS
         for layout, block_size in product(KVCacheLayout, BLOCK_SIZES):
             for number, cache_dtype in enumerate(_cache_dtypes(backend)):
-                for model in models[: 1 if number else None]:
+                is_whole = not number or name in ALL_IN_8_BITS
+                for model in models if is_whole else models[:1]:
                     yield Case(name, layout, block_size, cache_dtype, model)
         if not name.endswith("DSV4"):
             continue

@@ -176,8 +176,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.take_failed_blocks()
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
-        """Returns the answers of lookups for the scheduler."""
-        return self._worker.take_lookup_counts()
+        """Returns the answers of lookups and the landed KV, for the scheduler."""
+        return self._worker.take_metadata()
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         """Returns the statistics of this half since last time; None without any.
@@ -272,10 +272,12 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Passes the workers' results of a step to the scheduler's half."""
+        metadata = connector_output.kv_connector_worker_meta
+        if isinstance(metadata, WorkerMetadata):
+            self._scheduler.on_kv_landed(metadata.landed_at)
         for request_id in connector_output.finished_recving or ():
             self._scheduler.on_load_finished(request_id)
         self._scheduler.on_released(connector_output.finished_sending or ())
-        metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, WorkerMetadata):
             self._scheduler.on_lookup_counts(metadata.lookup_counts)
 

@@ -47,14 +47,19 @@ class FailedProof(KVConnectorHandshakeMetadata):
 
 @dataclass
 class WorkerMetadata(KVConnectorWorkerMetadata):
-    """From the workers to the scheduler, after each step in which a lookup was answered."""
+    """From the workers to the scheduler, after each step with an answered lookup or a load."""
 
     lookup_counts: dict[str, list[int]]  # by transfer: tokens found, one count for each rank
+    # By vLLM's request id: when its KV was in place here, by the clock of the day.
+    landed_at: dict[str, float] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
-        """Return the counts of two workers in one step, joined by transfer."""
+        """Return the results of two workers in one step, joined by transfer and by request."""
         assert isinstance(other, WorkerMetadata)
         joined = {transfer: list(counts) for transfer, counts in self.lookup_counts.items()}
         for transfer, counts in other.lookup_counts.items():
             joined.setdefault(transfer, []).extend(counts)
-        return WorkerMetadata(joined)
+        landed_at = dict(self.landed_at)
+        for request_id, moment in other.landed_at.items():
+            landed_at[request_id] = max(moment, landed_at.get(request_id, moment))
+        return WorkerMetadata(joined, landed_at)

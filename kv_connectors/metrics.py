@@ -20,9 +20,10 @@ from vllm_disagg.config import TransportName
 from vllm_disagg.product_sums import (
     ARRIVAL_QUANTITIES,
     HANDOFF_QUANTITIES,
-    STEP_QUANTITIES,
+    LANDING_QUANTITIES,
     ProductSums,
     product_names,
+    step_product_names,
 )
 from vllm_disagg.protocol import events
 from vllm_disagg.protocol.reasons import Uncompared
@@ -73,13 +74,18 @@ LABELLED_COUNTS: dict[str, tuple[str, Sequence[str], str]] = {
     ),
     "step_sums": (
         "product",
-        product_names(STEP_QUANTITIES),
+        step_product_names(),
         "sums over the steps of this engine, from which plan --live fits their times",
     ),
     "arrival_sums": (
         "product",
         product_names(ARRIVAL_QUANTITIES),
         "sums over new requests, from which plan --live knows how long they wait for running steps",
+    ),
+    "landing_sums": (
+        "product",
+        product_names(LANDING_QUANTITIES),
+        "sums over loads of KV, from which plan --live knows how long they wait for running steps",
     ),
     "handoff_sums": (
         "product",
@@ -138,10 +144,16 @@ class ConnectorStats(KVConnectorStats):
         handoff.add((1, missing_bytes, outcome.seconds_after_prefill))
         self._add_labelled("handoff_sums", handoff.take())
 
-    def add_step_sums(self, steps: Mapping[str, float], arrivals: Mapping[str, float]) -> None:
+    def add_step_sums(
+        self,
+        steps: Mapping[str, float],
+        arrivals: Mapping[str, float],
+        landings: Mapping[str, float],
+    ) -> None:
         """Adds sums of `StepProfile`, by name."""
         self._add_labelled("step_sums", steps)
         self._add_labelled("arrival_sums", arrivals)
+        self._add_labelled("landing_sums", landings)
 
     def _add_labelled(self, name: str, counts: Mapping[str, float]) -> None:
         """Adds counts to one of `LABELLED_COUNTS`, by the values of its label."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +112,8 @@ class SchedulerSide:
         self._admitted: dict[str, AdmittedRequest] = {}  # by vLLM's request id
         # Transfers of handovers whose request was aborted while the workers still load, by request.
         self._aborted_loads: dict[str, str] = {}
+        # When the KV of loads was in place at the ranks that have reported so far, by request.
+        self._landed_at: dict[str, float] = {}
         self._missing_parameters = WarningLimit()
         self.stats = ConnectorStats()
         self._step_profile = StepProfile()
@@ -231,8 +233,16 @@ class SchedulerSide:
             compat.count_own_cache_only(request)
         return self._legs.on_blocks_allocated(request.request_id, blocks, tokens_to_load)
 
+    def on_kv_landed(self, landed_at: Mapping[str, float]) -> None:
+        """Notes when loads ended at some ranks, by the clock of the day; the last one counts."""
+        for request_id, moment in landed_at.items():
+            self._landed_at[request_id] = max(moment, self._landed_at.get(request_id, moment))
+
     def on_load_finished(self, request_id: str) -> None:
         """Makes a loading leg an ordinary request, after a success or a failure."""
+        landed_at = self._landed_at.pop(request_id, None)
+        if landed_at is not None:
+            self._step_profile.on_kv_landed(time.monotonic() - (time.time() - landed_at))
         self._legs.on_load_finished(request_id)
         transfer = self._aborted_loads.pop(request_id, None)
         if transfer is not None:

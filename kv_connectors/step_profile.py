@@ -12,15 +12,24 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from vllm_disagg.product_sums import ARRIVAL_QUANTITIES, STEP_QUANTITIES, ProductSums
+from vllm_disagg.product_sums import (
+    ARRIVAL_QUANTITIES,
+    LANDING_QUANTITIES,
+    STEP_QUANTITIES,
+    ProductSums,
+    steps_of_both_kinds,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 EXPORT_INTERVAL_SECONDS = 1.0  # between two exports: each one is a message to the API server
 MAX_STEPS_IN_FLIGHT = 64  # vLLM has as many as pipeline stages, or two
+# In which KV may have landed that is reported now: workers report it with the next step's end.
+RECENT_STEPS = 4
 
-StepComposition = tuple[int, int, int, int, int, int]  # `STEP_QUANTITIES` without the seconds
+# `STEP_QUANTITIES` without the seconds; empty of a step that is left out.
+StepComposition = tuple[int, int, int, int, int, int] | tuple[()]
 
 
 class StepProfile:
@@ -28,13 +37,18 @@ class StepProfile:
 
     def __init__(self) -> None:
         """Creates a profile without steps."""
-        self._sums = ProductSums(STEP_QUANTITIES)
+        self._decode_steps = ProductSums(STEP_QUANTITIES)  # without tokens of prompts
+        self._prompt_steps = ProductSums(STEP_QUANTITIES)
         self._arrivals = ProductSums(ARRIVAL_QUANTITIES)
+        self._landings = ProductSums(LANDING_QUANTITIES)
+        self._landed_at: list[float] = []  # of KV that is reported with the running step's end
         self._unfinished: set[str] = set()  # ids of requests
         # Compositions of scheduled steps that have not ended; None for one without work.
         self._in_flight: deque[StepComposition | None] = deque(maxlen=MAX_STEPS_IN_FLIGHT)
         self._busy_since: float | None = None  # None: the engine is idle
         self._last_step = (0.0, 0.0)  # when it began to keep the engine busy, and ended
+        # The same of the last ones with work.
+        self._recent_steps: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
         self._exported_at = 0.0
 
     def on_arrived(self, request_id: str, now: float, seconds: float) -> None:
@@ -56,6 +70,10 @@ class StepProfile:
         """Notes a step that begins when all steps before it have ended."""
         self._in_flight.append(compose(output))
 
+    def on_kv_landed(self, at: float) -> None:
+        """Notes when a prompt's KV was in place; its engine computes the end of its step first."""
+        self._landed_at.append(at)
+
     def on_step_ended(self, now: float) -> None:
         """Adds the oldest step that has not ended yet."""
         if not self._in_flight:
@@ -65,29 +83,44 @@ class StepProfile:
         if self._busy_since is not None:
             self._last_step = (self._busy_since, now)
             if composition is not None:
-                self._sums.add((*composition, now - self._busy_since))
+                self._recent_steps.append(self._last_step)
+            if composition:
+                sums = self._prompt_steps if composition[1] else self._decode_steps
+                sums.add((*composition, now - self._busy_since))
         self._busy_since = now if self._unfinished else None
+        if self._landed_at:
+            self._add_landings()
 
-    def take(self, now: float) -> tuple[dict[str, float], dict[str, float]]:
-        """Returns the sums over steps and over arrivals since the last export, by name.
+    def _add_landings(self) -> None:
+        """Adds the waits of landed KV; it waits for no step of an idle engine."""
+        for at in self._landed_at:
+            waits = [ended - at for began, ended in self._recent_steps if began <= at < ended]
+            self._landings.add((1, sum(waits)))
+        self._landed_at = []
 
-        Both are empty before the next one is due.
+    def take(self, now: float) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+        """Returns the sums over steps, arrivals and landings since the last export, by name.
+
+        All are empty before the next one is due.
         """
         if now - self._exported_at < EXPORT_INTERVAL_SECONDS:
-            return {}, {}
+            return {}, {}, {}
         self._exported_at = now
-        return self._sums.take(), self._arrivals.take()
+        steps = steps_of_both_kinds(self._decode_steps.take(), self._prompt_steps.take())
+        return steps, self._arrivals.take(), self._landings.take()
 
 
 def compose(output: SchedulerOutput) -> StepComposition | None:
     """Returns the composition of a step; None without work.
 
-    None also for a step with speculative tokens: the planner simulates one token a step. A request
-    that computes one token counts as decoding, also D's last prompt token.
+    One with speculative tokens is left out: the planner simulates one token a step. A request that
+    computes one token counts as decoding, also D's last prompt token.
     """
     counts = output.num_scheduled_tokens
-    if not counts or output.scheduled_spec_decode_tokens:
+    if not counts:
         return None
+    if output.scheduled_spec_decode_tokens:
+        return ()
     cached = output.scheduled_cached_reqs
     new = output.scheduled_new_reqs
     contexts = sum(cached.num_computed_tokens) + len(counts)

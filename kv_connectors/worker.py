@@ -94,6 +94,7 @@ class WorkerSide:
         self._cached_transfers: list[str] = []  # in memory when this step ends
         self._reuse_transfers: set[str] = set()  # of bidirectional KV reuse
         self._lookup_counts: dict[str, list[int]] = {}  # tokens found, by transfer
+        self._landed_at: dict[str, float] = {}  # by request, of the machine's clock
         self._failed_blocks: set[int] = set()
         self._loading_blocks: dict[str, list[int]] = {}  # block ids, by transfer
         self.stats = ConnectorStats()
@@ -459,7 +460,8 @@ class WorkerSide:
                 )
 
     def _end_load(self, outcome: events.LoadResult, received: set[str], failed: set[str]) -> None:
-        self.stats.record(outcome, is_reuse=outcome.transfer in self._reuse_transfers)
+        is_reuse = outcome.transfer in self._reuse_transfers
+        self.stats.record(outcome, is_reuse=is_reuse)
         self._reuse_transfers.discard(outcome.transfer)
         blocks = self._loading_blocks.pop(outcome.transfer, [])
         request_id = self._loading_requests.pop(outcome.transfer, None)
@@ -467,6 +469,8 @@ class WorkerSide:
             self._log_unknown(outcome.transfer)
             return
         received.add(request_id)
+        if outcome.reason is None and not is_reuse:
+            self._landed_at[request_id] = outcome.ended_at
         if outcome.reason is not None:
             failed.add(request_id)
             log.info(
@@ -481,11 +485,17 @@ class WorkerSide:
     def _log_unknown(transfer: str) -> None:
         log.error("transfer %s has ended, but no request is known for it; ignored", transfer)
 
-    def take_lookup_counts(self) -> WorkerMetadata | None:
-        """Returns the answers of lookups since last time, None without any."""
-        counts = self._lookup_counts
+    def take_metadata(self) -> WorkerMetadata | None:
+        """Returns the answers of lookups and the landed KV since last time, None without any."""
+        if not self._lookup_counts and not self._landed_at:
+            return None
+        # Workers may be on other machines than the scheduler, with other monotonic clocks.
+        offset = time.time() - time.monotonic()
+        landed_at = {request_id: at + offset for request_id, at in self._landed_at.items()}
+        taken = WorkerMetadata(self._lookup_counts, landed_at)
         self._lookup_counts = {}
-        return WorkerMetadata(counts) if counts else None
+        self._landed_at = {}
+        return taken
 
     def take_failed_blocks(self) -> set[int]:
         """Returns the blocks of loads that failed since last time."""

@@ -7,7 +7,7 @@ difference of two reads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 # Of a step. `prompt_steps` is 1 if it computes tokens of prompts, else 0. `tokens` are those of
 # prompts; `squares` grows by (done + chunk)^2 - done^2 with each chunk. `sequences` decode one
@@ -21,11 +21,17 @@ STEP_QUANTITIES = (
     "contexts",
     "seconds",
 )
+# Beside the products of each two, those of these three over the steps with prompts: the others of
+# such steps are products with `prompt_steps`, or with quantities that no other step has. So the
+# sums tell steps with prompts from those that only decode.
+PROMPT_STEP_QUANTITIES = ("sequences", "contexts", "seconds")
 # Of the load of a prompt's KV: `seconds` from the end of its prefill until `bytes`, those that
 # were missing then, are in place.
 HANDOFF_QUANTITIES = ("handoffs", "bytes", "seconds")
 # Of the arrival of a request: `seconds` for which it waited for the end of a step that was running.
 ARRIVAL_QUANTITIES = ("arrivals", "seconds")
+# Of a prompt's KV that is in place: `seconds` until the end of the step that ran at that moment.
+LANDING_QUANTITIES = ("landings", "seconds")
 
 
 def product_names(quantities: Sequence[str]) -> list[str]:
@@ -34,6 +40,53 @@ def product_names(quantities: Sequence[str]) -> list[str]:
     for position, first in enumerate(quantities):
         names += [f"{first}*{second}" for second in quantities[position:]]
     return names
+
+
+def prompt_step_product(product: str) -> str:
+    """Returns the name of a product's sum over steps with prompts only."""
+    return f"prompt_steps*{product}"
+
+
+def step_product_names() -> list[str]:
+    """Returns the names of all sums over steps."""
+    of_prompts = map(prompt_step_product, product_names(PROMPT_STEP_QUANTITIES))
+    return [*product_names(STEP_QUANTITIES), *of_prompts]
+
+
+def tells_prompts_apart(sums: Mapping[str, float]) -> bool:
+    """Returns whether sums over steps, those that are zero included, have those of prompts."""
+    return prompt_step_product("seconds*seconds") in sums
+
+
+def steps_of_both_kinds(
+    decodes: Mapping[str, float], prompts: Mapping[str, float]
+) -> dict[str, float]:
+    """Joins sums over steps that only decode, and over steps with prompts."""
+    joined = dict(decodes)
+    for name, value in prompts.items():
+        joined[name] = joined.get(name, 0.0) + value
+    for name in product_names(PROMPT_STEP_QUANTITIES):
+        if name in prompts:
+            joined[prompt_step_product(name)] = prompts[name]
+    return joined
+
+
+def steps_by_kind(sums: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+    """Splits sums over steps: those of steps that only decode, and of steps with prompts."""
+    decodes: dict[str, float] = {}
+    prompts: dict[str, float] = {}
+    of_prompts_only = set(STEP_QUANTITIES) - {"steps", *PROMPT_STEP_QUANTITIES}
+    for name in product_names(STEP_QUANTITIES):
+        first, _, second = name.partition("*")
+        if first == "steps":  # 1 in each step, as `prompt_steps` in one with prompts
+            other = "prompt_steps" if second == "steps" else second
+            prompts[name] = sums.get(prompt_step_product(other), 0.0)
+        elif of_prompts_only & {first, second}:
+            prompts[name] = sums.get(name, 0.0)
+        else:
+            prompts[name] = sums.get(prompt_step_product(name), 0.0)
+        decodes[name] = sums.get(name, 0.0) - prompts[name]
+    return decodes, prompts
 
 
 class ProductSums:

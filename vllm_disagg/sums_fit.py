@@ -1,6 +1,7 @@
 """Least squares over sums of products: no sample is needed, and no coefficient is negative.
 
-The errors are absolute, not relative: so the mean of all samples is exact.
+The errors of a fit are absolute, not relative: so the mean of all samples is exact. Kinds of
+samples that differ much in size, and so in noise, are weighted before (`weighted`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 MAX_CONDITION = 1e8  # of the normal equations: terms that vary together more are one term
 MAX_UNSEEN_SHARE = 1e-3  # of a sample, along directions that no sample of the sums has
 STANDARD_ERRORS = 1.96  # in half of a 95 % interval
+MIN_SAMPLES = 30  # of a kind, to know its noise
+MIN_DEVIATION_SHARE = 0.01  # of a kind's mean seconds: no sum of terms fits closer than that
 
 Sums = Mapping[str, float]  # by the names of `product_names`
 
@@ -30,6 +33,7 @@ class SumsFit(msgspec.Struct, frozen=True):
 
     coefficients: list[float]
     covariances: list[list[float]]
+    variance: float  # of the seconds of a sample around the fit
 
     def value(self, sample: Sequence[float]) -> float:
         """Returns the fitted seconds of a sample."""
@@ -69,15 +73,44 @@ def fit(sums: Sums, quantities: Sequence[str]) -> SumsFit:
                 best = (terms, found)
                 least = residual
     terms, found = best
+    variance = max(0.0, least) / max(1.0, gram[0, 0] - len(terms))
     coefficients = np.zeros(len(scale))
     covariances = np.zeros_like(gram)
     if terms:
         coefficients[terms] = found
-        freedom = max(1.0, gram[0, 0] - len(terms))
         scaled = gram[np.ix_(terms, terms)] / np.outer(scale[terms], scale[terms])
         inverse = np.linalg.inv(scaled) / np.outer(scale[terms], scale[terms])
-        covariances[np.ix_(terms, terms)] = max(0.0, least) / freedom * inverse
-    return SumsFit(coefficients.tolist(), covariances.tolist())
+        covariances[np.ix_(terms, terms)] = variance * inverse
+    return SumsFit(coefficients.tolist(), covariances.tolist(), variance)
+
+
+def weighted(kinds: Sequence[Sums], quantities: Sequence[str]) -> dict[str, float]:
+    """Adds up the sums of several kinds of samples, each divided by the variance of its kind.
+
+    The variance is that around a fit of the kind alone. So the noise of long samples does not hide
+    what short ones show. The weights leave the number of all samples as it is. Kinds have equal
+    weights if one of them has too few samples.
+    """
+    counts = [kind.get(f"{quantities[0]}*{quantities[0]}", 0.0) for kind in kinds]
+    weights = [1.0] * len(kinds)
+    if min(counts) >= MIN_SAMPLES:
+        variances = [
+            _variance(kind, quantities, count) for kind, count in zip(kinds, counts, strict=True)
+        ]
+        if min(variances) > 0:
+            parts = [count / variance for count, variance in zip(counts, variances, strict=True)]
+            weights = [sum(counts) / sum(parts) / variance for variance in variances]
+    total: dict[str, float] = {}
+    for kind, weight in zip(kinds, weights, strict=True):
+        for name, value in kind.items():
+            total[name] = total.get(name, 0.0) + weight * value
+    return total
+
+
+def _variance(sums: Sums, quantities: Sequence[str], count: float) -> float:
+    """Returns the variance of a kind's seconds around a fit of its own."""
+    mean = sums.get(f"{quantities[0]}*{quantities[-1]}", 0.0) / count
+    return max(fit(sums, quantities).variance, (MIN_DEVIATION_SHARE * mean) ** 2)
 
 
 def half_interval_elsewhere(

@@ -219,7 +219,7 @@ def test_a_worker_whose_proof_failed_serves_as_a_plain_vllms(
     worker.on_layer_computed("a")
     worker.end_step()
     assert worker.take_results() == (set(), set(), set())
-    assert worker.take_lookup_counts() is None and not worker.take_failed_blocks()
+    assert worker.take_metadata() is None and not worker.take_failed_blocks()
     worker.close()
 
 

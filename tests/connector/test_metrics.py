@@ -51,7 +51,8 @@ def test_the_metrics_page_counts_each_report_once() -> None:
             assert value("failed_loads_total", engine, reason=reason.value) == 0.0
         for transport in get_args(TransportName):
             assert value("received_wire_bytes_total", engine, transport=transport) == 0.0
-        assert value("step_sums_total", engine, product="tokens*seconds") == 0.0
+        for product in ("tokens*seconds", "prompt_steps*seconds*seconds"):
+            assert value("step_sums_total", engine, product=product) == 0.0
     reported = stats.ConnectorStats()
     reported.data |= {
         "sent_bytes": 7,
@@ -91,10 +92,12 @@ def test_hand_offs_are_summed_with_the_bytes_that_followed_the_prefill() -> None
         "seconds*seconds": 0.25,
     }
     other = stats.ConnectorStats()
-    other.add_step_sums({"tokens*seconds": 1.5}, {"arrivals*seconds": 2.5})
+    sums = {"tokens*seconds": 1.5}, {"arrivals*seconds": 2.5}, {"landings*seconds": 3.5}
+    other.add_step_sums(*sums)
     reported.aggregate(other)
     assert reported.data["step_sums"] == {"tokens*seconds": 1.5}
     assert reported.data["arrival_sums"] == {"arrivals*seconds": 2.5}
+    assert reported.data["landing_sums"] == {"landings*seconds": 3.5}
     assert "step_sums" not in reported.reduce(), "a line for people"
     del reported.data["arrival_sums"]  # as of a worker of an older release
     assert reported.aggregate(other).data["arrival_sums"] == {"arrivals*seconds": 2.5}

@@ -1049,3 +1049,29 @@ def test_each_step_is_measured_from_the_calls_of_vllm(monkeypatch: pytest.Monkey
         "arrivals*seconds": 0.75,
         "seconds*seconds": 0.75**2,
     }
+
+
+def test_the_wait_of_landed_kv_is_measured_at_the_last_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(scheduler.time, "monotonic", lambda: now)
+    monkeypatch.setattr(scheduler.time, "time", lambda: now + 1000)
+    d = side("decode")
+    d.on_request_arrived(request("decode", d, kv_transfer_params=None))
+    d.build_step_metadata(step(cached={"r1": (40, 1, [])}))
+    d.on_kv_landed({"r2": 1100.25})
+    now = 100.5
+    d.on_step_ended()
+    d.build_step_metadata(step(cached={"r1": (41, 1, [])}))
+    d.on_kv_landed({"r2": 1100.625})
+    d.on_load_finished("r2")
+    d.on_load_finished("of a failed load")
+    now = 102.0
+    found = d.on_step_ended()
+    assert found is not None
+    assert found.data["landing_sums"] == {
+        "landings*landings": 1,
+        "landings*seconds": 1.375,
+        "seconds*seconds": 1.375**2,
+    }

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kv_connectors.step_profile import MAX_STEPS_IN_FLIGHT, StepProfile, compose
+from vllm_disagg.product_sums import steps_by_kind
 
 
 def step(
@@ -52,12 +53,12 @@ def test_a_sequence_attends_to_its_new_token_too() -> None:
 
 def test_steps_without_work_or_with_drafts_are_left_out() -> None:
     assert compose(step()) is None
-    assert compose(step(cached={"a": (30, 3)}, drafts={"a": [1, 2]})) is None
+    assert compose(step(cached={"a": (30, 3)}, drafts={"a": [1, 2]})) == ()
 
 
 def seconds(profile: StepProfile, now: float) -> tuple[float, float]:
     """Returns the steps and their seconds since the last export."""
-    sums, _ = profile.take(now)
+    sums, _, _ = profile.take(now)
     return sums.get("steps*steps", 0.0), sums.get("steps*seconds", 0.0)
 
 
@@ -102,7 +103,7 @@ def test_a_request_waits_for_the_running_step_only(seconds: float, waited: float
     profile.on_scheduled(step(cached={"a": (30, 1)}))
     profile.on_step_ended(10.8)
     profile.on_arrived("b", 10.8, seconds)
-    _, arrivals = profile.take(12.0)
+    _, arrivals, _ = profile.take(12.0)
     assert arrivals["arrivals*arrivals"] == 2
     assert arrivals.get("arrivals*seconds", 0.0) == pytest.approx(waited)
 
@@ -113,7 +114,7 @@ def test_a_request_waits_for_a_step_with_drafts_too() -> None:
     profile.on_scheduled(step(cached={"a": (30, 3)}, drafts={"a": [1, 2]}))
     profile.on_step_ended(10.5)
     profile.on_arrived("b", 10.5, 0.2)
-    steps, arrivals = profile.take(12.0)
+    steps, arrivals, _ = profile.take(12.0)
     assert not steps and arrivals["arrivals*seconds"] == pytest.approx(0.2)
 
 
@@ -127,6 +128,20 @@ def test_a_request_that_comes_after_a_step_waits_for_none() -> None:
     assert profile.take(21.0)[1] == {"arrivals*arrivals": 2}
 
 
+def test_steps_with_prompts_have_sums_of_their_own() -> None:
+    profile = StepProfile()
+    profile.on_arrived("a", 10.0, 0.0)
+    profile.on_scheduled(step(new={"b": (0, 30)}, cached={"a": (9, 1)}))
+    profile.on_step_ended(10.5)
+    profile.on_scheduled(step(cached={"a": (10, 1), "b": (30, 1)}))
+    profile.on_step_ended(10.75)
+    decodes, prompts = steps_by_kind(profile.take(12.0)[0])
+    assert (decodes["steps*steps"], prompts["steps*steps"]) == (1, 1)
+    assert (decodes["sequences*seconds"], prompts["sequences*seconds"]) == (0.5, 0.5)
+    assert (decodes["contexts*contexts"], prompts["contexts*contexts"]) == (42**2, 100)
+    assert (decodes["seconds*seconds"], prompts["seconds*seconds"]) == (0.0625, 0.25)
+
+
 def test_idle_steps_end_the_time_of_the_one_before() -> None:
     profile = StepProfile()
     profile.on_arrived("waits for KV", 10.0, 0.0)
@@ -135,6 +150,48 @@ def test_idle_steps_end_the_time_of_the_one_before() -> None:
     profile.on_scheduled(step(new={"waits for KV": (29, 1)}))
     profile.on_step_ended(14.1)
     assert seconds(profile, 15.0) == (1, pytest.approx(0.1))
+
+
+def landings(profile: StepProfile, now: float) -> tuple[float, float]:
+    """Returns the loads and their waits since the last export."""
+    sums = profile.take(now)[2]
+    return sums.get("landings*landings", 0.0), sums.get("landings*seconds", 0.0)
+
+
+def test_landed_kv_waits_for_the_step_that_runs() -> None:
+    profile = StepProfile()
+    profile.on_arrived("a", 10.0, 0.0)
+    for now, landed in ((10.5, 10.3), (10.8, 10.45), (11.0, 10.9)):
+        profile.on_scheduled(step(cached={"a": (30, 1)}))
+        profile.on_kv_landed(landed)
+        profile.on_step_ended(now)
+    # The second one was reported a step late.
+    assert landings(profile, 12.0) == (3, pytest.approx(0.2 + 0.05 + 0.1))
+
+
+def test_landed_kv_waits_for_a_step_with_drafts_too() -> None:
+    profile = StepProfile()
+    profile.on_arrived("a", 10.0, 0.0)
+    profile.on_scheduled(step(cached={"a": (30, 3)}, drafts={"a": [1, 2]}))
+    profile.on_kv_landed(10.25)
+    profile.on_step_ended(10.5)
+    assert landings(profile, 12.0) == (1, 0.25)
+
+
+def test_the_kv_of_a_lone_request_waits_for_no_step() -> None:
+    """Its engine only looks for it, in steps that compute nothing."""
+    profile = StepProfile()
+    profile.on_arrived("before", 5.0, 0.0)
+    profile.on_scheduled(step(new={"before": (29, 1)}))
+    profile.on_finished("before")
+    profile.on_step_ended(5.5)
+    profile.on_arrived("a", 10.0, 0.0)
+    profile.on_scheduled(step())
+    profile.on_step_ended(10.5)
+    profile.on_scheduled(step())
+    profile.on_kv_landed(10.6)
+    profile.on_step_ended(11.0)
+    assert landings(profile, 12.0) == (1, 0.0)
 
 
 def test_exports_are_a_second_apart() -> None:
@@ -146,7 +203,7 @@ def test_exports_are_a_second_apart() -> None:
     assert seconds(profile, 10.3)[0] == 3
     profile.on_scheduled(step(cached={"a": (3, 1)}))
     profile.on_step_ended(10.4)
-    assert profile.take(11.2) == ({}, {})
+    assert profile.take(11.2) == ({}, {}, {})
     assert seconds(profile, 11.4)[0] == 1
 
 

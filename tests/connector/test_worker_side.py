@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from kv_connectors import worker as worker_module
 from kv_connectors.connector import DisaggConnector
 from kv_connectors.layers import FinalLayers
 from kv_connectors.metadata import StepMetadata, WorkerMetadata
@@ -292,12 +293,33 @@ def test_vllm_revokes_blocks_before_it_clears_them() -> None:
 
 def test_lookup_results_go_to_the_scheduler() -> None:
     worker, driver = started("layer")
-    assert worker.take_lookup_counts() is None
+    assert worker.take_metadata() is None
     driver.outcomes = [events.LookupResult("x", 32), events.LookupResult("y", 0)]
     assert worker.take_results() == (set(), set(), set())
-    ours, theirs = worker.take_lookup_counts(), WorkerMetadata({"x": [16]})
+    ours, theirs = worker.take_metadata(), WorkerMetadata({"x": [16]})
     assert ours is not None and ours.aggregate(theirs).lookup_counts == {"x": [32, 16], "y": [0]}
-    assert worker.take_lookup_counts() is None
+    assert worker.take_metadata() is None
+
+
+def test_the_scheduler_learns_when_kv_landed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the clock of the day, and neither of failed loads nor of reuse."""
+    worker, driver = started("layer")
+    monkeypatch.setattr(worker_module.time, "monotonic", lambda: 50.0)
+    monkeypatch.setattr(worker_module.time, "time", lambda: 1050.0)
+    loads = {"t": "good", "u": "bad", "v": "reused"}
+    looked: list[events.ForReceiver] = [events.LookupRequested("v", [], None)]  # type: ignore[arg-type]
+    worker.begin_step(StepMetadata(receiver_events=looked, loading_requests=loads))
+    driver.outcomes = [
+        events.LoadResult("t", None, ended_at=49.5),
+        events.LoadResult("u", events.Reason.TRANSFER_STALLED, ended_at=49.5),
+        events.LoadResult("v", None, ended_at=49.5),
+    ]
+    assert worker.take_results()[1] == {"good", "bad", "reused"}
+    found = worker.take_metadata()
+    assert found is not None and found.landed_at == {"good": 1049.5}
+    other = WorkerMetadata({}, {"good": 1049.75, "other": 2.0})
+    assert found.aggregate(other).landed_at == {"good": 1049.75, "other": 2.0}
+    assert worker.take_metadata() is None
 
 
 @pytest.mark.parametrize("ends", ["load first", "release first"])

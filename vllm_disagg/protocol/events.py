@@ -297,6 +297,7 @@ class LoadResult(msgspec.Struct, frozen=True, tag=True):
     bytes_overlapped: int = 0  # bytes that landed while the sender still computed the prompt
     seconds: float = 0.0  # since LoadRequested
     seconds_after_prefill: float = 0.0  # since D knew the whole prompt's KV to be final
+    ended_at: float = 0.0  # seconds, by the machine's clock
     is_verified: bool = False  # all blocks have the sums of their senders' blocks
     uncompared: Uncompared | None = None  # of a load that succeeded and is not verified
     detail: str = ""  # with KV_MISMATCH and CORRUPT: which layer differs, or what came damaged

@@ -999,6 +999,7 @@ class Receiver:
             bytes_overlapped=t.bytes_overlapped,
             seconds=now - t.started_at,
             seconds_after_prefill=now - max(t.computed_at, t.started_at),
+            ended_at=now,
             is_verified=reason is None and bool(t.sources) and uncompared is None,
             uncompared=uncompared,
             detail=t.detail,

@@ -18,22 +18,43 @@ from vllm_disagg.planner.commands.engine_profiles import EngineWindow
 from vllm_disagg.planner.commands.metric_page import MetricSamples, MetricWindow, parse
 from vllm_disagg.planner.cost import hardware
 from vllm_disagg.planner.search import scenario
-from vllm_disagg.product_sums import HANDOFF_QUANTITIES, STEP_QUANTITIES, ProductSums
+from vllm_disagg.product_sums import (
+    HANDOFF_QUANTITIES,
+    STEP_QUANTITIES,
+    ProductSums,
+    step_product_names,
+    steps_of_both_kinds,
+)
 
 PROXY = "http://proxy:1"
 TRUE = (0.010, 0.004, 2e-4, 0.0, 5e-4, 1e-6)  # as STEP_QUANTITIES
 PROMPT = 60
 ANSWER = 60
 ARRIVAL_WAIT = 0.001  # seconds that a request waits for the step that runs
+LANDING_WAIT = 0.003  # the same of a prompt's KV
 TPOT = 0.0115  # of a sequence alone, by TRUE
 WORDS = ["plan", "--live", PROXY, "--workload", f"{PROMPT}:{ANSWER}", "--ttft", "1"]
 WORDS += ["--tpot", "0.05", "--jobs", "1", "--seeds", "1", "--requests", "400"]
 
 
+class StepSums:
+    """Sums over steps, as an engine exports them."""
+
+    def __init__(self) -> None:
+        self._kinds = [ProductSums(STEP_QUANTITIES) for _ in range(2)]
+
+    def add(self, step: tuple[float, ...]) -> None:
+        self._kinds[int(step[1])].add(step)
+
+    def take(self) -> dict[str, float]:
+        decodes, prompts = (sums.take() for sums in self._kinds)
+        return dict.fromkeys(step_product_names(), 0.0) | steps_of_both_kinds(decodes, prompts)
+
+
 def steps(kind: str, count: int = 200, noise: float = 0.0, factor: float = 1.0) -> dict[str, float]:
     """Returns the sums over steps of an engine that only prefills or only decodes."""
     chance = random.Random(3)
-    found = ProductSums(STEP_QUANTITIES)
+    found = StepSums()
     for _ in range(count):
         if kind == "prefill":
             tokens = chance.randrange(20, 200)
@@ -61,6 +82,8 @@ def engine_page(sums: Mapping[str, float], queue: float, first: float) -> Metric
         lines.append(f'vllm:disagg_handoff_sums_total{{engine="0",product="{product}"}} {value!r}')
     for product, value in (("arrivals*arrivals", 50), ("arrivals*seconds", 50 * ARRIVAL_WAIT)):
         lines.append(f'vllm:disagg_arrival_sums_total{{engine="0",product="{product}"}} {value!r}')
+    for product, value in (("landings*landings", 40), ("landings*seconds", 40 * LANDING_WAIT)):
+        lines.append(f'vllm:disagg_landing_sums_total{{engine="0",product="{product}"}} {value!r}')
     for name, mean in (("queue", queue), ("prefill", first)):
         lines.append(f"vllm:request_{name}_time_seconds_sum {mean * 100}")
         lines.append(f"vllm:request_{name}_time_seconds_count 100")
@@ -127,8 +150,7 @@ def test_three_prefill_and_one_decode_are_wrong_by_the_engines_own_times(
     assert found["best"]["decode"] > 1 and not found["overloaded"]
     base, _, _, _, sequence, context = found["engines"]["decode"]["coefficients"]
     assert [base, sequence, context] == pytest.approx([TRUE[0], *TRUE[4:]], rel=1e-3)
-    wait = sum(steps("decode")[name] for name in ("seconds*seconds",)) / 2 / 10.0
-    parts = ARRIVAL_WAIT + 0.001 + 0.026 + 0.005 + wait + 0.0106
+    parts = ARRIVAL_WAIT + 0.001 + 0.026 + 0.005 + LANDING_WAIT + 0.0106
     assert found["engines"]["path"] == pytest.approx(0.06 - parts, abs=1e-5)
     assert found["simulated"]["ttft"] == pytest.approx(0.06, rel=0.25)
     assert found["setting"]["latency"]["prefill"] == "the engines' own steps"
@@ -196,7 +218,7 @@ def test_a_simulation_that_differs_from_the_deployment_cannot_tell(
 def alike(kind: str) -> MetricSamples:
     """Returns the page of an engine whose steps have one prompt of 60 tokens, or one sequence."""
     chance = random.Random(5)
-    found = ProductSums(STEP_QUANTITIES)
+    found = StepSums()
     for _ in range(2000):
         step = (1, 1, 60, 3600, 0, 0) if kind == "prefill" else (1, 0, 0, 0, 1, 60)
         true = sum(c * x for c, x in zip(TRUE, step, strict=True))
@@ -250,7 +272,7 @@ def test_a_measured_path_has_the_notice_of_a_handoff(path: float) -> None:
         engine_profiles.read(role, window(page()))
         for role, page in (("p", prefill_page), ("d", decode_page))
     ]
-    parts = ARRIVAL_WAIT + 0.001 + 0.026 + 0.005 + engines[1].step_wait + 0.0106
+    parts = ARRIVAL_WAIT + 0.001 + 0.026 + 0.005 + LANDING_WAIT + 0.0106
     found = engine_profiles.disaggregated(proxy_window(parts + path), engines[:1], engines[1:])
     assert found.path == pytest.approx(path)
     measured = engine_profiles.scenario_of(_scenario("--link", "none"), found, 1)
@@ -302,8 +324,9 @@ def test_engines_without_a_profile_are_one_line_each() -> None:
     page = decode_page()
     without = {key: value for key, value in page.items() if "step_sums" not in key[0]}
     assert "exports no step profile" in refused(without)
-    older = {key: value for key, value in page.items() if "arrival_sums" not in key[0]}
-    assert "no DisaggConnector of this release" in refused(older)
+    for name in ("arrival_sums", "landing_sums"):
+        older = {key: value for key, value in page.items() if name not in key[0]}
+        assert "no DisaggConnector of this release" in refused(older)
     restarted = {key: value + 1 for key, value in page.items()}
     assert "was restarted during the window" in refused(page, restarted)
     for product in ("steps*seconds", "steps*steps"):
@@ -318,7 +341,7 @@ def test_engines_without_a_profile_are_one_line_each() -> None:
 
 
 def engine(sums: dict[str, float]) -> EngineWindow:
-    return EngineWindow("http://e", 10.0, sums, {}, {}, 0.0, 0.0, 1000)
+    return EngineWindow("http://e", 10.0, sums, {}, {}, {}, 0.0, 0.0, 1000)
 
 
 def test_too_few_steps_of_a_kind_are_one_line() -> None:

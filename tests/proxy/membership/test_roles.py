@@ -6,8 +6,9 @@ import argparse
 import asyncio
 import json
 import logging
+import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +16,13 @@ import pytest
 from proxy_world import KEY, Call, World, until, world
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet.role_control import RoleRules
-from vllm_disagg.product_sums import STEP_QUANTITIES, ProductSums
+from vllm_disagg.product_sums import (
+    STEP_QUANTITIES,
+    ProductSums,
+    product_names,
+    step_product_names,
+    steps_of_both_kinds,
+)
 from vllm_disagg.protocol.peers import EngineInfo, WorkerInfo
 from vllm_disagg.proxy import flags, main
 from vllm_disagg.proxy.membership import roles
@@ -33,22 +40,28 @@ BASE, PROMPT, TOKEN, SEQUENCE = 0.01, 0.002, 1e-4, 0.001  # seconds of the scrip
 
 
 class Steps:
-    """Scripted sums of an engine's steps, as its metrics page states them."""
+    """Scripted sums of an engine's steps, as its metrics page states them.
 
-    def __init__(self) -> None:
-        self._sums = ProductSums(STEP_QUANTITIES)
-        self._total: dict[str, float] = {}
+    `names`: of the sums; an engine of an older release has fewer.
+    """
 
-    def prompt(self, tokens: int) -> None:
-        seconds = BASE + PROMPT + TOKEN * tokens
-        self._sums.add((1, 1, tokens, tokens**2, 0, 0, seconds))
+    def __init__(self, names: Sequence[str] = tuple(step_product_names())) -> None:
+        self._decodes = ProductSums(STEP_QUANTITIES)
+        self._prompts = ProductSums(STEP_QUANTITIES)
+        self._total: dict[str, float] = dict.fromkeys(names, 0.0)
 
-    def answer(self, sequences: int) -> None:
-        seconds = BASE + SEQUENCE * sequences
-        self._sums.add((1, 0, 0, 0, sequences, 100 * sequences, seconds))
+    def prompt(self, tokens: int, factor: float = 1.0) -> None:
+        seconds = factor * (BASE + PROMPT + TOKEN * tokens)
+        self._prompts.add((1, 1, tokens, tokens**2, 0, 0, seconds))
+
+    def answer(self, sequences: int, factor: float = 1.0) -> None:
+        seconds = factor * (BASE + SEQUENCE * sequences)
+        self._decodes.add((1, 0, 0, 0, sequences, 100 * sequences, seconds))
 
     def lines(self, engine: int = 0) -> list[str]:
-        for name, value in self._sums.take().items():
+        taken = steps_of_both_kinds(self._decodes.take(), self._prompts.take())
+        for name in self._total.keys() & taken.keys():
+            value = taken[name]
             self._total[name] = self._total.get(name, 0.0) + value
         found = [
             f'vllm:disagg_step_sums_total{{engine="{engine}",model_name="m",product="{name}"}}'
@@ -97,6 +110,41 @@ def test_load_and_steps_come_from_the_engines_sums() -> None:
     gone = profiles.load(["p"], 18.0)
     assert gone.sequences == 0
     assert gone.steps
+
+
+def noisy(steps: Steps, chance: random.Random) -> None:
+    """Adds steps of few sequences, and of prompts a hundred times as long."""
+    for _ in range(40):
+        steps.answer(chance.choice((1, 2)), chance.lognormvariate(0, 0.05))
+    for _ in range(10):
+        steps.prompt(chance.randrange(1000, 20_000), chance.lognormvariate(0, 0.6))
+
+
+def test_the_noise_of_prompts_hides_no_growth_of_decodes() -> None:
+    for seed in range(3, 6):
+        chance = random.Random(seed)
+        profiles = StepProfiles()
+        steps = Steps()
+        for second in range(0, 60, 2):
+            profiles.on_metrics_read("e", None, steps.page(), float(second))
+            noisy(steps, chance)
+        found = profiles.load(["e"], 58.0).steps
+        assert found
+        assert found.decode_step(30, 3000) == pytest.approx(BASE + SEQUENCE * 30, rel=0.25)
+
+
+def test_engines_of_an_older_release_are_fitted_with_others() -> None:
+    """All steps then weigh the same: theirs with prompts are not told from others."""
+    profiles = StepProfiles()
+    engines = {"new": Steps(), "old": Steps(product_names(STEP_QUANTITIES))}
+    for second in range(0, 20, 2):
+        for url, steps in engines.items():
+            profiles.on_metrics_read(url, None, steps.page(), float(second))
+            busy(steps, 1.0, prompts=True)
+            busy(steps, 1.0, prompts=False)
+    found = profiles.load(list(engines), 18.0).steps
+    assert found
+    assert found.decode_step(30, 3000) == pytest.approx(BASE + SEQUENCE * 30, rel=0.02)
 
 
 def test_a_restarted_engine_begins_anew() -> None:

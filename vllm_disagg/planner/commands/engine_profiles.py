@@ -23,6 +23,7 @@ from .metric_page import MetricWindow
 STEP_SUMS = "vllm:disagg_step_sums_total"
 HANDOFF_SUMS = "vllm:disagg_handoff_sums_total"
 ARRIVAL_SUMS = "vllm:disagg_arrival_sums_total"
+LANDING_SUMS = "vllm:disagg_landing_sums_total"
 QUEUE_SECONDS = "vllm:request_queue_time_seconds"
 PREFILL_SECONDS = "vllm:request_prefill_time_seconds"
 CACHE_INFO = "vllm:cache_config_info"
@@ -37,8 +38,9 @@ class EngineWindow(msgspec.Struct, frozen=True):
     url: str
     seconds: float
     steps: dict[str, float]  # sums over its steps
-    handoffs: dict[str, float]  # sums over its loads
+    handoffs: dict[str, float]  # sums over its loads: how long they took
     arrivals: dict[str, float]  # sums over its new requests
+    landings: dict[str, float]  # the same: how long they waited for a step
     queue: float  # mean seconds of a request in vLLM's queue, before its first step
     first: float  # mean seconds from there to its first token
     kv_tokens: int
@@ -53,11 +55,6 @@ class EngineWindow(msgspec.Struct, frozen=True):
         """Mean seconds from a request's arrival until the running step ends; then vLLM sees it."""
         count = self.arrivals.get("arrivals*arrivals", 0.0)
         return self.arrivals.get("arrivals*seconds", 0.0) / count if count else 0.0
-
-    @property
-    def step_wait(self) -> float:
-        """Mean seconds until the running step ends, at a random moment; 0 where none runs."""
-        return self.steps.get("seconds*seconds", 0.0) / 2 / self.seconds
 
 
 class RoleProfile(msgspec.Struct, frozen=True):
@@ -90,9 +87,11 @@ class RoleProfile(msgspec.Struct, frozen=True):
         """Returns the mean seconds from a request's first step to its first token."""
         return sum(engine.first for engine in self.engines) / len(self.engines)
 
-    def mean_step_wait(self) -> float:
-        """Returns the mean seconds until the running step ends."""
-        return sum(engine.step_wait for engine in self.engines) / len(self.engines)
+    def mean_landing_wait(self) -> float:
+        """Returns the mean seconds from the landing of KV until the step that runs then ends."""
+        sums = added(engine.landings for engine in self.engines)
+        count = sums.get("landings*landings", 0.0)
+        return sums.get("landings*seconds", 0.0) / count if count else 0.0
 
 
 class FleetProfile(msgspec.Struct, frozen=True):
@@ -107,7 +106,7 @@ class FleetProfile(msgspec.Struct, frozen=True):
 
 def read(url: str, window: MetricWindow) -> EngineWindow:
     """Reads one engine's window. Raises ConfigError with one line if it exports no profile."""
-    if not (window.has(STEP_SUMS) and window.has(ARRIVAL_SUMS)):
+    if not all(map(window.has, (STEP_SUMS, ARRIVAL_SUMS, LANDING_SUMS))):
         raise ConfigError(
             f"--live: {url} exports no step profile: it runs no DisaggConnector of this release,"
             " or --disable-log-stats; give --gpu, --profile or --coefficients"
@@ -115,7 +114,8 @@ def read(url: str, window: MetricWindow) -> EngineWindow:
     steps = window.increases(STEP_SUMS, "product")
     handoffs = window.increases(HANDOFF_SUMS, "product")
     arrivals = window.increases(ARRIVAL_SUMS, "product")
-    sums = (*steps.values(), *handoffs.values(), *arrivals.values())
+    landings = window.increases(LANDING_SUMS, "product")
+    sums = (*steps.values(), *handoffs.values(), *arrivals.values(), *landings.values())
     if not all(map(math.isfinite, sums)):
         raise ConfigError(f"--live: {url}/metrics has sums that are no finite numbers")
     if min(steps.values()) < 0:
@@ -132,6 +132,7 @@ def read(url: str, window: MetricWindow) -> EngineWindow:
         steps=steps,
         handoffs=handoffs,
         arrivals=arrivals,
+        landings=landings,
         queue=window.mean(QUEUE_SECONDS),
         first=window.mean(PREFILL_SECONDS),
         kv_tokens=_kv_tokens(url, window),
@@ -189,7 +190,7 @@ def disaggregated(
     handoff = fit_handoffs(added(engine.handoffs for engine in decodes))
     queue = proxy.mean("vllm_disagg_queue_seconds")
     parts = queue + prefill.mean_queue() + prefill.mean_first()
-    parts += (handoff.mean if handoff else 0.0) + decode.mean_step_wait() + decode.mean_first()
+    parts += (handoff.mean if handoff else 0.0) + decode.mean_landing_wait() + decode.mean_first()
     path = max(0.0, proxy.mean("vllm_disagg_ttft_seconds") - parts)
     return FleetProfile(prefill, decode, handoff, path, queue)
 

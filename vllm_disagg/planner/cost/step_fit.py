@@ -1,8 +1,9 @@
 """Step times and hand-offs of running engines, fitted to the sums that their connectors export.
 
 The sums hold all that the least squares need, so no sample is kept. Coefficients are not negative.
-The errors are absolute, not relative: so the mean of all steps is exact, and with it how long the
-steps keep an engine busy.
+The errors are absolute, not relative: so the mean of all steps of a kind is exact, and with it how
+long they keep an engine busy. Steps with prompts and steps that only decode are weighted by their
+noise: that of one prompt of half a second is as long as many decodes.
 """
 
 from __future__ import annotations
@@ -11,8 +12,13 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from ...product_sums import HANDOFF_QUANTITIES, STEP_QUANTITIES
-from ...sums_fit import Sums, SumsFit, fit, half_interval_elsewhere
+from ...product_sums import (
+    HANDOFF_QUANTITIES,
+    STEP_QUANTITIES,
+    steps_by_kind,
+    tells_prompts_apart,
+)
+from ...sums_fit import Sums, SumsFit, fit, half_interval_elsewhere, weighted
 from .hardware import MeasuredHandoff
 from .latency import LinearLatency
 
@@ -23,6 +29,7 @@ class StepFit(msgspec.Struct, frozen=True):
     """Step times of engines, fitted to the sums over their steps."""
 
     sums: dict[str, float]
+    weighted: dict[str, float]  # those of the fit
     fit: SumsFit
 
     @property
@@ -55,7 +62,7 @@ class StepFit(msgspec.Struct, frozen=True):
     def error_elsewhere(self, sample: Sequence[float]) -> float:
         """Returns the same of a step that the engines may not have had; infinity: not known."""
         seconds = self.fit.value(sample)
-        half = half_interval_elsewhere(self.sums, STEP_QUANTITIES, self.fit, sample)
+        half = half_interval_elsewhere(self.weighted, STEP_QUANTITIES, self.fit, sample)
         return half / seconds if seconds > 0 else float("inf")
 
     def prompt_step(self) -> list[float]:
@@ -95,7 +102,9 @@ def added(sums: Iterable[Sums]) -> dict[str, float]:
 
 def fit_steps(sums: Sums) -> StepFit:
     """Fits the times of steps; there is at least one."""
-    return StepFit(dict(sums), fit(sums, STEP_QUANTITIES))
+    kinds = steps_by_kind(sums) if tells_prompts_apart(sums) else (sums,)
+    balanced = weighted(kinds, STEP_QUANTITIES)
+    return StepFit(dict(sums), balanced, fit(balanced, STEP_QUANTITIES))
 
 
 def fit_handoffs(sums: Sums) -> MeasuredHandoff | None:

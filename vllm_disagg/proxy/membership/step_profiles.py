@@ -13,8 +13,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from ...product_sums import STEP_QUANTITIES
-from ...sums_fit import SumsFit, fit
+from ...product_sums import STEP_QUANTITIES, steps_by_kind, tells_prompts_apart
+from ...sums_fit import SumsFit, fit, weighted
 
 LOAD_SECONDS = 5.0  # at least; reads are 2 s apart
 FIT_SECONDS = 120.0
@@ -107,11 +107,15 @@ class StepProfiles:
             if url in kept and now - engine.reads[-1][0] <= MAX_AGE_SECONDS
         }
         whole: Sums = {}
+        are_told_apart = True  # steps with prompts, which engines of older releases do not
         prompts = 0.0
         sequences = 0.0
         contexts = 0.0
         for engine in self._engines.values():
-            for name, value in engine.increase(FIT_SECONDS)[1].items():
+            increase = engine.increase(FIT_SECONDS)[1]
+            if increase and not tells_prompts_apart(increase):
+                are_told_apart = False
+            for name, value in increase.items():
                 whole[name] = whole.get(name, 0.0) + value
             seconds, sums = engine.increase(LOAD_SECONDS)
             if seconds > 0:
@@ -119,7 +123,8 @@ class StepProfiles:
                 sequences += sums.get("sequences*seconds", 0.0) / seconds
                 contexts += sums.get("contexts*seconds", 0.0) / seconds
         if whole.get("steps*steps", 0.0) >= MIN_STEPS:
-            self._steps = FittedSteps(fit(whole, STEP_QUANTITIES))
+            kinds = steps_by_kind(whole) if are_told_apart else (whole,)
+            self._steps = FittedSteps(fit(weighted(kinds, STEP_QUANTITIES), STEP_QUANTITIES))
         known = [engine.kv_tokens for engine in self._engines.values() if engine.kv_tokens]
         return EngineLoad(prompts, sequences, contexts, min(known, default=0), self._steps)
 

@@ -11,8 +11,15 @@ Real CPU engines of a tiny model, with one core each for their model's threads:
 For each stack and each of three workloads: a closed loop of 1, 2 and 4 clients for N seconds, from
 which the engines' own profiles, the hand-off and the path are read; nothing is fitted later. They
 predict the goodput, and the median TTFT at three rates around it. Then the same requests are sent
-at these rates, and measured. Goodput is where attainment falls to 90 %, between two rates: lower
-and higher ones are sent too, until both the predicted and the measured attainment cross it.
+at these rates, for N seconds each, and measured. Goodput is where attainment falls to 90 %
+(`attainment.py`): more rates are sent, until the predicted and the measured attainment cross it
+between two rates close to each other. Those around the measured goodput are sent again, with other
+requests, 100 at least. Prediction and measurement have the same requests at each rate.
+
+The engines measure their steps in each run too. Behind a run stand the seconds of its steps as
+multiples of those that the profile gives steps of this composition, the mean sequences of a step
+that decodes and the path, and in brackets the last two in the profile's window. With a multiple of
+1.0 the profile knows the steps of the run, and an error of the prediction is elsewhere.
 
 `--cost` measures how long the connector takes for one step's composition and sums.
 """
@@ -33,16 +40,19 @@ import threading
 import time
 import timeit
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from attainment import RateCount, bracket, goodput_interval, next_rate, rate_to_repeat
 from processes import free_port
 from stack import COMMAND, KEY_FILE, Stack, start_pair, start_proxy
 
+from vllm_disagg.errors import ConfigError
 from vllm_disagg.planner.commands import engine_profiles, live
+from vllm_disagg.planner.commands.metric_page import MetricWindow
 from vllm_disagg.planner.cost import model
 from vllm_disagg.planner.cost.hardware import LINKS
 from vllm_disagg.planner.search.scenario import (
@@ -53,6 +63,8 @@ from vllm_disagg.planner.search.scenario import (
 )
 from vllm_disagg.planner.simulation.simulator import Deployment, Objective, simulate
 from vllm_disagg.planner.simulation.workload import Arrivals, Workload, WorkloadSample
+from vllm_disagg.product_sums import steps_by_kind
+from vllm_disagg.sums_fit import Sums
 
 OBJECTIVE = Objective(ttft=1.0, tpot=0.1, attainment=0.9)
 LONGEST_PROMPT_TOKENS = 1000
@@ -66,11 +78,15 @@ STACKS = ("disaggregated", "colocated")
 CLIENTS = (1, 2, 4)  # of the closed loop, one after the other
 RATE_RATIOS = (0.7, 0.95, 1.25)  # of the predicted goodput
 FURTHER_RATIO = 1.4  # between further rates, which are sent for the goodput only
+CLOSE_RATIO = 1.15  # of the two rates around a goodput
 MAX_FURTHER_RATES = 6
-ATTAINED = ("attained_predicted", "attained")
-MAX_REQUESTS = 2000
-MIN_REQUESTS = 30  # of a run
+REPEATED_RUNS = 4  # of rates around the measured goodput
+SAMPLE_REQUESTS = 8000
+MAX_REQUESTS = 2000  # of a run
+MIN_REQUESTS = 30
+MIN_REPEATED_REQUESTS = 100  # of a run of a rate around the measured goodput
 WARM_UP_SECONDS = 3.0
+EXPORT_SECONDS = 1.2  # after which the next step exports all sums
 REQUEST_TIMEOUT_SECONDS = 60.0
 # The targets of the planner: relative errors.
 MAX_GOODPUT_ERROR = 0.15
@@ -170,16 +186,20 @@ def draw(kind: str) -> WorkloadSample:
     prompts = []
     answers = []
     gaps = [0.0]
-    for _ in range(MAX_REQUESTS):
+    for _ in range(SAMPLE_REQUESTS):
         length = round(prompt * chance.lognormvariate(0, prompt_sigma))
         prompts.append(min(LONGEST_PROMPT_TOKENS, max(8, length)))
         answers.append(max(2, round(answer * chance.lognormvariate(0, answer_sigma))))
         gaps.append(chance.expovariate(1.0))
-    return WorkloadSample(prompts, answers, gaps[:MAX_REQUESTS])
+    return WorkloadSample(prompts, answers, gaps[:SAMPLE_REQUESTS])
 
 
-def first(sample: WorkloadSample, count: int) -> WorkloadSample:
-    return WorkloadSample(sample.prompts[:count], sample.outputs[:count], sample.gaps[:count])
+def part(sample: WorkloadSample, start: int, count: int) -> WorkloadSample:
+    """Returns so many requests of a sample; the first ones, where it has not so many from there."""
+    start = start if start + count <= len(sample) else 0
+    end = start + count
+    gaps = [0.0, *sample.gaps[start + 1 : end]]
+    return WorkloadSample(sample.prompts[start:end], sample.outputs[start:end], gaps)
 
 
 def send(front: str, prompt: int, answer: int) -> tuple[float, float]:
@@ -256,6 +276,19 @@ def run_all(calls: Sequence[Callable[[], None]]) -> None:
 # --- prediction beside measurement ---
 
 
+@dataclass(frozen=True)
+class Case:
+    """A stack under a workload, with what its engines have measured before."""
+
+    name: str
+    front: str
+    engines: list[str]
+    sample: WorkloadSample
+    profile: engine_profiles.FleetProfile
+    deployment: Deployment
+    seconds: float  # of a run
+
+
 def compare(
     name: str, kind: str, front: str, engines: list[str], args: argparse.Namespace
 ) -> dict[str, Any]:
@@ -264,60 +297,124 @@ def compare(
     closed_loop(front, sample, WARM_UP_SECONDS)
     profile = read_profile(name, front, engines, sample, args.seconds)
     deployment = deployment_of(name, profile, args.model)
-    goodput = find_goodput(deployment, first(sample, 200))
+    goodput = find_goodput(deployment, part(sample, 0, 200))
     print(f"{name}, {kind}: {words(profile)}; predicted {goodput:.2f} req/s", flush=True)
-    compared = partial(compare_at, deployment, sample, front, args.seconds)
-    rates = [compared(ratio * goodput) for ratio in RATE_RATIOS]
-    every = list(rates)
-    while len(every) < len(rates) + MAX_FURTHER_RATES and (further := further_rate(every)):
-        every.append(compared(further))
-        every.sort(key=lambda row: row["rate"])
-    predicted_goodput, measured_goodput = (crossing(every, attained) for attained in ATTAINED)
-    error = predicted_goodput / measured_goodput - 1
-    print(
-        f"  goodput {predicted_goodput:.2f} predicted, {measured_goodput:.2f} measured"
-        f" ({error:+.0%})",
-        flush=True,
-    )
+    case = Case(name, front, engines, sample, profile, deployment, args.seconds)
+    runs = [compare_at(case, ratio * goodput, 0) for ratio in RATE_RATIOS]
+    add_runs(case, runs)
+    found = judge(runs)
+    print(f"  {goodput_words(found)}", flush=True)
     return {
         "stack": name,
         "workload": kind,
-        "goodput": {
-            "predicted": predicted_goodput,
-            "measured": measured_goodput,
-            "error": error,
-        },
-        "rates": rates,
-        "further_rates": [row for row in every if row not in rates],
+        "goodput": found,
+        "rates": runs[: len(RATE_RATIOS)],
+        "further_runs": runs[len(RATE_RATIOS) :],
         "profile": engine_profiles.facts(profile),
     }
 
 
-def compare_at(
-    deployment: Deployment, sample: WorkloadSample, front: str, seconds: float, rate: float
-) -> dict[str, float]:
-    """Predicts and measures the first requests of a sample, as many as come in some seconds."""
-    part = first(sample, min(MAX_REQUESTS, max(MIN_REQUESTS, round(rate * seconds))))
-    predicted = simulate(deployment, part, rate)
-    said = list(zip(predicted.ttft, predicted.tpot, strict=True))
-    row = rate_row(rate, said, open_loop(front, part, rate))
-    print(
-        f"  {rate:6.2f} req/s: TTFT median {row['predicted']:.3f} predicted,"
-        f" {row['measured']:.3f} measured ({row['error']:+.0%}); attained"
-        f" {row['attained_predicted']:.0%}, {row['attained']:.0%}",
-        flush=True,
+def add_runs(case: Case, runs: list[dict[str, Any]]) -> None:
+    """Adds runs at other rates, then more of those around the measured goodput."""
+    limit = OBJECTIVE.attainment
+    for _ in range(MAX_FURTHER_RATES):
+        measured, said = counts(runs, "met"), counts(runs, "met_predicted")
+        rate = next_rate(measured, said, limit, step=FURTHER_RATIO, precision=CLOSE_RATIO)
+        if not rate:
+            break
+        runs.append(compare_at(case, rate, 0))
+    for _ in range(REPEATED_RUNS):
+        again = rate_to_repeat(counts(runs, "met"), limit)
+        if not again:
+            break
+        runs.append(compare_at(case, again.rate, again.sent, MIN_REPEATED_REQUESTS))
+
+
+def counts(runs: list[dict[str, Any]], name: str) -> list[RateCount]:
+    """Returns the requests of each run that met the objective: met, or met_predicted."""
+    return [RateCount(run["rate"], run[name], run["requests"]) for run in runs]
+
+
+def judge(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Compares the predicted goodput with the measured one, of the same runs."""
+    limit = OBJECTIVE.attainment
+    ends = [bracket(counts(runs, name), limit) for name in ("met_predicted", "met")]
+    predicted, measured = (found.goodput if found else math.nan for found in ends)
+    return {
+        "predicted": predicted,
+        "measured": measured,
+        "interval": goodput_interval(counts(runs, "met"), limit),
+        "error": predicted / measured - 1,
+    }
+
+
+def goodput_words(found: dict[str, Any]) -> str:
+    low, high = found["interval"]
+    return (
+        f"goodput {found['predicted']:.2f} predicted, {found['measured']:.2f} measured"
+        f" ({found['error']:+.0%}), with 95 % chance {low:.2f} to {high:.2f}"
     )
+
+
+def compare_at(case: Case, rate: float, start: int, least: int = MIN_REQUESTS) -> dict[str, Any]:
+    """Predicts and measures the requests of a sample from `start` that come in some seconds.
+
+    There are `least` of them or more.
+    """
+    count = min(MAX_REQUESTS, max(least, round(rate * case.seconds)))
+    sent = part(case.sample, start, count)
+    predicted = simulate(case.deployment, sent, rate)
+    said = list(zip(predicted.ttft, predicted.tpot, strict=True))
+    export_sums(case.front, len(case.engines))
+    before = live.read_pages(case.front, case.engines)
+    measured = open_loop(case.front, sent, rate)
+    export_sums(case.front, len(case.engines))
+    windows = live.windows_between(before, live.read_pages(case.front, case.engines))
+    row = rate_row(rate, said, measured) | steps_of(case, windows)
+    print(f"  {row_words(row, case.profile)}", flush=True)
     return row
 
 
-def further_rate(rates: list[dict[str, float]]) -> float:
-    """Returns a rate beyond those tried, in order, if an attainment does not cross; else 0."""
-    lowest, highest = rates[0], rates[-1]
-    if min(lowest[name] for name in ATTAINED) < OBJECTIVE.attainment:
-        return lowest["rate"] / FURTHER_RATIO
-    if max(highest[name] for name in ATTAINED) >= OBJECTIVE.attainment:
-        return highest["rate"] * FURTHER_RATIO
-    return 0.0
+def row_words(row: dict[str, Any], profile: engine_profiles.FleetProfile) -> str:
+    before = mean_sequences(profile.decode.steps.sums)
+    return (
+        f"{row['rate']:6.2f} req/s: TTFT median {row['predicted']:.3f} predicted,"
+        f" {row['measured']:.3f} measured ({row['error']:+.0%}); attained"
+        f" {row['met_predicted'] / row['requests']:.0%}, {row['met'] / row['requests']:.0%}; steps"
+        f" with prompts {row['prompt_steps_ratio']:.2f} and decodes"
+        f" {row['decode_steps_ratio']:.2f} of those predicted, {row['sequences']:.1f} sequences"
+        f" ({before:.1f}), path {1e3 * row['path']:.0f} ms ({1e3 * profile.path:.0f})"
+    )
+
+
+def export_sums(front: str, engines: int) -> None:
+    """Has each engine export its sums: with the end of a step, a second after the last time."""
+    time.sleep(EXPORT_SECONDS)
+    run_all([partial(send, front, 8, 2)] * engines)
+
+
+def steps_of(case: Case, windows: dict[str, MetricWindow]) -> dict[str, float]:
+    """Compares the steps of a run with those that the profile gives steps of this composition."""
+    try:
+        run = profile_of(case.name, case.front, case.engines, windows)
+    except ConfigError:  # too few steps, or an engine that was started again
+        return dict.fromkeys(
+            ("prompt_steps_ratio", "decode_steps_ratio", "sequences", "path"), math.nan
+        )
+    _, prompts = steps_by_kind(run.prefill.steps.sums)
+    decodes, _ = steps_by_kind(run.decode.steps.sums)
+    return {
+        "prompt_steps_ratio": case.profile.prefill.steps.slowness(prompts),
+        "decode_steps_ratio": case.profile.decode.steps.slowness(decodes),
+        "sequences": mean_sequences(run.decode.steps.sums),
+        "path": run.path,
+    }
+
+
+def mean_sequences(sums: Sums) -> float:
+    """Returns the mean sequences of a step that only decodes."""
+    decodes, _ = steps_by_kind(sums)
+    return decodes["steps*sequences"] / decodes["steps*steps"]
 
 
 def read_profile(
@@ -328,6 +425,13 @@ def read_profile(
     loop.start()
     windows = live.measure(front, engines, seconds)
     loop.join()
+    return profile_of(name, front, engines, windows)
+
+
+def profile_of(
+    name: str, front: str, engines: list[str], windows: dict[str, MetricWindow]
+) -> engine_profiles.FleetProfile:
+    """Fits the engines of a stack to a window."""
     read = [engine_profiles.read(url, windows[url]) for url in engines]
     if name == "disaggregated":
         return engine_profiles.disaggregated(windows[front], read[:1], read[1:])
@@ -378,8 +482,8 @@ def rate_row(
         "predicted": predicted,
         "measured": found,
         "error": predicted / found - 1,
-        "attained_predicted": attained(said),
-        "attained": attained(measured),
+        "met_predicted": met(said),
+        "met": met(measured),
     }
 
 
@@ -388,22 +492,9 @@ def median(times: list[tuple[float, float]]) -> float:
     return statistics.median(served) if served else float("nan")
 
 
-def attained(times: list[tuple[float, float]]) -> float:
-    met = sum(0 <= ttft <= OBJECTIVE.ttft and tpot <= OBJECTIVE.tpot for ttft, tpot in times)
-    return met / len(times)
-
-
-def crossing(rates: list[dict[str, float]], name: str) -> float:
-    """Returns the rate at which attainment falls to the objective, by a line between two rates.
-
-    NaN if it does not cross.
-    """
-    limit = OBJECTIVE.attainment
-    for lower, higher in pairwise(rates):
-        if lower[name] >= limit > higher[name]:
-            share = (lower[name] - limit) / (lower[name] - higher[name])
-            return lower["rate"] + share * (higher["rate"] - lower["rate"])
-    return float("nan")
+def met(times: list[tuple[float, float]]) -> int:
+    """Returns how many requests met the objective."""
+    return sum(0 <= ttft <= OBJECTIVE.ttft and tpot <= OBJECTIVE.tpot for ttft, tpot in times)
 
 
 def words(profile: engine_profiles.FleetProfile) -> str:
@@ -433,6 +524,12 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "workloads": len(goodputs),
         "rates": len(errors),
         "failed": sum(int(rate["failed"]) for row in rows for rate in row["rates"]),
+        "goodput_within_interval": sum(
+            row["goodput"]["interval"][0]
+            <= row["goodput"]["predicted"]
+            <= row["goodput"]["interval"][1]
+            for row in rows
+        ),
     }
 
 

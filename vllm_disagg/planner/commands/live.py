@@ -155,21 +155,29 @@ def _page(url: str, path: str) -> bytes:
     return http_client.get(url, path, "a vllm-disagg proxy", ADMIN_KEY)
 
 
+MetricPages = dict[str, tuple[float, MetricSamples]]  # by address: when it was read, and what
+
+
 def measure(proxy: str, engines: Sequence[str], seconds: float) -> dict[str, MetricWindow]:
     """Reads the metrics of the proxy and of engines at both ends of a window; by address."""
-    servers = {proxy: "a vllm-disagg proxy"} | dict.fromkeys(engines, "a vLLM")
-
-    def read() -> dict[str, tuple[float, MetricSamples]]:
-        pages = {}
-        for url, server in servers.items():
-            body = http_client.get(url, "/metrics", server, ADMIN_KEY if url == proxy else "")
-            pages[url] = time.monotonic(), parse(body, url)
-        return pages
-
-    before = read()
+    before = read_pages(proxy, engines)
     time.sleep(seconds)
+    return windows_between(before, read_pages(proxy, engines))
+
+
+def read_pages(proxy: str, engines: Sequence[str]) -> MetricPages:
+    """Reads the metrics of the proxy and of engines."""
+    pages = {}
+    for url, server in ({proxy: "a vllm-disagg proxy"} | dict.fromkeys(engines, "a vLLM")).items():
+        body = http_client.get(url, "/metrics", server, ADMIN_KEY if url == proxy else "")
+        pages[url] = time.monotonic(), parse(body, url)
+    return pages
+
+
+def windows_between(before: MetricPages, later: MetricPages) -> dict[str, MetricWindow]:
+    """Returns the window between two reads, by address."""
     windows = {}
-    for url, (ended_at, after) in read().items():
+    for url, (ended_at, after) in later.items():
         started_at, samples = before[url]
         windows[url] = MetricWindow(samples, after, ended_at - started_at)
     return windows

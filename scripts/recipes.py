@@ -65,7 +65,7 @@ FLAGS: dict[str, tuple[str, Any]] = {
     "sleep_mode": ("enable-sleep-mode", False),
     "prefix_caching": ("enable-prefix-caching", False),
 }
-COLUMNS = ("recipe", "side", "model", *FLAGS, "drafts", "connectors")
+COLUMNS = ("recipe", "side", "model", *FLAGS, "drafts", "verification", "connectors")
 KV_HEADS = 4  # of MiniMax-M3, the only model here that has several
 OTHERS_TRANSFER = "NixlConnector"
 OURS = "DisaggConnector"
@@ -217,7 +217,11 @@ def engine_config(row: dict[str, str]) -> Any:
             enable_prefix_caching=row["prefix_caching"] == "True",
         ),
         speculative_config=(
-            SimpleNamespace(method=row["drafts"], draft_parallel_config=draft)
+            SimpleNamespace(
+                method=row["drafts"],
+                rejection_sample_method=row["verification"],
+                draft_parallel_config=draft,
+            )
             if row["drafts"]
             else None
         ),
@@ -297,7 +301,12 @@ def row_of(flags: dict[str, Any]) -> dict[str, Any]:
     transfer = json.loads(flags["kv-transfer-config"])
     children = transfer.get("kv_connector_extra_config", {}).get("connectors", [transfer])
     connectors = " ".join(child["kv_connector"] for child in children)
-    return {**row, "drafts": drafts.get("method", ""), "connectors": connectors}
+    return {
+        **row,
+        "drafts": drafts.get("method", ""),
+        "verification": drafts.get("rejection_sample_method", "standard") if drafts else "",
+        "connectors": connectors,
+    }
 
 
 if __name__ == "__main__":

@@ -29,6 +29,20 @@ def test_nine_of_ten_published_recipes_would_start(recipes: ModuleType) -> None:
     assert found["start"] + sum(found["refused"].values()) == found["of"]
 
 
+def test_recipes_with_synthetic_acceptance_are_refused(recipes: ModuleType) -> None:
+    rows = recipes.read_table()
+    synthetic = [row for row in rows if row["verification"] == "synthetic"]
+    assert len(synthetic) == 2 * 5
+    for row in synthetic:
+        assert "rejection_sample_method synthetic" in recipes.refusal_of(row)
+        assert not recipes.refusal_of({**row, "verification": "standard"})
+    flags = {
+        "speculative-config": '{"method": "mtp", "rejection_sample_method": "synthetic"}',
+        "kv-transfer-config": '{"kv_connector": "NixlConnector"}',
+    }
+    assert recipes.row_of(flags)["verification"] == "synthetic"
+
+
 @pytest.mark.parametrize("column", ["dbo", "elastic_experts"])
 def test_a_flag_that_is_refused_is_counted(recipes: ModuleType, column: str) -> None:
     row = next(row for row in recipes.read_table() if not recipes.refusal_of(row))

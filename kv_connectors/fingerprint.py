@@ -1,8 +1,9 @@
 """Makes short digests of values and of weights files, equal in engines that have the same.
 
-Theory of weights. vLLM makes a connector minutes after it has loaded the weights. A folder may have
-other files by then: a symbolic link was changed, or files were overwritten. Their digest would be
-that of weights that this engine has not. So a digest of the files' states is noted before vLLM
+Theory of weights. Files are compared by samples, as to read all of them would take too long, and by
+their small tensors. vLLM makes a connector minutes after it has loaded the weights. A folder may
+have other files by then: a symbolic link was changed, or files were overwritten. Their digest would
+be that of weights that this engine has not. So a digest of the files' states is noted before vLLM
 loads them, and must be the same afterwards. It is noted in the environment, which the processes
 that load weights inherit. No field of vLLM's configuration may have it: vLLM copies configurations
 field by field, and refuses unknown ones. Ray's actors on other machines inherit no environment;
@@ -15,6 +16,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,10 @@ MIN_SAMPLES_PER_FILE = 16
 SAMPLE_BYTES = 4096
 MAX_OTHER_BYTES = 64 << 20  # tokenizers have up to some 20 MiB
 MAX_SAMPLES = 8192  # of all files: on a network's file system each may take a millisecond
+# Tensors of up to so many bytes are read whole, as they lie between samples: scales of an fp8 KV
+# cache or of activations may be all that a new calibration changes.
+SMALL_TENSOR_BYTES = 4096
+MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, by its format
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
 PROCESSOR_FILES = (
     "preprocessor_config.json",
@@ -56,8 +62,38 @@ def sample_files(place: Path) -> list[tuple[str, int, str]]:
             for number in range(samples):
                 opened.seek(number * max(0, size - SAMPLE_BYTES) // (samples - 1))
                 file_digest.update(opened.read(SAMPLE_BYTES))
+            spans = _small_tensors(opened, size) if file.suffix == ".safetensors" else []
+            for start, end in spans[:: max(1, -(-len(spans) // samples))]:
+                opened.seek(start)
+                file_digest.update(opened.read(end - start))
         sampled.append((file.name, size, file_digest.hexdigest()))
     return sampled
+
+
+def _small_tensors(opened: FileIO, size: int) -> list[tuple[int, int]]:
+    """Returns the places of a safetensors file's small tensors, neighbours as one, in order.
+
+    None of a file whose header is not that of the format.
+    """
+    opened.seek(0)
+    header_bytes = int.from_bytes(opened.read(8), "little")
+    if header_bytes > min(size, MAX_HEADER_BYTES):
+        return []
+    try:
+        header = json.loads(opened.read(header_bytes))
+        places = [entry["data_offsets"] for name, entry in header.items() if name[:2] != "__"]
+        small = sorted(
+            (start, end) for start, end in places if 0 < end - start <= SMALL_TENSOR_BYTES
+        )
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return []
+    spans: list[tuple[int, int]] = []
+    for start, end in ((8 + header_bytes + at, 8 + header_bytes + to) for at, to in small):
+        if spans and spans[-1][1] == start:
+            spans[-1] = (spans[-1][0], end)
+        else:
+            spans.append((start, end))
+    return spans
 
 
 def digest_other_files(folder: Path) -> list[tuple[str, int, str]]:

@@ -79,6 +79,7 @@ def refuse_unsupported(
             f"DisaggConnector was never tried with a KV cache in {cache_dtype};"
             " use --kv-cache-dtype auto or fp8"
         )
+    _refuse_scales_of_heads(vllm_config)
     _refuse_specs(kv_cache_config)
     if compress != "off":
         if device != "cpu":
@@ -201,6 +202,20 @@ def _refuse_settings(vllm_config: VllmConfig) -> None:
         raise ConfigError(
             "DisaggConnector compares images by vLLM's hashes, which vLLM makes only for its"
             " caches: start with --enable-prefix-caching, or without --mm-processor-cache-gb 0"
+        )
+
+
+def _refuse_scales_of_heads(vllm_config: VllmConfig) -> None:
+    # Attention on CPUs quantizes all heads of a rank by the largest of their scales, so a head has
+    # another scale at another tensor parallelism. On GPUs vLLM needs kernels with one for each.
+    if vllm_config.device_config.device_type != "cpu":
+        return
+    scheme = getattr(getattr(vllm_config, "quant_config", None), "kv_cache_scheme", None) or {}
+    if scheme.get("strategy") == "attn_head":
+        raise ConfigError(
+            "DisaggConnector does not support this model on CPUs: its checkpoint has a scale of the"
+            " KV cache for each head (attn_head), and attention on CPUs takes the largest one of a"
+            " rank; use a checkpoint with one scale for all heads"
         )
 
 

@@ -10,15 +10,17 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 pytest.importorskip("vllm")
 
 import torch
+from safetensors.torch import save_file
 from transformers import GenerationConfig, LlamaConfig
 from vllm.config import ModelConfig, StructuredOutputsConfig
+from vllm.config.cache import CacheDType
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core import kv_cache_utils
@@ -48,6 +50,7 @@ STATE, CACHED = (
 )
 LINEAR = MambaSpec(**STATES, mamba_type=MambaAttentionBackendEnum.GDN_ATTN)
 SHORT = MambaSpec(**STATES, mamba_type=MambaAttentionBackendEnum.SHORT_CONV)
+FIRST = MambaSpec(**STATES, mamba_type=MambaAttentionBackendEnum.MAMBA1)
 
 
 class ChunkedLocalAttentionSpec:
@@ -73,6 +76,7 @@ def config(**change: Any) -> Any:
         ),
         weight_transfer_config=change.get("weight_transfer"),
         ec_transfer_config=change.get("encoders"),
+        quant_config=change.get("quantization"),
         scheduler_config=SimpleNamespace(policy=change.get("policy", "fcfs")),
         kv_transfer_config=SimpleNamespace(kv_role=change.get("role", "kv_both")),
         aux_output_config=SimpleNamespace(enabled=change.get("routed_experts", False)),
@@ -194,11 +198,7 @@ def test_the_last_stage_drafts(method: str, rank: int, stages: int, expected: bo
         ({}, (SimpleNamespace(),), "does not support this model: SimpleNamespace"),
         ({}, (CACHED,), "start with --no-enable-prefix-caching"),
         ({}, (SHORT,), "never tried with states of the kind SHORT_CONV"),
-        (
-            {"dtype": "int8_per_token_head"},
-            (FULL,),
-            "never tried with a KV cache in int8_per_token_head",
-        ),
+        ({}, (FIRST,), "never tried with states of the kind MAMBA1"),
         (
             {"speculative": drafts("medusa")},
             (FULL,),
@@ -267,6 +267,26 @@ def test_unsupported_configurations_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         supported.refuse_unsupported(config(**change), caches(*specs))
+
+
+def test_each_other_format_of_the_cache_is_refused() -> None:
+    """Among them those with a scale for each token and head, which the kernel computes."""
+    others = set(get_args(CacheDType)) - supported.KNOWN_CACHE_DTYPES
+    for name in others | {"int8_per_token_head", "fp8_per_token_head"}:
+        with pytest.raises(ConfigError, match=f"never tried with a KV cache in {name}"):
+            supported.refuse_unsupported(config(dtype=name), caches(FULL))
+
+
+@pytest.mark.parametrize(
+    ("device", "strategy", "is_refused"),
+    [("cpu", "attn_head", True), ("cpu", "tensor", False), ("cuda", "attn_head", False)],
+)
+def test_scales_of_heads_are_refused_on_cpus(device: str, strategy: str, is_refused: bool) -> None:
+    """There vLLM takes the largest of a rank's heads: another one at another parallelism."""
+    quantized = SimpleNamespace(kv_cache_scheme={"strategy": strategy})
+    made = config(dtype="fp8", device=device, quantization=quantized)
+    with pytest.raises(ConfigError, match="attn_head") if is_refused else nullcontext():
+        supported.refuse_unsupported(made, caches(FULL))
 
 
 def test_an_id_that_clients_can_repeat_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,6 +437,46 @@ def test_weights_that_differ_in_one_matrix_differ(tmp_path: Path, name: str) -> 
     older = {name: fact for name, fact in ours.items() if name != "transfer protocol"}
     assert "transfer protocol is 5 on one side and unknown" in difference(ours, older)
     assert "weights" in difference(ours, engine("other", weights))
+
+
+def test_weights_that_differ_in_a_scale_differ(tmp_path: Path) -> None:
+    """Scales of an fp8 cache are a few bytes, behind a header of many names, between samples."""
+
+    def engine(folder: str, scale: float) -> dict[str, str]:
+        (tmp_path / folder).mkdir()
+        tensors = {f"layers.{at}.weight": torch.zeros(8 << 10) for at in range(128)}
+        tensors |= {f"layers.{at}.k_scale": torch.tensor([1.0]) for at in range(128)}
+        tensors["layers.64.k_scale"] *= scale
+        save_file(tensors, tmp_path / folder / "model.safetensors")
+        return layout(tmp_path / folder)
+
+    ours = engine("ours", 1.0)
+    assert not difference(ours, engine("same", 1.0))
+    assert "weights" in difference(ours, engine("other", 2.0))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"{",
+        b"[]",
+        b'{"a": 1}',
+        b'{"a": {"data_offsets": "ab"}}',
+        b'{"a": {"data_offsets": [1, 2, 3]}}',
+        b'{"__metadata__": {}, "a": {"data_offsets": [0, 4]}, "b": {"data_offsets": [0, 9999]}}',
+    ],
+)
+@pytest.mark.parametrize("length", [None, 0, 1 << 60])
+def test_any_header_of_weights_can_be_compared(
+    tmp_path: Path, header: bytes, length: int | None
+) -> None:
+    count = len(header) if length is None else length
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(count.to_bytes(8, "little") + header + b"1234")
+    ours = layout(tmp_path)
+    assert not difference(ours, layout(tmp_path))
+    weights.write_bytes(count.to_bytes(8, "little") + header + b"1235")
+    assert "weights" in difference(ours, layout(tmp_path))
 
 
 # What --quantization and --quantization-config give; each makes other weights than the others.

@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -321,7 +321,10 @@ def test_the_step_after_a_load_is_as_wide_as_those_of_drafts(
     d.ask("leg", 1)
     d.ask("decodes", 2, leg=False)
     assert "leg" not in d.step(loaded={"leg"}).num_scheduled_tokens
+    d.vllm.update_draft_token_ids(DraftTokenIds(["decodes"], [[7] * drafted]))
     after_load = d.step()
-    assert set(after_load.num_scheduled_tokens) == {"leg", "decodes"}
-    assert after_load.num_scheduled_tokens["leg"] == 1 + drafted
-    assert after_load.scheduled_spec_decode_tokens["leg"] == [-1] * drafted
+    assert after_load.num_scheduled_tokens == {"leg": 1 + drafted, "decodes": 1 + drafted}
+    assert after_load.scheduled_spec_decode_tokens == {
+        "leg": [-1] * drafted,
+        "decodes": [7] * drafted,
+    }

@@ -3,12 +3,12 @@
     python tests/gpu/layout_matrix.py [--json] [--every N]
 
 A case is an attention backend for GPUs, one of vLLM's KV layouts, a block size, a number format and
-a model: full attention, sliding windows beside it, MLA with and without an indexer, the caches of
-DeepSeek V4, MiniMax-M3 and Kimi Linear, layers that share KV, layers that differ, SSM states beside
-attention, and P and D of different tensor parallelism (with more ranks than heads, too), of
-different block sizes ("into 48": D has blocks of 48 tokens), or of both. vLLM
-chooses groups, kernel blocks, strides and padding, and allocates on the CPU. It also refuses cases;
-we may refuse none.
+a model: full attention, sliding windows beside it, MLA, the caches of DeepSeek V3.2 (MLA with an
+indexer), DeepSeek V4, MiniMax-M3 and Kimi Linear, layers that share KV, layers that differ, SSM
+states beside attention, and P and D of different tensor parallelism (with more ranks than heads,
+too), of different block sizes ("into 48": D has blocks of 48 tokens), or of both. vLLM chooses
+groups, kernel blocks, strides and padding, and allocates on the CPU. It also refuses cases; we may
+refuse none.
 
 P's blocks are gathered and scattered into other blocks of D, whose cache has another number of
 blocks. Then the whole buffer of D must equal a second one, in which the same blocks were assigned
@@ -50,7 +50,10 @@ from vllm.model_executor.layers.mamba.mamba_utils import (
 from vllm.models.deepseek_v4.compressor import CompressorBackend
 from vllm.models.minimax_m3.common.indexer import MiniMaxM3IndexerBackend
 from vllm.models.minimax_m3.common.sparse_attention import MiniMaxM3SparseBackend
-from vllm.v1.attention.backends.mla.indexer import DeepseekV4IndexerBackend
+from vllm.v1.attention.backends.mla.indexer import (
+    DeepseekV4IndexerBackend,
+    DeepseekV32IndexerBackend,
+)
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWABackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, MambaAttentionBackendEnum
 from vllm.v1.attention.backends.utils import (
@@ -124,6 +127,7 @@ V4_BLOCKS = 40
 OTHER_BACKENDS = {
     "states": CompressorBackend,
     "indexer": DeepseekV4IndexerBackend,
+    "k_cache": DeepseekV32IndexerBackend,
     "window": DeepseekSparseSWABackend,
     "index_cache": MiniMaxM3IndexerBackend,
 }
@@ -178,11 +182,11 @@ def cases(known: dict[str, Any]) -> Iterator[Case]:
     for name, backend in known.items():
         if name == M3:
             continue
-        models = LATENT_MODELS if backend.is_mla() else ATTENTION_MODELS
+        models, few = (LATENT_MODELS, 2) if backend.is_mla() else (ATTENTION_MODELS, 1)
         for layout, block_size in product(KVCacheLayout, BLOCK_SIZES):
             for number, cache_dtype in enumerate(_cache_dtypes(backend)):
                 is_whole = not number or name in ALL_IN_8_BITS
-                for model in models if is_whole else models[:1]:
+                for model in models if is_whole else models[:few]:
                     yield Case(name, layout, block_size, cache_dtype, model)
         if not name.endswith("DSV4"):
             continue
@@ -192,12 +196,12 @@ def cases(known: dict[str, Any]) -> Iterator[Case]:
 
 
 def _cache_dtypes(backend: Any) -> list[str]:
-    """Returns number formats of a backend: of 16 and of 8 bits, and with scales in the block."""
+    """Returns number formats of a backend: one of 16 bits, those of 8, and scales in the block."""
     known = backend.supported_kv_cache_dtypes
     wide = [name for name in known if name in ("auto", "bfloat16")]
     narrow = [name for name in known if name not in ("auto", "float16", "bfloat16")]
-    scaled = [name for name in narrow[1:] if name == "fp8_ds_mla"]
-    return [*wide[:1], *narrow[:1], *scaled]
+    others = [name for name in narrow[1:] if name in ("fp8_e4m3", "fp8_e5m2", "fp8_ds_mla")]
+    return [*wide[:1], *narrow[:1], *others]
 
 
 class HostRuntime:
@@ -307,8 +311,7 @@ def specs(case: Case, backend: Any, heads: int) -> dict[str, Any]:
         wide = FullAttentionSpec(**{**fields, "num_kv_heads": 2 * heads})
         other = customize_attention_spec(backend, wide)
     elif case.model == "indexer":
-        narrow = {**fields, "head_size": INDEXER_BYTES, "dtype": torch.uint8}
-        other = MLAAttentionSpec(**narrow)
+        return {**{f"model.layers.{at}.attn": plain for at in range(LAYERS)}, **v32_indexers(case)}
     elif case.model == "states":
         other = MambaSpec(block_size=1 << 20, shapes=((STATE_FLOATS,),), dtypes=(torch.float32,))
     elif case.model == "kda":  # `KimiGatedDeltaNetAttention.get_kv_cache_spec`
@@ -319,6 +322,19 @@ def specs(case: Case, backend: Any, heads: int) -> dict[str, Any]:
             mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
         )
     return {f"model.layers.{at}.attn": other if at % 2 else plain for at in range(LAYERS)}
+
+
+def v32_indexers(case: Case) -> dict[str, Any]:
+    """Returns specs as those of DeepSeek V3.2's indexers: `DeepseekV32IndexerCache`."""
+    spec = MLAAttentionSpec(
+        block_size=case.block_size,
+        num_kv_heads=1,
+        max_tp_shards=1,
+        head_size=INDEXER_BYTES,
+        dtype=torch.uint8,
+        cache_role=SparseCacheRole.INDEXER,
+    )
+    return {f"model.layers.{at}.indexer.k_cache": spec for at in range(LAYERS)}
 
 
 def v4_specs(case: Case) -> dict[str, Any]:

@@ -113,7 +113,8 @@ ATTENTION_MODELS = (
     "tp 4 to 1",
 )
 LATENT_MODELS = ("latent", "indexer", "shared", "tp 2 to 1", "kda")
-# The backends with which all of these are tried in 8 bits, too; the others: the first model.
+# The backends with which all of these are tried in one format of 8 bits, too. Others and other
+# formats: the first model, and with MLA the second one.
 ALL_IN_8_BITS = ("TRITON_ATTN", "TRITON_MLA")
 # MiniMax-M3: sparse attention with several KV heads, and an indexer of one head beside each layer.
 M3 = "MINIMAX_M3_SPARSE"
@@ -185,7 +186,7 @@ def cases(known: dict[str, Any]) -> Iterator[Case]:
         models, few = (LATENT_MODELS, 2) if backend.is_mla() else (ATTENTION_MODELS, 1)
         for layout, block_size in product(KVCacheLayout, BLOCK_SIZES):
             for number, cache_dtype in enumerate(_cache_dtypes(backend)):
-                is_whole = not number or name in ALL_IN_8_BITS
+                is_whole = not number or (number == 1 and name in ALL_IN_8_BITS)
                 for model in models if is_whole else models[:few]:
                     yield Case(name, layout, block_size, cache_dtype, model)
         if not name.endswith("DSV4"):

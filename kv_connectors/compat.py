@@ -249,6 +249,11 @@ def serves_by_rust() -> bool:
     return bool(getattr(envs, "VLLM_USE_RUST_FRONTEND", False))
 
 
+def video_loader() -> str:
+    """Returns the name of what chooses and decodes the frames of videos, as of no flag."""
+    return str(getattr(envs, "VLLM_VIDEO_LOADER_BACKEND", ""))
+
+
 def parses_reasoning(vllm_config: Any) -> bool:
     """Returns whether the engine's chats may take reasoning out of the text; True if unknown."""
     outputs = getattr(vllm_config, "structured_outputs_config", None)

@@ -234,12 +234,14 @@ def _positions(model: Any) -> str:
 def _images(model: Any) -> str:
     """Returns a digest of the settings that turn images into the model's inputs.
 
-    The digest of a prompt covers only the images as they were sent.
+    The digest of a prompt covers only the images as they were sent, or their clients' names.
     """
     settings = getattr(model, "multimodal_config", None)
     if settings is None:
         return "none"
     engine_settings = {name: str(getattr(settings, name, None)) for name in IMAGE_SETTINGS}
+    # Frames are not hashed where a client names its video by a `uuid`.
+    engine_settings["video loader"] = compat.video_loader()
     folder = Path(model.model)
     files = {
         name: (folder / name).read_text() for name in PROCESSOR_FILES if (folder / name).is_file()

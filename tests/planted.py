@@ -1808,4 +1808,5 @@ MUTANTS: list[tuple[str, ...]] = [
     ("NIXL: open reads are late that nobody looked at", "transports/nixl/reads.py", "            opened.started_at += paused\n            opened.deadline += paused\n", "            pass\n", "tests/transports/nixl/test_nixl_adding.py"),
     ("NIXL: the driver spins while a sender is added", "transports/nixl/pairing.py", "                if can_read:\n                    deadlines.append(source.attempt_deadline)\n", "                deadlines.append(source.attempt_deadline)\n", "tests/transports/nixl/test_nixl_adding.py"),
     ("doctor: reads that UCX emulates pass", "kv_connectors/gpu/rates.py", "        _end_help(source)\n", "        pass\n", "tests/transports/processes/test_device.py"),
+    ("images: two loaders of videos fit", "kv_connectors/compatibility.py", "    engine_settings[\"video loader\"] = compat.video_loader()\n", "", "tests/connector/test_compatibility.py"),
 ]

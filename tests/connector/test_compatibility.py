@@ -686,7 +686,9 @@ def test_the_longest_prompt_counts_where_it_changes_positions(tmp_path: Path) ->
     assert not difference(layout(tmp_path, max_model_len=8192), layout(tmp_path))
 
 
-def test_settings_of_image_processing_must_be_equal(tmp_path: Path) -> None:
+def test_settings_of_image_processing_must_be_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def engine(size: int, **settings: Any) -> dict[str, str]:
         folder = tmp_path / f"{size}"
         folder.mkdir(exist_ok=True)
@@ -702,6 +704,8 @@ def test_settings_of_image_processing_must_be_equal(tmp_path: Path) -> None:
     assert "images" in difference(ours, engine(56, mm_processor_kwargs={"crops": 4}))
     assert "images" in difference(ours, engine(56, mm_encoder_fp8_scale_path="scales.json"))
     assert not difference(ours, engine(56))
+    monkeypatch.setenv("VLLM_VIDEO_LOADER_BACKEND", "molmo2")
+    assert "images" in difference(ours, engine(56))
 
 
 def test_target_modules_of_adapters_must_be_equal(tmp_path: Path) -> None:

@@ -120,9 +120,14 @@ $(VENV)/.mooncake: $(VENV)/.ours
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MOONCAKE) && touch $@ || \
 		echo "wide: no Mooncake for this machine; the test with its store is skipped"
 
+# With them vLLM reads sound and videos. torchvision is for CUDA, so it is kept out of what others import.
+$(VENV)/.media: $(VENV)/.ours
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check soundfile && \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/torchvision torchvision==0.28.0 && touch $@
+
 # The test with Mooncake's store needs `apt-get install libibverbs1 librdmacm1 libnuma1`.
-wide: setup $(VENV)/.mooncake
-	$(BIN)/python -m pytest -W default tests/engine -m wide
+wide: setup $(VENV)/.mooncake $(VENV)/.media
+	TORCHVISION=$(abspath $(VENV))/torchvision $(BIN)/python -m pytest -W default tests/engine -m wide
 
 routers: setup $(VENV)/.peers .venv-ray/.done
 	RAY_PYTHON=$(CURDIR)/.venv-ray/bin/python $(BIN)/python -m pytest -W default tests/engine/test_routers.py

@@ -3,7 +3,8 @@
 KIND: dense, heavy (about 100 KB of KV cache a token, so that transfers show), middle (steps that
 outweigh what else a CPU does for a request), or another kind of KV cache: sliding (Gemma 3), shared
 (Gemma 3n), gemma4, oss (GPT-OSS), mla (DeepSeek V2), moe (Mixtral), mamba (Mamba 2), linear
-(Qwen3-Next), zamba (Zamba2), images (BLIP-2). vLLM's CPU build serves all of them with
+(Qwen3-Next), zamba (Zamba2), nemotron (Nemotron-H), granite (Granite 4), falcon (Falcon-H1), images
+(BLIP-2), audio (Qwen2-Audio), video (Qwen2-VL). vLLM's CPU build serves all of them with
 --enforce-eager. qwen3-8b: that model's shape but for its vocabulary (14 GB, for a GPU).
 
 The weights are drawn with `initializer_range` 0.08. With the usual 0.02 a random model repeats one
@@ -13,6 +14,7 @@ with 0.08 every change shows.
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from pydoc_data.topics import topics  # English text that every Python has
@@ -126,6 +128,30 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             **{"n_mamba_heads": 8, "mamba_d_state": 32},
         },
     ),
+    # each layer is a state, attention or an MLP alone. vLLM has no kernel for its experts on CPUs.
+    "nemotron": (
+        "NemotronHConfig",
+        {
+            **{"hybrid_override_pattern": "M-*-MM*-M-", "head_dim": 32, "num_hidden_layers": 10},
+            **{"mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 32, "n_groups": 1},
+            "rescale_prenorm_residual": False,
+        },
+    ),
+    # experts after each layer; attention without positions
+    "granite": (
+        "GraniteMoeHybridConfig",
+        {
+            **{"layer_types": (["linear_attention"] * 2 + ["full_attention"]) * 2},
+            **{"num_hidden_layers": 6, "num_local_experts": 4, "num_experts_per_tok": 2},
+            **{"intermediate_size": 64, "shared_intermediate_size": 64},
+            **{"mamba_n_heads": 8, "mamba_d_state": 32, "attention_multiplier": 0.2},
+        },
+    ),
+    # states and attention side by side in each layer
+    "falcon": (
+        "FalconH1Config",
+        {"head_dim": 32, "mamba_d_ssm": 256, "mamba_n_heads": 8, "mamba_d_state": 32},
+    ),
     "qwen3-8b": (
         "Qwen3Config",
         {
@@ -134,7 +160,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-IMAGES = "images"  # the kind that has no line above
 END = "<|endoftext|>"
 CHAT = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -226,6 +251,79 @@ def with_images(words: Any, folder: Path) -> Any:
     return Blip2ForConditionalGeneration(config)
 
 
+def with_audio(words: Any, folder: Path) -> Any:
+    """Qwen2-Audio: a second of sound becomes 25 tokens where the prompt has its mark."""
+    from transformers import (
+        Qwen2AudioConfig,
+        Qwen2AudioForConditionalGeneration,
+        Qwen2AudioProcessor,
+        WhisperFeatureExtractor,
+    )
+
+    mark, bands = "<|AUDIO|>", 32
+    marks = [mark, "<|audio_bos|>", "<|audio_eos|>"]
+    words.add_special_tokens({"additional_special_tokens": marks})
+    heard = WhisperFeatureExtractor(feature_size=bands)
+    Qwen2AudioProcessor(feature_extractor=heard, tokenizer=words).save_pretrained(folder)
+    encoder = {
+        **{"num_mel_bins": bands, "d_model": 64, "encoder_layers": 2},
+        **{"encoder_attention_heads": 4, "encoder_ffn_dim": 128, "initializer_range": 0.08},
+    }
+    text = {**SIZE, "model_type": "qwen2", "vocab_size": len(words)}
+    config = Qwen2AudioConfig(
+        audio_config=encoder,
+        text_config=text,
+        audio_token_index=words.convert_tokens_to_ids(mark),
+        initializer_range=0.08,
+    )
+    return Qwen2AudioForConditionalGeneration(config)
+
+
+def with_video(words: Any, folder: Path) -> Any:
+    """Qwen2-VL: positions of images and videos depend on their shapes (M-RoPE)."""
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    marks = {
+        **{"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"},
+        **{"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"},
+    }
+    words.add_special_tokens({"additional_special_tokens": [*marks.values()]})
+    words.save_pretrained(folder)
+    patches = {
+        **{"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2},
+        **{"size": {"shortest_edge": 56 * 56, "longest_edge": 8 * 168 * 168}},
+    }
+    # As text, since these classes need torchvision.
+    for kind, name in (("image", "preprocessor"), ("video", "video_preprocessor")):
+        written = {f"{kind}_processor_type": f"Qwen2VL{kind.title()}Processor", **patches}
+        (folder / f"{name}_config.json").write_text(json.dumps(written))
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+    text = {**SIZE, "vocab_size": len(words), "rope_parameters": rope}
+    encoder = {
+        **{"depth": 2, "embed_dim": 64, "num_heads": 2, "mlp_ratio": 2},
+        **{"hidden_size": SIZE["hidden_size"], "initializer_range": 0.08},
+    }
+    tokens = {name: words.convert_tokens_to_ids(mark) for name, mark in marks.items()}
+    config = Qwen2VLConfig(
+        text_config=text, vision_config=encoder, initializer_range=0.08, **tokens
+    )
+    return Qwen2VLForConditionalGeneration(config)
+
+
+# The kinds that have no line in KINDS.
+OF_MEDIA = {"images": with_images, "audio": with_audio, "video": with_video}
+
+
+def mend_names(folder: Path) -> None:
+    """Takes out the second "model" that transformers 5.19 writes into Qwen2-Audio's names."""
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    renamed = {name.replace(".model.model.", ".model."): one for name, one in weights.items()}
+    save_file(renamed, file, metadata={"format": "pt"})
+
+
 def make(kind: str, folder: Path) -> None:
     """Writes the model, unless it exists already. Slow imports wait until they are needed."""
     mark = folder / DONE
@@ -235,15 +333,17 @@ def make(kind: str, folder: Path) -> None:
 
     mark.unlink(missing_ok=True)
     torch.manual_seed(0)
-    model = (
-        with_images(tokenizer(), folder) if kind == IMAGES else of_text(kind, tokenizer(), folder)
-    )
+    with_media = OF_MEDIA.get(kind)
+    words = tokenizer()
+    model = with_media(words, folder) if with_media else of_text(kind, words, folder)
     model.to(torch.bfloat16).save_pretrained(folder)
+    if kind == "audio":
+        mend_names(folder)
     mark.write_text(kind)
 
 
 def main() -> None:
-    if len(sys.argv) != 3 or sys.argv[1] not in {*KINDS, IMAGES}:
+    if len(sys.argv) != 3 or sys.argv[1] not in {*KINDS, *OF_MEDIA}:
         sys.exit(__doc__)
     make(sys.argv[1], Path(sys.argv[2]))
 

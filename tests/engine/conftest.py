@@ -59,9 +59,10 @@ LAST = [
 LAST += [
     "test_offloading",
     "test_models",
-    "test_zamba",
     "test_deadlock",
     "test_images",
+    "test_audio",
+    "test_video",
     "test_lora",
     "test_transports",
 ]

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from asking import Body, ask, english, expect_same
+from asking import Body, Record, ask, english, expect_same
 from conftest import Machine
 from direct import with_grant
 from engines import Proxy, wait
@@ -33,18 +33,19 @@ def pair(machine: Machine) -> Iterator[Pair]:
     machine.stop()
 
 
-def image(seed: str) -> str:
-    """Returns random pixels as a data address."""
+def image(seed: str) -> Body:
+    """Returns a part of a message: random pixels as a data address."""
     packed = io.BytesIO()
     Image.frombytes("RGB", (56, 56), random.Random(seed).randbytes(3 * 56 * 56)).save(packed, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(packed.getvalue()).decode()}"
+    address = f"data:image/png;base64,{base64.b64encode(packed.getvalue()).decode()}"
+    return {"type": "image_url", "image_url": {"url": address}}
 
 
-def chat(words: str, *images: str) -> Body:
-    content = [{"type": "image_url", "image_url": {"url": one}} for one in images]
+def chat(words: str, *parts: Body) -> Body:
+    """Returns a chat of one message; `parts`: images and the like before its words."""
     return {
         "model": "tiny",
-        "messages": [{"role": "user", "content": [*content, {"type": "text", "text": words}]}],
+        "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": words}]}],
         **{
             "max_tokens": 12,
             "temperature": 0,
@@ -55,10 +56,46 @@ def chat(words: str, *images: str) -> Body:
     }
 
 
+def compare(pair: Pair, machine: Machine, asked: list[Body]) -> list[Record]:
+    """Returns plain vLLM's answers; fails unless the proxy's are the same and most KV moves."""
+    name = pair.plain.name.replace("plain", "proxy")
+    proxy = Proxy(machine.folder, pair.prefill, pair.decode, name=name)
+    machine.start(proxy)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        plain = list(pool.map(lambda one: ask(pair.plain.url, one, CHAT), asked))
+        ours = list(pool.map(lambda one: ask(proxy.url, one, CHAT), asked))
+    for at, (found, expected) in enumerate(zip(ours, plain, strict=True)):
+        expect_same(found, expected, f"chat {at}")
+    wait("KV moves", lambda: pair.decode.metric("vllm:disagg_load_seconds_count") > 80)
+    machine.stop(proxy)
+    return plain
+
+
+def compare_legs(pair: Pair, one: Body, other: Body) -> None:
+    """Sends two chats as legs of one transfer, which P must refuse.
+
+    As when each engine fetches an address that returns something else each time.
+    """
+    transfer, before = grants.new_transfer(), pair.decode.received
+    first = {**one, "max_tokens": 1, **with_grant(pair.legs.mint("prefill", transfer))}
+    second = {**other, **with_grant(pair.legs.mint("decode", transfer))}
+    with ThreadPoolExecutor(2) as pool:
+        legs = (
+            pool.submit(ask, pair.prefill.url, first, CHAT),
+            pool.submit(ask, pair.decode.url, second, CHAT),
+        )
+        expected = ask(pair.plain.url, other, CHAT)
+        assert legs[0].result().status == 200
+        expect_same(legs[1].result(), expected)
+    found = ask(pair.plain.url, one, CHAT)
+    assert expected.texts != found.texts, "images that change nothing show nothing"
+    assert expected.prompt_tokens == found.prompt_tokens
+    assert pair.decode.received == before
+    assert pair.decode.metric("vllm:disagg_failed_loads_total", 'reason="prompt_mismatch"') == 1
+
+
 def test_a_hundred_chats_through_the_proxy(pair: Pair, machine: Machine) -> None:
     """Different images and texts; one text and many images; one image and many texts."""
-    proxy = Proxy(machine.folder, pair.prefill, pair.decode, name="images-proxy")
-    machine.start(proxy)
     asked = [chat(english(40 + 35 * at, f"own {at}"), image(f"own {at}")) for at in range(40)]
     asked += [chat(english(900, "one text"), image(f"many {at}")) for at in range(32)]
     asked += [
@@ -66,16 +103,10 @@ def test_a_hundred_chats_through_the_proxy(pair: Pair, machine: Machine) -> None
         for at in range(32)
     ]
     asked += [chat(english(500, f"no image {at}")) for at in range(4)]
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        plain = list(pool.map(lambda one: ask(pair.plain.url, one, CHAT), asked))
-        ours = list(pool.map(lambda one: ask(proxy.url, one, CHAT), asked))
-    for at, (found, expected) in enumerate(zip(ours, plain, strict=True)):
-        expect_same(found, expected, f"chat {at}")
+    plain = compare(pair, machine, asked)
     assert len({record.texts for record in plain[40:72]}) > 16, (
         "images that change nothing show nothing"
     )
-    wait("KV moves", lambda: pair.decode.metric("vllm:disagg_load_seconds_count") > 80)
-    machine.stop(proxy)
 
 
 def packed(numbers: torch.Tensor) -> str:
@@ -111,21 +142,5 @@ def test_images_as_embeddings_are_refused_as_by_plain_vllm(pair: Pair, machine: 
 
 
 def test_legs_that_have_seen_different_images(pair: Pair) -> None:
-    """As when each engine fetches an address that returns another image each time."""
-    words, transfer, before = english(900, "legs"), grants.new_transfer(), pair.decode.received
-    one, other = (chat(words, image(seed)) for seed in ("one leg", "the other leg"))
-    first = {**one, "max_tokens": 1, **with_grant(pair.legs.mint("prefill", transfer))}
-    second = {**other, **with_grant(pair.legs.mint("decode", transfer))}
-    with ThreadPoolExecutor(2) as pool:
-        legs = (
-            pool.submit(ask, pair.prefill.url, first, CHAT),
-            pool.submit(ask, pair.decode.url, second, CHAT),
-        )
-        expected = ask(pair.plain.url, other, CHAT)
-        assert legs[0].result().status == 200
-        expect_same(legs[1].result(), expected)
-    assert expected.texts != ask(pair.plain.url, one, CHAT).texts, (
-        "images that change nothing show nothing"
-    )
-    assert pair.decode.received == before
-    assert pair.decode.metric("vllm:disagg_failed_loads_total", 'reason="prompt_mismatch"') == 1
+    words = english(900, "legs")
+    compare_legs(pair, *(chat(words, image(seed)) for seed in ("one leg", "the other leg")))

@@ -17,10 +17,14 @@ from engines import BLOCK, Engine, free_port, wait
 pytestmark = pytest.mark.wide
 
 REQUESTS = 12
+GPU = "GPU"
 
 
 class Events:
-    """The blocks that one engine has announced, each by all tokens up to its end."""
+    """The blocks that one engine has announced, each by all tokens up to its end.
+
+    `kept`: the hashes of those in another memory, of which vLLM announces no tokens.
+    """
 
     def __init__(self, endpoint: str) -> None:
         self._socket = zmq.Context.instance().socket(zmq.SUB)
@@ -28,6 +32,7 @@ class Events:
         self._socket.setsockopt(zmq.RCVTIMEO, 200)
         self._socket.connect(endpoint)
         self.stored: set[tuple[int, ...]] = set()
+        self.kept: set[object] = set()
         self._chains: dict[object, tuple[int, ...]] = {}  # by the hash of the last block
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._read)
@@ -40,8 +45,12 @@ class Events:
             except zmq.Again:
                 continue
             for event in msgspec.msgpack.decode(payload)[1]:
-                if event["type"] == "BlockStored":
+                if event["type"] != "BlockStored":
+                    continue
+                if event["medium"] == GPU:  # the KV cache, on a CPU too
                     self._add(event)
+                else:
+                    self.kept |= set(event["block_hashes"])
         self._socket.close()
 
     def _add(self, event: dict[str, object]) -> None:
@@ -59,6 +68,17 @@ class Events:
         self._thread.join()
 
 
+def announced() -> tuple[list[str], str]:
+    """Returns the flags of an engine that announces its blocks, and the address to read them."""
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    config = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": endpoint.replace("127.0.0.1", "*"),
+    }
+    return ["--kv-events-config", json.dumps(config)], endpoint
+
+
 class Fleet:
     def __init__(self, machine: Machine) -> None:
         self.events: dict[str, Events] = {}
@@ -69,13 +89,7 @@ class Fleet:
             ("D", "kv_consumer", "1"),
             ("plain", "", "1"),
         ):
-            endpoints[name] = f"tcp://127.0.0.1:{free_port()}"
-            config = {
-                "enable_kv_cache_events": True,
-                "publisher": "zmq",
-                "endpoint": endpoints[name].replace("127.0.0.1", "*"),
-            }
-            flags = ["--kv-events-config", json.dumps(config)]
+            flags, endpoints[name] = announced()
             self.engines[name] = Engine(
                 f"events-{name}", machine.folder, *flags, role=role, cpu=cpu
             )

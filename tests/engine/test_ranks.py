@@ -12,6 +12,7 @@ from asking import ask, body, expect_same, tokens
 from conftest import Machine
 from engines import BLOCK, Engine, Proxy, free_port, wait
 from test_topologies import LENGTHS, TOKEN_BYTES, several
+from two_legs import ask_both, send_decode, send_prefill
 
 pytestmark = pytest.mark.wide
 
@@ -87,3 +88,27 @@ def test_answers_are_plain_vllms_and_every_rank_takes_part(pair: Pair) -> None:
         engine.wait_free()
     assert pair.prefill.metric("vllm:disagg_unclaimed_prefills_total") == 0
     assert pair.proxy.members() == pair.all
+
+
+def test_two_legs_in_turn_by_a_router_that_knows_no_ranks(pair: Pair) -> None:
+    """vLLM chooses the rank of either leg, so a handover reaches any rank of D."""
+    prompts = [tokens(LENGTHS[at % len(LENGTHS)], f"two legs {at}") for at in range(102)]
+    asked = [body(prompt, 12, logprobs=3) for prompt in prompts]
+    right = several(lambda one: ask(pair.plain.url, one), asked)
+    before = pair.decode.received
+    ours = several(lambda one: ask_both(pair.prefill.url, pair.decode.url, one), asked)
+    for one, plain, what in zip(ours, right, asked, strict=True):
+        expect_same(one, plain, f"{len(what['prompt'])} tokens:")
+    moved = sum(-(-len(prompt) // BLOCK) * BLOCK for prompt in prompts) * TOKEN_BYTES
+    wait("all KV arrives", lambda: pair.decode.received >= before + moved)
+    # One handover at each rank of D: one loads, the other computes.
+    prompt = tokens(500, "at each rank")
+    asked_twice = body(prompt, 12, logprobs=3)
+    params = send_prefill(pair.prefill.url, asked_twice)
+    plain = ask(pair.plain.url, asked_twice)
+    for url in pair.decode.urls * 2:
+        expect_same(send_decode(url, asked_twice, params), plain, url)
+    moved += -(-len(prompt) // BLOCK) * BLOCK * TOKEN_BYTES
+    assert pair.decode.received == before + moved
+    for engine in (pair.prefill, pair.decode):
+        engine.wait_free()

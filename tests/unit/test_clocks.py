@@ -15,7 +15,8 @@ USES = {
     "vllm_disagg/proxy/telemetry/logs.py": "the time of a log line",
     "vllm_disagg/proxy/telemetry/record.py": "the time of a line of the access log",
     "vllm_disagg/transports/local_socket.py": "the age of a killed worker's folder",
-    "kv_connectors/scheduler.py": "a request's time in vLLM's API server, of at most one step",
+    "kv_connectors/scheduler.py": "a request's time in vLLM's API server, and when its KV landed: of at most one step",
+    "kv_connectors/worker.py": "when KV landed, for a scheduler that may be on another machine",
 }
 NAMES = {"time.time", "time.time_ns", "time.CLOCK_REALTIME"}
 METHODS = {"now", "utcnow", "today", "fromtimestamp", "fromisoformat"}  # of datetime's classes

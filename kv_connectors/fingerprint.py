@@ -29,8 +29,19 @@ SAMPLE_BYTES = 4096
 MAX_OTHER_BYTES = 64 << 20  # tokenizers have up to some 20 MiB
 MAX_SAMPLES = 8192  # of all files: on a network's file system each may take a millisecond
 # Tensors of up to so many bytes are read whole, as they lie between samples: scales of an fp8 KV
-# cache or of activations may be all that a new calibration changes.
+# cache or of activations may be all that a new calibration changes. Of the latter some files have
+# thousands, and each may take a read. Those of KV are few, and by them P's bytes are numbers.
 SMALL_TENSOR_BYTES = 4096
+# Ends of the names that vLLM 0.32 reads as scales of KV, in any of its formats.
+KV_SCALES = (
+    "k_scale",
+    "v_scale",
+    "k_zero_point",
+    "v_zero_point",
+    "k_cache.scale",
+    "v_cache.scale",
+    "_proj.output_scale",
+)
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, by its format
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
 PROCESSOR_FILES = (
@@ -62,18 +73,19 @@ def sample_files(place: Path) -> list[tuple[str, int, str]]:
             for number in range(samples):
                 opened.seek(number * max(0, size - SAMPLE_BYTES) // (samples - 1))
                 file_digest.update(opened.read(SAMPLE_BYTES))
-            spans = _small_tensors(opened, size) if file.suffix == ".safetensors" else []
-            for start, end in spans[:: max(1, -(-len(spans) // samples))]:
+            spans = _small_tensors(opened, size, samples) if file.suffix == ".safetensors" else []
+            for start, end in spans:
                 opened.seek(start)
                 file_digest.update(opened.read(end - start))
         sampled.append((file.name, size, file_digest.hexdigest()))
     return sampled
 
 
-def _small_tensors(opened: FileIO, size: int) -> list[tuple[int, int]]:
-    """Returns the places of a safetensors file's small tensors, neighbours as one, in order.
+def _small_tensors(opened: FileIO, size: int, most: int) -> list[tuple[int, int]]:
+    """Returns the places of small tensors in a safetensors file.
 
-    None of a file whose header is not that of the format.
+    All scales of the KV cache, then the others, neighbours as one, but of these at most `most`
+    places. None of a file whose header is not that of the format.
     """
     opened.seek(0)
     header_bytes = int.from_bytes(opened.read(8), "little")
@@ -81,19 +93,25 @@ def _small_tensors(opened: FileIO, size: int) -> list[tuple[int, int]]:
         return []
     try:
         header = json.loads(opened.read(header_bytes))
-        places = [entry["data_offsets"] for name, entry in header.items() if name[:2] != "__"]
+        places = {name: entry["data_offsets"] for name, entry in header.items() if name[:2] != "__"}
+        begin = 8 + header_bytes
         small = sorted(
-            (start, end) for start, end in places if 0 < end - start <= SMALL_TENSOR_BYTES
+            (begin + start, begin + end, name.endswith(KV_SCALES))
+            for name, (start, end) in places.items()
+            if type(start) is type(end) is int and 0 <= start < end <= start + SMALL_TENSOR_BYTES
         )
     except (ValueError, TypeError, KeyError, AttributeError):
         return []
-    spans: list[tuple[int, int]] = []
-    for start, end in ((8 + header_bytes + at, 8 + header_bytes + to) for at, to in small):
-        if spans and spans[-1][1] == start:
-            spans[-1] = (spans[-1][0], end)
+    of_kv = [(start, end) for start, end, is_of_kv in small if is_of_kv]
+    others: list[tuple[int, int]] = []
+    for start, end, is_of_kv in small:
+        if is_of_kv:
+            continue
+        if others and others[-1][1] == start:
+            others[-1] = (others[-1][0], end)
         else:
-            spans.append((start, end))
-    return spans
+            others.append((start, end))
+    return of_kv + others[:: max(1, -(-len(others) // most))]
 
 
 def digest_other_files(folder: Path) -> list[tuple[str, int, str]]:

@@ -439,20 +439,37 @@ def test_weights_that_differ_in_one_matrix_differ(tmp_path: Path, name: str) -> 
     assert "weights" in difference(ours, engine("other", weights))
 
 
-def test_weights_that_differ_in_a_scale_differ(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["k_scale", "input_scale"])
+def test_weights_that_differ_in_a_scale_differ(tmp_path: Path, name: str) -> None:
     """Scales of an fp8 cache are a few bytes, behind a header of many names, between samples."""
 
     def engine(folder: str, scale: float) -> dict[str, str]:
         (tmp_path / folder).mkdir()
         tensors = {f"layers.{at}.weight": torch.zeros(8 << 10) for at in range(128)}
-        tensors |= {f"layers.{at}.k_scale": torch.tensor([1.0]) for at in range(128)}
-        tensors["layers.64.k_scale"] *= scale
+        tensors |= {f"layers.{at}.{name}": torch.tensor([1.0]) for at in range(128)}
+        tensors[f"layers.64.{name}"] *= scale
         save_file(tensors, tmp_path / folder / "model.safetensors")
         return layout(tmp_path / folder)
 
     ours = engine("ours", 1.0)
     assert not difference(ours, engine("same", 1.0))
     assert "weights" in difference(ours, engine("other", 2.0))
+
+
+def test_each_scale_of_the_cache_is_compared_among_thousands_of_others(tmp_path: Path) -> None:
+    def engine(folder: str, scale: float) -> dict[str, str]:
+        (tmp_path / folder).mkdir()
+        tensors: dict[str, torch.Tensor] = {}
+        for at in range(1000):
+            tensors[f"experts.{at:04}.a.weight"] = torch.zeros(2 << 10)
+            tensors[f"experts.{at:04}.b.input_scale"] = torch.tensor([1.0])
+        for at in range(7):
+            tensors[f"experts.{at:04}.a.weight_after.v_scale"] = torch.tensor([1.0])
+        tensors["experts.0003.a.weight_after.v_scale"] *= scale
+        save_file(tensors, tmp_path / folder / "model.safetensors")
+        return layout(tmp_path / folder)
+
+    assert "weights" in difference(engine("ours", 1.0), engine("other", 2.0))
 
 
 @pytest.mark.parametrize(
@@ -463,6 +480,8 @@ def test_weights_that_differ_in_a_scale_differ(tmp_path: Path) -> None:
         b'{"a": 1}',
         b'{"a": {"data_offsets": "ab"}}',
         b'{"a": {"data_offsets": [1, 2, 3]}}',
+        b'{"a": {"data_offsets": [0.5, 4.5]}}',
+        b'{"a": {"data_offsets": [-9999, -9995]}}',
         b'{"__metadata__": {}, "a": {"data_offsets": [0, 4]}, "b": {"data_offsets": [0, 9999]}}',
     ],
 )

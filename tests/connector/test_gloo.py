@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from random import Random
 
 import msgspec
@@ -71,10 +71,9 @@ HUGE = (1 << 62).to_bytes(8, "little")
     ],
 )
 def test_an_address_of_another_form_fails_its_link(
-    ends: tuple[LinkEnd, LinkEnd], change: object
+    ends: tuple[LinkEnd, LinkEnd], change: Callable[[bytes], bytes]
 ) -> None:
     """Gloo itself would read beyond it, and end the process."""
-    assert callable(change)
     ends[0].value()
     key, value = ends[1].value()
     assert value[10:18] == (136).to_bytes(8, "little"), "the form has changed with torch"

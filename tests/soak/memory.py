@@ -30,7 +30,7 @@ from chaos_client import ask, running  # noqa: E402
 from engines import Engine, Process, Proxy  # noqa: E402
 from measures import descendants, kind_of, slope_per_hour  # noqa: E402
 from soak_fleet import INSIDE, KV_CACHE_BYTES  # noqa: E402
-from soak_load import DEADLINE_SECONDS, jobs  # noqa: E402
+from soak_load import DEADLINE_SECONDS, fill_shape_cache, jobs  # noqa: E402
 
 from vllm_disagg.fleet import keys  # noqa: E402
 
@@ -85,6 +85,8 @@ class Comparison:
             one.lower(NICE)
         for one in self._engines:
             one.wait_ready()
+        for one in self._engines:
+            fill_shape_cache(one.url)
         self._proxy.start()
         self._proxy.wait_ready()
 

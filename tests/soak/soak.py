@@ -33,7 +33,7 @@ from chaos_client import Job, Result  # noqa: E402
 from engines import Engine  # noqa: E402
 from measures import ProcessMeasures  # noqa: E402
 from soak_fleet import SoakFleet, wait_until  # noqa: E402
-from soak_load import SoakLoad, answers_of, jobs  # noqa: E402
+from soak_load import SoakLoad, answers_of, fill_shape_cache, jobs  # noqa: E402
 from verdicts import VerdictLedger  # noqa: E402
 
 MODEL = ROOT / ".cache/models/dense"
@@ -86,6 +86,8 @@ class Soak:
         """Runs load and faults, then the clients that leave; returns the verdicts."""
         fleet = self.fleet
         fleet.start()
+        for engine in (*fleet.survivors, fleet.plain):
+            fill_shape_cache(engine.url)
         for server in (fleet.proxy, fleet.plain):
             answers_of(server.url, [job for job, _ in right[:WARM_UP_JOBS]])
         series = [fleet.series()]

@@ -15,6 +15,7 @@ from typing import Any
 
 from asking import english, tokens
 from chaos_client import CLEAN, Job, Result, ask, in_json, running
+from engines import CHUNK
 from verdicts import RequestEnding, Verdict, VerdictLedger, judge
 
 CLIENTS = 16
@@ -50,6 +51,20 @@ def jobs(count: int, seed: int) -> list[Job]:
             asked["prompt"] = tokens(length, f"{seed} {number}")
             made.append(Job("/v1/completions", asked))
     return made
+
+
+def fill_shape_cache(url: str) -> None:
+    """Has an engine compute a step of each number of tokens that one step may have.
+
+    On CPUs oneDNN keeps a kernel of half a MiB for each shape, up to 1,024 of them; a hundred
+    thousand requests may not have met all. So memory that grows afterwards is no such kernel.
+    RuntimeError if there is no answer.
+    """
+    for length in range(1, CHUNK + 1):
+        asked = {"model": "tiny", "prompt": tokens(length, "shapes"), "max_tokens": 1}
+        result = ask(url, Job("/v1/completions", asked), DEADLINE_SECONDS)
+        if result.error:
+            raise RuntimeError(f"{url} computes no prompt of {length} tokens: {result.error}")
 
 
 def answers_of(url: str, asked: Sequence[Job]) -> list[Result]:

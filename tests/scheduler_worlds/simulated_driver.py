@@ -59,6 +59,7 @@ class SimulatedDriver:
         self._fast = ReceivePath(self)
         self._fast_addresses: dict[str, str] = {}  # by source, of those that it connects
         self._connections = 0  # of the fast path so far
+        self.pieces_written = 0  # of all loads
         grace = 2 * KEEPALIVE_SECONDS  # as in the product
         self.sender = Sender(name, layout, lease=LEASE_SECONDS, grace=grace)
         self.receiver = Receiver(
@@ -169,6 +170,8 @@ class SimulatedDriver:
         self.sender.validate()
 
     def _handle_receiver(self, event: events.ReceiverEvent) -> None:
+        if isinstance(event, events.ReadCompleted):
+            self.pieces_written += event.status is events.ReadStatus.WRITTEN
         self.world.note(self.name, "receiver <", event)
         for action in self.receiver.handle(event, self.world.now):
             self.world.note(self.name, "receiver >", action)

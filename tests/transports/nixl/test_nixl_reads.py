@@ -1,4 +1,4 @@
-"""Tests of closing agents, with scripted ones.
+"""Tests of reads that hang, and of closing agents, with scripted ones.
 
 tests/transports/processes/test_nixl.py has the real ones.
 """
@@ -15,8 +15,8 @@ import pytest
 from vllm_disagg.kv.extents import Extent
 from vllm_disagg.protocol.events import PostRead
 from vllm_disagg.transports.nixl import reads as nixl_reads
-from vllm_disagg.transports.nixl.agent import Job, NixlError
-from vllm_disagg.transports.nixl.reads import Closings
+from vllm_disagg.transports.nixl.agent import Job, NixlError, Read
+from vllm_disagg.transports.nixl.reads import Closings, OpenRead, ReadFailed, Reads
 
 POSTED = PostRead("t", 0, "p", "nixl:p#1", Extent(0, 1, 0, 16), [0])
 
@@ -28,6 +28,15 @@ def reads(close: Any, posted: PostRead | None = POSTED) -> Any:
 
 def fails() -> None:
     raise NixlError("still in use")
+
+
+def test_a_read_that_hangs_ends_its_agent() -> None:
+    opened = Reads(SimpleNamespace(is_done=lambda read: False), 2.0)  # type: ignore[arg-type]
+    opened.open.append(OpenRead("p", 64, 0.0, 2.0, None, None, Read(None)))
+    for tenths in range(20):
+        assert not list(opened.ended(tenths / 10))
+    with pytest.raises(ReadFailed, match="a read from p does not end"):
+        list(opened.ended(2.0))
 
 
 def test_finish_waits_for_agents() -> None:

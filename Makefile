@@ -80,7 +80,7 @@ demo: setup
 
 # Two jobs at a time; each prints its output when it has ended.
 check: setup
-	@echo "check: static checks and all quick tests, four to eight minutes on two cores; each part is printed when it has ended"
+	@echo "check: static checks and all quick tests, five to ten minutes on two cores; each part is printed when it has ended"
 	+@$(MAKE) --no-print-directory -j2 --output-sync=target static quick-waiting quick-computing
 
 static: setup

@@ -1,6 +1,7 @@
 """Tests connections to instances: their reuse, and the meaning of their ends."""
 
 import asyncio
+import errno
 import socket
 import time
 
@@ -320,6 +321,57 @@ async def test_any_allowed_address_of_a_name_may_accept(
     assert b"whole" in await ask(
         ConnectionPool(f"http://engine.example:{e.port}", networks=AllowedNetworks())
     )
+    await e.stop()
+
+
+NO_PORT = OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+REFUSED = ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+
+
+@pytest.mark.parametrize("networks", [None, AllowedNetworks()])
+@pytest.mark.parametrize(
+    ("errors", "accepted_before", "reason"),
+    [
+        ({"::1": REFUSED, "127.0.0.1": NO_PORT}, True, "local"),
+        ({"127.0.0.1": NO_PORT, "::1": REFUSED}, True, "local"),
+        ({"127.0.0.1": REFUSED, "::1": NO_PORT}, True, "refused"),
+        ({"::1": NO_PORT, "127.0.0.1": REFUSED}, False, "refused"),
+        ({"127.0.0.1": REFUSED, "::1": NO_PORT}, False, "refused"),
+        ({"::1": NO_PORT, "127.0.0.1": NO_PORT}, False, "local"),
+        ({"::1": REFUSED, "127.0.0.1": REFUSED}, True, "refused"),
+    ],
+)
+async def test_the_address_that_accepted_last_tells_whether_the_instance_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+    networks: AllowedNetworks | None,
+    errors: dict[str, OSError],
+    accepted_before: bool,
+    reason: str,
+) -> None:
+    """`localhost` may mean ::1, too, where no engine listens: without a port it was "refused"."""
+    e, _ = await engine()  # at 127.0.0.1
+    pool = ConnectionPool(f"http://localhost:{e.port}", networks=networks)
+    connect = ConnectionPool._open_to
+    failing: dict[str, OSError] = {"::1": REFUSED}
+
+    async def open_to(pool: ConnectionPool, address: str) -> upstream.UpstreamConnection:
+        if address in failing:
+            raise failing[address]
+        return await connect(pool, address)
+
+    async def look_up(_: str, port: int, **__: object) -> list[object]:
+        return [(0, socket.SOCK_STREAM, 6, "", (address, port)) for address in errors]
+
+    monkeypatch.setattr(ConnectionPool, "_open_to", open_to)
+    with monkeypatch.context() as patched:  # of this loop, in which asyncio looks addresses up, too
+        patched.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
+        if accepted_before:
+            await pool._open()
+        failing.update(errors)
+        with pytest.raises(Unreachable) as raised:
+            await pool._connect()
+    assert raised.value.reason == reason
+    pool.close()
     await e.stop()
 
 

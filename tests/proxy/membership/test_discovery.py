@@ -21,7 +21,13 @@ from vllm_disagg.proxy.http.connection_pool import ConnectionPool
 from vllm_disagg.proxy.http.upstream import UpstreamConnection
 from vllm_disagg.proxy.http.upstream_response import UnknownName, Unreachable
 from vllm_disagg.proxy.membership import discovery
-from vllm_disagg.proxy.membership.discovery import IS_PROXY, NO_NAME, Discovery, engine_in
+from vllm_disagg.proxy.membership.discovery import (
+    CANNOT_CONNECT,
+    IS_PROXY,
+    NO_NAME,
+    Discovery,
+    engine_in,
+)
 from vllm_disagg.proxy.routing.fleet import Fleet, Instance
 
 
@@ -551,6 +557,93 @@ async def test_a_lack_of_descriptors_here_is_not_a_failure_of_the_instances(
         w.d.script = answer
         assert (await w.post()).json()["leg"] == "decode"
     assert "is not used" not in caplog.text
+
+
+@pytest.mark.parametrize("is_noticed", [True, False])
+async def test_silence_has_an_end_while_this_proxy_cannot_connect(
+    is_noticed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only D died without a word, and no check could tell: its requests waited for ever."""
+
+    async def lack(pool: ConnectionPool, address: str) -> UpstreamConnection:
+        raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+
+    async def is_down() -> bool:
+        return not await usable(w, w.d.url)
+
+    limits = QUICK if is_noticed else {**QUICK, "prefill_timeout": 0.5}
+    async with world(prefill=0, **limits) as w:
+        w.d.script = Call.forever
+        client = await w.start()
+        await until(lambda: w.d.calls)
+        w.d.frozen = True
+        if is_noticed:
+            await until(is_down)
+        with monkeypatch.context() as patched:
+            patched.setattr(ConnectionPool, "_open_to", lack)
+            if is_noticed:
+                patched.setattr(discovery, "MAX_SILENCE_SECONDS", 0.3)
+            else:  # no kept connection shows that it is silent
+                patched.setattr(connection_pool, "IDLE_SECONDS", 0.0)
+            assert (await client.receive()).status == 502
+            assert await is_down()
+        w.d.frozen = False
+        w.d.script = answer
+        await w.until_ready()
+        assert (await w.post()).status == 200
+
+
+def test_an_instance_that_cannot_be_checked_is_neither_well_nor_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its open connections go on, also where another D is up, as long as they may bring bytes."""
+    found, other = [Instance(f"http://{name}", "decode") for name in "de"]
+    for one in (found, other):
+        one.on_probe_answered("m", EngineInfo(one.url, "decode", [], {}))
+    watching = Discovery(Fleet([found, other]), {}, KEY, lambda: None, "", 1.0, 100.0)
+    abandoned: list[Instance] = []
+    monkeypatch.setattr(watching, "_abandon", abandoned.append)
+    assert not watching._judge(found, CANNOT_CONNECT)
+    assert not found.failed_probes
+    watching._end_requests(found, CANNOT_CONNECT, 99.0)
+    assert found.up and not abandoned
+    watching._end_requests(found, CANNOT_CONNECT, 101.0)
+    assert found.unavailable_reason == "is silent" and abandoned == [found]
+    watching._end_requests(found, CANNOT_CONNECT, 29.0)
+    assert len(abandoned) == 1
+    watching._end_requests(found, CANNOT_CONNECT, 31.0)
+    assert len(abandoned) == 2
+
+
+async def test_a_pause_of_this_process_is_no_silence_of_an_instance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a proxy that was stopped for minutes, and finds no DNS when it goes on."""
+    found = Instance("http://d", "decode")
+    found.on_probe_answered("m", EngineInfo("i", "decode", [], {}))
+    pools = {found.url: ConnectionPool(found.url)}
+    watching = Discovery(Fleet([found]), pools, KEY, lambda: None, "", 1.0, 100.0)
+    troubles = ["", CANNOT_CONNECT, CANNOT_CONNECT]
+    now = 0.0
+
+    async def check(*_: object) -> str:
+        if not troubles:
+            raise asyncio.CancelledError
+        return troubles.pop(0)
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds + 1000.0
+
+    monkeypatch.setattr(watching, "_check_health", check)
+    for name in ("_is_probe_due", "_is_poll_due"):
+        monkeypatch.setattr(watching, name, lambda *_: False)
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio.get_running_loop(), "time", lambda: now)
+        patched.setattr(asyncio, "sleep", sleep)
+        with pytest.raises(asyncio.CancelledError):
+            await watching._follow(found, 0.25)
+    assert found.up and not troubles
 
 
 async def test_an_instance_without_a_name_ends_its_streams_and_gets_no_more(

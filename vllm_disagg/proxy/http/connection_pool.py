@@ -13,10 +13,9 @@ import socket
 import ssl
 import time
 from collections import deque
-from contextlib import suppress
 from urllib.parse import urlsplit
 
-from .addresses import AllowedNetworks, check_url, split_rank
+from .addresses import AllowedNetworks, check_url, literal, split_rank
 from .headers import FORWARDED_HEADER, RANK_HEADER, Headers, head
 from .reasons import Reason
 from .stall_timer import patient
@@ -67,6 +66,7 @@ class ConnectionPool:
         self._trust = (trust or UpstreamTrust()) if secure else None
         self._host = parts.netloc.encode()
         self._networks = networks
+        self._accepted_at = ""  # the address that has accepted a connection last
         self.connections: set[UpstreamConnection] = set()
         self.chunks_received = 0  # any of them shows that the instance lives
         # Kept connections that the instance's side has ended, as the end of its process does.
@@ -185,18 +185,34 @@ class ConnectionPool:
         networks, directly before it is used.
         """
         host, port = self._address
-        if not self._networks:
+        if literal(host) and not self._networks:
             return await self._open_to(host)
         loop = asyncio.get_running_loop()
         infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         found = [str(info[4][0]) for info in infos]
-        allowed = [address for address in found if self._networks.allow(address)]
-        if not allowed:
-            raise Unreachable("refused", self._networks.refusal(found[0]))
-        for address in allowed[:-1]:
-            with suppress(OSError):  # the next one may accept; the last one's error is raised
-                return await self._open_to(address)
-        return await self._open_to(allowed[-1])
+        addresses = found
+        if self._networks:
+            addresses = [address for address in found if self._networks.allow(address)]
+            if not addresses:
+                raise Unreachable("refused", self._networks.refusal(found[0]))
+        errors: dict[str, OSError] = {}
+        for address in addresses:
+            try:
+                connection = await self._open_to(address)
+            except OSError as error:
+                errors[address] = error
+            else:
+                self._accepted_at = address
+                return connection
+        raise self._telling(errors)
+
+    def _telling(self, errors: dict[str, OSError]) -> OSError:
+        """Returns the error that tells whether the instance is gone, of those by address."""
+        # The engine may listen at one of them only, and this machine may lack IPv6 for another one.
+        if self._accepted_at in errors:
+            return errors[self._accepted_at]
+        of_instance = [error for error in errors.values() if error.errno not in LOCAL_ERRORS]
+        return (of_instance or list(errors.values()))[-1]
 
     async def _open_to(self, address: str) -> UpstreamConnection:
         host, port = self._address

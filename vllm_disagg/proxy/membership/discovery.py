@@ -22,7 +22,9 @@ its URL. The end of a kept connection is followed by a probe for the same reason
 another's place without a refused connection between them.
 
 If DNS has lost its name, open connections go on while they bring bytes: Kubernetes takes
-away the name of a pod that still ends its requests. Time in which this process itself did not run
+away the name of a pod that still ends its requests. So they do while this proxy lacks what a
+connection takes, such as a port; an instance goes down then after `ProxySettings.prefill_timeout`
+seconds without a byte. Time in which this process itself did not run
 counts against no instance.
 """
 
@@ -78,6 +80,8 @@ GENERATION_PROBE_SECONDS = 5.0
 BUSY_HEALTH_SECONDS = 30.0  # for /health while streams show that the instance lives
 STEP_CHECK_RATIO = 4  # an engine has prefill_timeout / this for a step while it owes an answer
 NO_NAME = "DNS does not know its name"
+CANNOT_CONNECT = "this proxy cannot connect"  # to any instance, so nothing was learnt of this one
+UNCHECKED = (NO_NAME, CANNOT_CONNECT)  # open connections may go on
 IS_PROXY = "a proxy of vllm-disagg answers there, this one or another: give the URLs of engines"
 STALLED = "its engine makes no steps"
 NO_GENERATION = "its model does not generate, or its gateway has no /v1/completions"
@@ -216,6 +220,14 @@ class _UnexpectedAnswer(Exception):
         self.status = status
 
 
+async def _oversleep(seconds: float) -> float:
+    """Sleeps, and returns the time beyond `seconds`, in which this process did not run."""
+    loop = asyncio.get_running_loop()
+    began_at = loop.time()
+    await asyncio.sleep(seconds)
+    return max(0.0, loop.time() - began_at - seconds)
+
+
 class _RestartSigns:
     """Decides when the end of a kept connection makes a probe necessary.
 
@@ -323,15 +335,12 @@ class Discovery:
                 chunks_seen = pool.chunks_received
                 if restart_signs.is_probe_needed(loop.time()):
                     instance.needs_probe = True
-                shows_life = trouble == NO_NAME and chunks_seen != chunks_before
+                shows_life = trouble in UNCHECKED and chunks_seen != chunks_before
                 if self._judge(instance, trouble) or shows_life:
                     last_well = loop.time()
-                elif not instance.up and (
-                    (trouble != NO_NAME and self._has_alternative(instance))
-                    or self._is_lost(trouble, loop.time() - last_well)
-                ):
-                    self._abandon(instance)
-                if not instance.up and trouble:
+                else:
+                    self._end_requests(instance, trouble, loop.time() - last_well)
+                if not instance.up and trouble not in ("", CANNOT_CONNECT):
                     if probe:
                         probe.cancel()
                 elif self._is_probe_due(instance, loop.time() - last_probe) and _is_over(probe):
@@ -341,7 +350,7 @@ class Discovery:
                     last_poll = loop.time()
                     poll = asyncio.create_task(self._poll_metrics(instance))
                 self._report_change(instance)
-                await asyncio.sleep(interval)
+                last_well += await _oversleep(interval)
         finally:
             for task in (probe, poll, self._nudges.pop(instance, None)):
                 if task:
@@ -354,14 +363,29 @@ class Discovery:
 
         `trouble`: the result of the health check.
         """
-        if trouble:
+        if trouble not in ("", CANNOT_CONNECT):
             instance.on_probe_failed(trouble)
         elif instance.step_monitor.stalled:
             instance.mark_down(STALLED)
-        else:
+        elif not trouble:
             instance.failed_probes = 0
             return True
         return False
+
+    def _end_requests(self, instance: Instance, trouble: str, seconds: float) -> None:
+        """Ends the requests of an instance that is not well, once others can serve them or in time.
+
+        `seconds`: since it was well, or showed life.
+        """
+        if instance.up:
+            # No check can tell a long step from a death that no connection reports.
+            if trouble == CANNOT_CONNECT and self._is_lost("", seconds):
+                instance.mark_down(SILENT)
+                self._abandon(instance)
+            return
+        has_alternative = trouble not in UNCHECKED and self._has_alternative(instance)
+        if has_alternative or self._is_lost(trouble, seconds):
+            self._abandon(instance)
 
     def _is_lost(self, trouble: str, seconds: float) -> bool:
         """Returns whether the requests of an instance without alternative fail now.
@@ -407,7 +431,7 @@ class Discovery:
         )
 
     async def _check_health(self, instance: Instance, interval: float) -> str:
-        """Requests /health; returns the reason if the instance is not well, else an empty text."""
+        """Requests /health; returns why the instance is not known to be well, or an empty text."""
         loop = asyncio.get_running_loop()
         pool = self._pools[instance.url]
         last_sign = loop.time()
@@ -434,7 +458,7 @@ class Discovery:
             return NO_NAME
         except Unreachable as error:
             if error.reason == "local":
-                return ""  # nothing was learnt
+                return CANNOT_CONNECT
             if error.reason == "refused":
                 instance.mark_down(_connection_refusal(error))
                 pool.abort()

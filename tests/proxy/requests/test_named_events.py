@@ -24,6 +24,7 @@ from named_scripts import (
     hear_response,
 )
 from proxy_world import Call, answer, settle, world
+from vllm_disagg.proxy.requests import streams
 from vllm_disagg.proxy.requests.completeness import END_MARKS
 from vllm_disagg.proxy.requests.named_events import NamedTranscript, ResponsesSchema
 from vllm_disagg.proxy.requests.streams import FOLD_BYTES
@@ -538,4 +539,38 @@ def test_endless_bytes_after_the_end_are_not_held(monkeypatch: pytest.MonkeyPatc
     for _ in range(100):
         if not wire.stopped:
             sink(TOLD[-1])
-    assert wire.stopped[0][0] == "garbled" and len(wire.recorder.held) < 11_000
+    limit = streams.MAX_HELD_EVENTS * 10_000
+    assert wire.stopped[0][0] == "garbled" and len(wire.recorder.held) < limit + 1000
+
+
+def test_endless_ends_of_parts_are_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_disagg.proxy.http.sse.EVENT_LIMIT_BYTES", 1000)
+    wire = Wire(path=Responses.path)
+    sink = wire.recorder.start_answer(lambda reason, detail: wire.stopped.append((reason, detail)))
+    end = b'event: response.output_text.done\ndata: {"text":"x"}\n\n'
+    for _ in range(100):
+        if not wire.stopped:
+            sink(end)
+    assert wire.stopped == [("garbled", "it ends parts again and again")]
+    assert len(wire.recorder._held_ends) < streams.MAX_HELD_EVENTS * 1000 + len(end)
+
+
+def test_an_end_of_large_events_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has all logprobs of the answer: 14,000 tokens with 20 each made more than 64 MiB."""
+    monkeypatch.setattr("vllm_disagg.proxy.http.sse.EVENT_LIMIT_BYTES", 1000)
+    names = ("output_text.done", "content_part.done", "output_item.done", "completed")
+    padding = b"x" * 900
+    events = [
+        b'event: response.%b\ndata: {"type":"response.%b","x":"%b"}\n\n' % (name, name, padding)
+        for name in (name.encode() for name in names)
+    ]
+    for size in (100, 10_000):
+        out = bytearray()
+        mark = END_MARKS[Responses.path]
+        recorder = streams.StreamRecorder(out.extend, True, mark, Responses.path)
+        sink = recorder.start_answer(lambda *_: pytest.fail("it was stopped"))
+        told = b"".join([*events[:3], b"event: x\ndata: {}\n\n", *events])
+        for at in range(0, len(told), size):
+            sink(told[at : at + size])
+        assert bytes(out).endswith(b"event: x\ndata: {}\n\n"), "the end is held"
+        assert recorder.finish() and bytes(out) == told

@@ -53,6 +53,9 @@ _PART_ENDS = {
 }
 # What vLLM's API server answers after its engine's death: before 0.33, and as of 0.33.
 DEATH_WORDS = (b"EngineCore", b"The server had an error while processing your request.")
+# Of the events that are held back: those that end a text, its part, its item and the answer. Each
+# may be as large as an event can be, since vLLM repeats the text in all, in three its logprobs.
+MAX_HELD_EVENTS = 4
 FOLD_BYTES = 16 * 1024  # recorded bytes that are kept until they are folded
 PIECE_OVERHEAD_BYTES = 48  # memory that a recorded piece of text takes beside its own
 NO_FORM = EventForm(b"\0", b"\0", 0, "")  # fits no event
@@ -335,6 +338,7 @@ class StreamRecorder:
             length = _length_without_ends(self._part_end, data)
             self._held_ends = data[length:]
             data = data[:length]
+            self._limit_held(self._held_ends, "it ends parts again and again")
         return data
 
     def _remember(self, data: bytes) -> None:
@@ -381,9 +385,12 @@ class StreamRecorder:
                 position = _length_without_ends(self._part_end, data[:position])
             self._form = NO_FORM  # all later events are held, too
         self.held += data[position:]
-        if len(self.held) > sse.EVENT_LIMIT_BYTES:
-            self._stop("garbled", "it goes on after its end")
+        self._limit_held(self.held, "it goes on after its end")
         return data[:position]
+
+    def _limit_held(self, held: bytes | bytearray, detail: str) -> None:
+        if len(held) > MAX_HELD_EVENTS * sse.EVENT_LIMIT_BYTES:
+            self._stop("garbled", detail)
 
     def _before_abort(self, data: bytes) -> bytes:
         """Returns the events before one that aborts the answer, and stops there."""

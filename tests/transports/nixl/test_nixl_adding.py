@@ -57,8 +57,8 @@ class HeldJob:
         """Runs it to its end."""
         try:
             self.result = self._do()
-        except NixlError as error:
-            self.error = str(error)
+        except Exception as error:
+            self.error = str(error) or type(error).__name__
         self.is_over = True
 
     def ends(self, seconds: float) -> bool:
@@ -86,7 +86,7 @@ class AddingAgent:
     regions = runs_of([(0, 1 << 20)])
 
     def __init__(self) -> None:
-        self.failure: NixlError | None = None  # of the first read
+        self.failure: Exception | None = None  # of the first read
         self.add_failure: NixlError | None = None
         self.added: list[str] = []
         self.removed: list[str] = []
@@ -214,12 +214,13 @@ def test_a_sender_that_is_gone_before_it_was_added_is_removed(
     [
         (NixlRefused("no"), True, "NIXL refused a read (no)"),
         (NixlError("lost"), False, f"reading from {OTHER} failed (lost)"),
+        (MemoryError(), False, "nixl: MemoryError; closing the agent"),
     ],
 )
 def test_a_first_read_that_fails(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    failure: NixlError,
+    failure: Exception,
     keeps_agent: bool,
     words: str,
 ) -> None:
@@ -324,10 +325,14 @@ def test_time_in_which_nobody_looks_counts_against_no_read() -> None:
 
 
 def test_metadata_of_another_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under another name a sender could take another one's place."""
+    """Under another name a sender could take another one's place.
+
+    To remove that name removed the other one, whose path was up and whose reads may be open.
+    """
     transport, agent, job = adding(monkeypatch, metadata="p/0#1")
     job.run()
     list(transport.poll_events([]))
-    assert agent.removed == ["p/0#1"] and not agent.read_from
-    assert source_of(transport, OTHER).state is PathState.DOWN
+    assert not agent.removed and not agent.read_from
+    assert transport._paths.ready is None, "the agent is closed"
+    assert {s.state for s in transport._paths.sources.values()} == {PathState.DOWN}
     assert transport._port.counters.bad_messages == 1

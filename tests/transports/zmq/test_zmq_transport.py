@@ -684,6 +684,23 @@ def test_a_descriptor_that_is_used_again_is_a_new_connection(
     assert not silent._accepted_at
 
 
+def test_a_member_that_comes_back_under_its_descriptor_is_not_silent(
+    silent: half_open.SilentConnections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first message was read before the monitor told of the new connection."""
+    message: Any = [FromDescriptor(7)]
+    accepted, ended = (zmq.EVENT_ACCEPTED, 7), (zmq.EVENT_DISCONNECTED, 7)
+    monkeypatch.setattr(silent, "events", Monitor(accepted))
+    silent.on_message(message)
+    silent.on_message(message)
+    monkeypatch.setattr(silent, "events", Monitor(ended, accepted))
+    silent.close_excess()
+    assert not silent._accepted_at
+    monkeypatch.setattr(silent, "events", Monitor(ended, accepted))
+    silent.close_excess()
+    assert list(silent._accepted_at) == [7], "a stranger: no message came since"
+
+
 def test_a_member_s_further_messages_do_not_ask_the_monitor(
     silent: half_open.SilentConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:

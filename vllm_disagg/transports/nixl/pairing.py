@@ -56,7 +56,7 @@ class _Added:
     agent: str  # that the metadata names
     first_read: OpenRead | None = None  # of the probe
     reason: str = ""  # why no read has begun
-    must_close: bool = False  # the agent: the read may be under way all the same
+    must_close: bool = False  # the agent, which cannot simply remove the sender
 
 
 @dataclass
@@ -192,13 +192,17 @@ class Pairing:
         except NixlError as error:
             raise NixlError(f"UCX finds no path to the peer ({error}); {self._means}") from None
         if added.agent != info.agent:
-            reads.agent.remove(added.agent)
+            # It may be that of another sender, of which reads are open: NIXL has mixed the two.
+            added.reason = f"metadata of {added.agent!r} for {info.agent!r}"
+            added.must_close = True
             return added
+        # Any exception: NIXL has the sender by now, and must lose it again.
         try:
             added.first_read = self._begin_test_read(reads, sender, info, large=False)
-        except NixlError as error:
-            added.reason = str(error)
-            added.must_close = isinstance(error, ReadFailed)
+        except Exception as error:
+            added.reason = str(error) or type(error).__name__
+            # Unless it was refused, the read may be under way all the same.
+            added.must_close = not isinstance(error, NixlRefused)
         return added
 
     def use_added(self, now: float) -> None:
@@ -225,11 +229,7 @@ class Pairing:
                 self._paths.lose(source, adding.job.error)
             return
         if added.agent != info.agent:
-            text = f"metadata of {added.agent!r} for {info.agent!r}"
-            self._port.counters.count_bad_message(f"nixl: a note of {source.name}: {text}")
-            if is_current:
-                self._paths.lose(source, f"invalid note ({text})")
-            return
+            self._port.counters.count_bad_message(f"nixl: a note of {source.name}: {added.reason}")
         if added.must_close:
             self._paths.close_agent(added.reason)
         elif is_current:

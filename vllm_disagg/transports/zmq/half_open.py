@@ -49,6 +49,7 @@ class SilentConnections:
         self._port = port
         self._accepted_at: dict[int, float] = {}  # by descriptor, the oldest first
         self._heard: set[int] = set()  # descriptors of connections that have sent a message
+        self._heard_again: set[int] = set()  # those of them with another one since the last look
         self._over_limit_since: float | None = None
         self._logged_at = -LOG_INTERVAL_SECONDS
         address = f"inproc://half-open-{port}"
@@ -93,8 +94,13 @@ class SilentConnections:
             # keeps its old place in a dict. The newest would then count as the oldest.
             self._heard.discard(fd)
             self._accepted_at.pop(fd, None)
-            if event == zmq.EVENT_ACCEPTED:
+            if event == zmq.EVENT_ACCEPTED and fd in self._heard_again:
+                # The message may be of this connection: a member that came back, and has no more
+                # to say.
+                self._heard.add(fd)
+            elif event == zmq.EVENT_ACCEPTED:
                 self._accepted_at[fd] = time.monotonic()
+        self._heard_again.clear()
 
     def on_message(self, message: Sequence[zmq.Frame]) -> None:
         """Marks the connection of this message as a member's."""
@@ -104,6 +110,7 @@ class SilentConnections:
             return  # ZMQ gives no descriptor for a peer that uses an older ZMTP
         # Each message comes here, and to ask the monitor takes several times as long as the rest.
         if fd in self._heard:
+            self._heard_again.add(fd)
             return
         # First: an accept that is read later would count this connection as silent for good.
         self._read_monitor_events()

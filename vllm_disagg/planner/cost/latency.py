@@ -151,7 +151,7 @@ class StepCoefficients(msgspec.Struct, frozen=True):
     launch: float  # of each kernel in a step that runs without a CUDA graph
 
 
-# Fitted by `make planner-accuracy` on 2026-11-26 to measured runs of vLLM 0.11 to 0.19:
+# Fitted by `make planner-accuracy` on 2026-11-26 to measured runs of vLLM (FITTED_VLLM):
 # docs/benchmarks/planner_accuracy.md has their source and the errors.
 FITTED = StepCoefficients(step=1.626e-3, sequence=2.386e-5, launch=4.884e-5)
 FITTED_PATH = PathDelay(0.0204, 1.30e-05)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -16,7 +17,9 @@ from vllm_disagg import cli
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.planner.commands import flags, live
 from vllm_disagg.planner.commands.live import ObservedTraffic, between
+from vllm_disagg.planner.commands.live_text import text
 from vllm_disagg.planner.commands.metric_page import parse
+from vllm_disagg.planner.search.optimizer import PlacementScore
 from vllm_disagg.planner.search.scenario import Placement, ReplicaGroup
 from vllm_disagg.planner.simulation.simulator import simulate
 
@@ -261,3 +264,39 @@ def test_a_proxy_that_is_not_there_is_one_line(
     assert cli.main([*WORDS, "--live", url]) == 2
     err = capsys.readouterr().err
     assert err.startswith("vllm-disagg plan: ") and url in err and err.count("\n") == 1
+
+
+def test_the_gain_has_what_the_bisections_and_other_step_times_leave_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Equal rates of two seeds are within the precision of a bisection, with each step times."""
+    of = [Placement(ReplicaGroup(1, 1, n), ReplicaGroup(1, 1, 4 - n)) for n in (1, 2)]
+    now, other, slow = (
+        PlacementScore(place, [rate, rate], 0.02)
+        for place, rate in zip((*of, of[1]), (1.0, 1.09, 0.5), strict=True)
+    )
+    found = live._gain_interval(now, [now, other], (), 1)
+    assert found == pytest.approx((1.09 * 0.98, 1.09 / 0.98))
+    assert live._verdict(found)[0] == "cannot tell"
+    scenarios: list[Any] = [None]
+    for scores, ends in (
+        ([now, slow], (0.5 * 0.98, 1.09 / 0.98)),
+        ([now], (0.0, 1.09 / 0.98)),
+        ([other], (1.09 * 0.98, math.inf)),
+        ([], (1.09 * 0.98, 1.09 / 0.98)),
+    ):
+        monkeypatch.setattr(live.optimizer, "search", lambda *_, found=scores: found)
+        assert live._gain_interval(now, [now, other], scenarios, 1) == pytest.approx(ends)
+    assert "1.07 to any number of times" in live._verdict((1.07, math.inf))[1]
+
+
+def test_one_sample_of_a_running_deployment_is_said(
+    proxy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Proxy.instances = INSTANCES
+    Proxy.metrics = [_metrics(100), _metrics(120)]
+    assert cli.main([*WORDS, "--requests", "200", "--live", proxy]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["present"]["ci"] is None and found["gain_ci"][0] < found["gain"]
+    said = text(found)
+    assert "requests/s (one sample)" in said and "note: one sample: how far chance" in said

@@ -336,6 +336,11 @@ def test_an_interval_has_what_the_bisections_left_open() -> None:
     assert equal.ci == pytest.approx((19.698, 19.698 / 0.99))
     half = optimizer.PlacementScore(pair, [9.849, 9.849], 0.02)
     assert equal.ratio_ci(half) == pytest.approx((2 * 0.98, 2 / 0.99))
+    # A seed in which the other has no goodput counts, too: then almost any ratio is possible.
+    edge = optimizer.PlacementScore(pair, [0.0, 2.0, 2.2], 0.0)
+    better = optimizer.PlacementScore(pair, [2.0, 2.2, 2.4], 0.0)
+    low, high = better.ratio_ci(edge) or (0.0, 0.0)
+    assert low < 0.1 and high > 4
     single = optimizer.PlacementScore(pair, [2.0], 0.01)
     assert single.ratio_ci(single) is None
     scenario = distserve_scenario("opt-13b", 0.2, 2, 20, 2)

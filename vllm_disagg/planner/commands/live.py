@@ -46,6 +46,7 @@ REFIT_PRECISION_RATIO = 1.01  # of the ends of a bisection
 MIN_WINDOW_REQUESTS = 20  # means of fewer requests are too uncertain
 MAX_AGGREGATED_SHARE = 0.1  # of requests without a prefill leg: simulations have none
 DRAWS = 4  # of step times within their intervals
+ONE_SAMPLE = "one sample: how far chance moves the gain is not known, and not in its interval"
 
 COUNTERS = {
     "requests": "vllm_disagg_requests_total",
@@ -390,7 +391,8 @@ def judge(
         "why": why,
         "right": verdict == "keep",
         "gain": gain,
-        "gain_ci": interval,
+        "gain_ci": _json_interval(interval),
+        "remarks": [ONE_SAMPLE] if len(best.rates) == 1 else [],
         "present": _split(present, now),
         "best": _split(best.placement, best),
         "alternatives": [_split(score.placement, score) for score in scores],
@@ -414,8 +416,9 @@ def _verdict(interval: tuple[float, float] | None) -> tuple[str, str]:
         return "keep", ""
     if low > MIN_GAIN_RATIO:
         return "change", ""
+    most = f"{high:.2f}" if high < math.inf else "any number of"
     why = (
-        f"the best other split gains {low:.2f} to {high:.2f} times, and {MIN_GAIN_RATIO:.2f} is"
+        f"the best other split gains {low:.2f} to {most} times, and {MIN_GAIN_RATIO:.2f} is"
         " needed for a change: a longer --window, or more --requests, decides"
     )
     return "cannot tell", why
@@ -429,22 +432,29 @@ def _gain_interval(
 ) -> tuple[float, float] | None:
     """Returns the interval of the gain of the best other split; None if the present has none.
 
-    It spans the samples' 95 % interval and the gains with other step times.
+    It spans the intervals of the samples with the measured step times and with other ones. Its end
+    is infinite where with other ones the present split has no goodput.
     """
     if now is None:
         return None
     other = next((score for score in scores if score.placement != now.placement), None)
     if other is None:
         return 1.0, 1.0
-    pairs = zip(other.rates, now.rates, strict=True)
-    ends = list(optimizer.confidence_interval([a / b for a, b in pairs if b > 0]))
+    ends = [*other.ratio_ends(now)]
     for scenario in alternatives:
         placements = [now.placement, other.placement]
         found = optimizer.search(scenario, placements, 0, jobs, lambda *_: None)
-        rates = {score.placement: score.goodput for score in found}
-        if now.placement in rates:
-            ends.append(rates.get(other.placement, 0.0) / rates[now.placement])
+        of = {score.placement: score for score in found}
+        if {now.placement, other.placement} <= of.keys():
+            ends += of[other.placement].ratio_ends(of[now.placement])
+        elif found:
+            ends.append(0.0 if now.placement in of else math.inf)
     return min(ends), max(ends)
+
+
+def _json_interval(interval: tuple[float, float] | None) -> list[float | None] | None:
+    """Returns an interval for JSON, where None stands for infinity."""
+    return [end if end < math.inf else None for end in interval] if interval else None
 
 
 def simulated_means(scenario: Scenario, present: Placement, rate: float) -> dict[str, float]:
@@ -471,11 +481,14 @@ def _one_more(
 
 def _split(placement: Placement, score: optimizer.PlacementScore | None) -> dict[str, Any]:
     """Describes a split with its goodput and its interval, in requests/s of all instances."""
+    interval = None
+    if not score or len(score.rates) > 1:
+        interval = [edge * placement.gpus for edge in score.ci] if score else [0.0, 0.0]
     return {
         "prefill": placement.prefill.n,
         "decode": placement.decode.n if placement.decode else 0,
         "goodput": score.goodput * placement.gpus if score else 0.0,
-        "ci": [edge * placement.gpus for edge in score.ci] if score else [0.0, 0.0],
+        "ci": interval,
     }
 
 

@@ -42,6 +42,7 @@ def text(document: dict[str, Any]) -> str:
         lines += _comparison(document)
     if document["why"]:
         lines.append(f"cannot tell: {document['why']}")
+    lines += [f"note: {remark}" for remark in document.get("remarks", ())]
     return "\n".join(lines)
 
 
@@ -85,13 +86,13 @@ def _comparison(document: dict[str, Any]) -> list[str]:
     present = document["present"]
     best = document["best"]
     lines = [f"now {_goodput(present)}"]
-    low, high = document["gain_ci"] or (0.0, 0.0)
     if document["verdict"] == "keep":
         lines.append("no other split of these instances gains more than 10 %: keep it")
     elif document["verdict"] == "change":
         gain = "the present split meets the objective at no rate"
         if document["gain"]:
-            gain = f"{document['gain']:.2f} times that ({low:.2f} to {high:.2f})"
+            interval = _interval(document["gain_ci"], ".2f")
+            gain = f"{document['gain']:.2f} times that ({interval})"
         lines.append(f"change to {_goodput(best)}, {gain}")
     for role, found in document["one_more"].items():
         gain = f", {found['gain']:.2f} times that" if found["gain"] else ""
@@ -101,6 +102,13 @@ def _comparison(document: dict[str, Any]) -> list[str]:
 
 def _goodput(split: dict[str, Any]) -> str:
     """Formats a split with its goodput and its interval."""
-    low, high = split["ci"]
     words = f"{split['prefill']}P{split['decode']}D: goodput {split['goodput']:.3g} requests/s"
-    return f"{words} ({low:.3g} to {high:.3g})"
+    return f"{words} ({_interval(split['ci'], '.3g')})"
+
+
+def _interval(ends: list[float | None] | None, form: str) -> str:
+    """Formats an interval; an end of None is infinite, and one sample has no interval."""
+    if not ends:
+        return "one sample"
+    low, high = ends
+    return f"{low:{form}} to {high:{form}}" if high is not None else f"{low:{form}} or more"

@@ -24,6 +24,7 @@ placements. Nor is what `evaluate` drops of them at once: it takes more requests
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -31,7 +32,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from itertools import product
-from math import sqrt
 from multiprocessing import get_context, parent_process
 from statistics import mean, stdev
 
@@ -114,10 +114,19 @@ class PlacementScore(msgspec.Struct, frozen=True):
 
     def ratio_ci(self, other: PlacementScore) -> tuple[float, float] | None:
         """Returns the same interval of the ratio to another goodput; None without two seeds."""
-        ratios = [a / b for a, b in zip(self.rates, other.rates, strict=True) if b > 0]
-        if len(ratios) < 2:
-            return None
-        low, high = confidence_interval(ratios)
+        return self.ratio_ends(other) if len(self.rates) > 1 else None
+
+    def ratio_ends(self, other: PlacementScore) -> tuple[float, float]:
+        """Returns the interval of the ratio to another goodput, which is not 0.
+
+        With one seed it has only what the bisections left open. The ratio is that of the means over
+        the same seeds, so a seed in which the other has no goodput counts, too: the interval is of
+        the linear part of its error.
+        """
+        base = other.goodput
+        ratio = self.goodput / base
+        pairs = zip(self.rates, other.rates, strict=True)
+        low, high = confidence_interval([ratio + (a - ratio * b) / base for a, b in pairs])
         return low * (1 - other.tolerance), high / (1 - self.tolerance)
 
     def value(self, units: Units) -> float:
@@ -157,7 +166,7 @@ def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
         return values[0], values[0]
     free = len(values) - 1
     t = STUDENT_T_95[max((f for f in STUDENT_T_95 if f <= free), default=1)]
-    half = t * stdev(values) / sqrt(len(values))
+    half = t * stdev(values) / math.sqrt(len(values))
     return max(0.0, mean(values) - half), mean(values) + half
 
 

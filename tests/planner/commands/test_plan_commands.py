@@ -484,11 +484,29 @@ def test_what_a_split_is_not_simulated_with_is_said() -> None:
 def test_a_profile_of_several_gpus_is_served_with_as_many(tmp_path: Path) -> None:
     path = _points_file(tmp_path / "p.json", tensor_parallel_size=2, gpu="NVIDIA H100")
     planned = _planned("--profile", path, "--link", "none")
-    one = ReplicaGroup(1, 1, 1)
+    one = ReplicaGroup(2, 1, 1)
     lines = output.commands(planned.scenario, Placement(one, one), "org/m")
     served = [line for line in lines if "serve" in line or " up " in line]
     assert len(served) == 3 and all("--tensor-parallel-size 2" in line for line in served)
-    assert "counts as one GPU" in output.remarks(planned.scenario, Placement(one, one))[0]
+
+
+def test_a_profiled_instance_has_the_gpus_of_the_measured_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A budget holds so many fewer, and each counts as its GPUs beside another's."""
+    single = _points_file(tmp_path / "single.json")
+    pair = _points_file(tmp_path / "pair.json", tensor_parallel_size=2)
+    words = ["plan", "--link", "none", "--workload", "100:10", "--requests", "60", "--seeds", "1"]
+    words += ["--jobs", "1", "--profile"]
+    one, two = _json(capsys, *words, single), _json(capsys, *words, pair)
+    assert two["colocated"]["n"] == one["colocated"]["n"] / 2
+    assert two["colocated"]["gpus"] == one["colocated"]["gpus"] == 4
+    per_gpu = one["colocated"]["goodput_per_gpu"] / 2
+    assert two["colocated"]["goodput_per_gpu"] == pytest.approx(per_gpu, rel=0.2)
+    mixed = _json(capsys, *words, single, "--decode-profile", pair)["best"]
+    assert mixed["decode"]["tp"] == 2 and mixed["gpus"] <= 4
+    assert cli.main([*words, pair, "--gpus", "2", "--rate", "1"]) == 0
+    assert "2 GPUs for 1 req/s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

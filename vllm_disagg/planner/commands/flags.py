@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--profile",
         metavar="FILE",
-        help="points measured by vllm-disagg profile; an instance counts as one GPU",
+        help="points measured by vllm-disagg profile, of instances as the measured one",
     )
     add(
         "--coefficients",

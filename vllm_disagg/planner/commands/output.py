@@ -65,10 +65,8 @@ def commands(scenario: Scenario, placement: Placement, model: str) -> list[str]:
     is_default_proxy &= scenario.distserve or scenario.concurrency == DEFAULT_PREFILL_CONCURRENCY
     # `up` starts instances of one shape with the same flags, and a proxy with default routing.
     is_one_shape = (p.tp, p.pp, p.dp) == (d.tp, d.pp, d.dp) == (d.tp, 1, 1)
-    is_one_shape &= scenario.prefill.measured_tp == scenario.decode.measured_tp
     if is_one_shape and of_prefill == of_decode and is_default_proxy:
-        tp = p.tp * scenario.prefill.measured_tp
-        parallel = ["--tensor-parallel-size", str(tp)] if tp > 1 else []
+        parallel = ["--tensor-parallel-size", str(p.tp)] if p.tp > 1 else []
         instances = ["--prefill", str(p.n), "--decode", str(d.n)]
         passed_on = ["--", *of_prefill] if of_prefill else []
         up = ["vllm-disagg", "up", "--model", model, *instances, *parallel, *passed_on]
@@ -76,9 +74,9 @@ def commands(scenario: Scenario, placement: Placement, model: str) -> list[str]:
     lines.append("vllm-disagg key fleet.key")
     proxy = ["vllm-disagg", "proxy", "--key-file", "fleet.key", *routing]
     prefixes = iter(_own_gpus(scenario, placement))
-    for role, flag, group, source, engine, base in (
-        (KV_ROLES["prefill"], "--prefill", p, scenario.prefill, of_prefill, 8100),
-        (KV_ROLES["decode"], "--decode", d, scenario.decode, of_decode, 8200),
+    for role, flag, group, engine, base in (
+        (KV_ROLES["prefill"], "--prefill", p, of_prefill, 8100),
+        (KV_ROLES["decode"], "--decode", d, of_decode, 8200),
     ):
         for n in range(group.n):
             transfer = {
@@ -88,7 +86,7 @@ def commands(scenario: Scenario, placement: Placement, model: str) -> list[str]:
                 "kv_connector_extra_config": {"key_file": "fleet.key"},
             }
             extra = ["--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))]
-            argv = [*_serve(model, source, group, base + n), *engine, QUIET_ACCESS_LOG_FLAG, *extra]
+            argv = [*_serve(model, group, base + n), *engine, QUIET_ACCESS_LOG_FLAG, *extra]
             lines.append(next(prefixes) + shlex.join(argv))
             for url in _urls(base + n, group):
                 proxy += [flag, url]
@@ -124,8 +122,6 @@ def remarks(scenario: Scenario, placement: Placement) -> list[str]:
             " matrix before you start it"
         )
     found += _length_and_schedule_remarks(scenario, placement)
-    if max(source.measured_tp for source in (scenario.prefill, scenario.decode)) > 1:
-        found.append("a profiled instance counts as one GPU here, and has several")
     if d and not scenario.overlap and not scenario.distserve:
         found.append("simulated with --no-overlap; these commands move KV during the prefill")
     if d and not scenario.distserve:
@@ -216,7 +212,7 @@ def _colocated(scenario: Scenario, placement: Placement, model: str) -> list[str
     proxy = ["vllm-disagg", "proxy", "--policy", scenario.policy]
     prefixes = _own_gpus(scenario, placement)
     for n in range(placement.prefill.n):
-        argv = [*_serve(model, source, placement.prefill, 8200 + n), *schedule]
+        argv = [*_serve(model, placement.prefill, 8200 + n), *schedule]
         lines.append(prefixes[n] + shlex.join(argv))
         proxy += ["--decode", f"http://127.0.0.1:{8200 + n}"]
     return lines if placement.prefill.n == 1 else [*lines, shlex.join(proxy)]
@@ -300,11 +296,11 @@ def _routing_flags(scenario: Scenario, placement: Placement) -> list[str]:
     return [*policy, *legs, *placement.proxy_flags]
 
 
-def _serve(model: str, source: PerformanceSource, group: ReplicaGroup, port: int) -> list[str]:
+def _serve(model: str, group: ReplicaGroup, port: int) -> list[str]:
     """Returns the arguments of the `vllm serve` command of one instance."""
     words = ["vllm", "serve", model, "--port", str(port)]
     for flag, value in (
-        ("--tensor-parallel-size", group.tp * source.measured_tp),
+        ("--tensor-parallel-size", group.tp),
         ("--pipeline-parallel-size", group.pp),
         ("--data-parallel-size", group.dp),
     ):

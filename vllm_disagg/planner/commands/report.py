@@ -15,6 +15,7 @@ import msgspec
 from ...errors import ConfigError
 from ..cost.profile import LatencyFit
 from ..search.advice import MIN_GAIN_RATIO, Advice, RateCurve
+from ..search.optimizer import disaggregated
 from . import profile_range, rate_table
 from .output import made_line, part_lines
 
@@ -185,6 +186,8 @@ def _verdict(found: Advice) -> str:
         raise AssertionError("without a colocated placement the best one is disaggregated")
     placement = scenario.words_of(base.placement).removeprefix("colocated ")
     reason = "nothing disaggregated meets the objective"
+    if not disaggregated(scenario):
+        reason = f"no prefill instance fits beside a decode instance on {scenario.gpus} GPUs"
     if found.ratio:
         reason = f"disaggregation has {ratio} times that"
     return f"colocate: {placement}: {base.value(units):.3f} {per}; {reason}"

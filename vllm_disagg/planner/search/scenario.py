@@ -72,7 +72,7 @@ class PerformanceSource(msgspec.Struct, frozen=True):
     served: str = ""  # its model's name
     machine: str = ""  # on which it was profiled
     vllm: str = ""  # its version
-    measured_tp: int = 1  # of the profiled instance, which counts as one GPU
+    measured_tp: int = 1  # GPUs of the profiled instance
     path: PathDelay = PathDelay()  # of a request, outside the engine
     link: NetworkLink | None = None  # to decode instances, if the file measured a hand-off
     context: int = 4096  # tokens of a request, in the mean: for windows and states
@@ -86,7 +86,7 @@ class PerformanceSource(msgspec.Struct, frozen=True):
     def shapes(self, gpus: int) -> list[tuple[int, int]]:
         """Lists (TP, PP) of instances of up to `gpus` GPUs that hold the weights and some KV."""
         if self.fitted or not self.model:
-            return [(1, 1)]  # an instance as it was profiled counts as one
+            return [(self.measured_tp, 1)] if self.measured_tp <= gpus else []
         shapes = []
         for tp in self._degrees():
             for pp in self._stages(self.model, gpus // tp):

@@ -490,6 +490,30 @@ def test_a_profile_of_several_gpus_is_served_with_as_many(tmp_path: Path) -> Non
     assert len(served) == 3 and all("--tensor-parallel-size 2" in line for line in served)
 
 
+def test_requests_that_the_model_does_not_take_are_left_out_or_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """OPT takes 2,048 tokens: vLLM answers longer requests with an error."""
+    words = ["--gpu", "h100", "--model", "opt-13b", "--requests", "20", "--seeds", "1"]
+    simulated = ["simulate", *words, "--colocated", "1x1", "--rate", "1", "--workload"]
+    assert cli.main([*simulated, "2000:100"]) == 2
+    refusal = "--model: the length of opt-13b: fewer than 2 requests of 2000:100 have at most 2048"
+    assert refusal in capsys.readouterr().err
+    assert cli.main([*simulated, "500:20", "--max-model-len", "4096"]) == 2
+    assert "--max-model-len: opt-13b takes at most 2048 tokens" in capsys.readouterr().err
+    path = tmp_path / "t.jsonl"
+    rows = [(0, 1500), (1000, 2040), (2000, 600)]
+    path.write_text(
+        "".join(f'{{"timestamp":{t},"input_length":{n},"output_length":10}}\n' for t, n in rows)
+    )
+    found = _json(capsys, *simulated, str(path))
+    assert (found["setting"]["requests"], found["setting"]["left_out"]) == (2, 1)
+    assert cli.main([*simulated, str(path)]) == 0
+    assert "1 of the trace left out: vLLM refuses their length" in capsys.readouterr().out
+    assert cli.main(["plan", *words, "--gpus", "2", "--replay", str(path)]) == 0
+    assert "2 requests at 0.5 req/s, 1 left out" in capsys.readouterr().out
+
+
 def test_a_profiled_instance_has_the_gpus_of_the_measured_one(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -535,6 +559,23 @@ def test_a_profiled_instance_has_the_gpus_of_the_measured_one(
         (["plan", *QUICK, "--report", ""], "--report: an empty text names no folder"),
         (["plan", *QUICK, "--gpus", "513"], "--gpus: 513 is too many: give 512 or fewer"),
         (["plan", "--live", "http://h:1", "--report", "d"], "--report goes without --live"),
+        (["plan", *QUICK, "--ttft-p99", "1e-3"], "nothing meets --ttft-p99 0.001: alone on the"),
+        (["plan", "--live", "http://h:1", "--gpus", "8"], "--gpus goes without --live"),
+        (
+            ["plan", "--capacity-prefill", "5", "--capacity-decode", "9", "--rate", "4"],
+            "--rate goes without --capacity-prefill",
+        ),
+        (
+            ["plan", "--capacity-prefill", "5", "--capacity-decode", "9", "--gpus", "513"],
+            "--gpus: 513 is too many: give 512 or fewer",
+        ),
+        (["plan", "--live", "http://h:1", "--instance", "9" * 5000 + "x1"], "is not TPxPP, as 2x1"),
+        (["plan", *BASE, "--arrivals", "gamma:1e-320"], "gamma:CV with CV from 0.001 to 100"),
+        (["plan", *BASE, "--rate", "1e-320"], "give requests/s, from 1e-09 to 1e+09"),
+        (
+            ["simulate", *BASE, "--rate", "1", "--colocated", "1x1", "--scale", "1e308:1"],
+            "two factors from 1e-06 to 1e+06",
+        ),
         (["plan", "--live", "http://h:1", "--by", "gpus"], "--by goes without --live"),
         (["plan", "--live", "http://h:1", "--prices", "f"], "--prices goes without --live"),
         (["plan", "--live", "http://h:1", "--rate", "1"], "--rate goes without --live"),

@@ -25,7 +25,8 @@ from ..simulation import workload
 from ..simulation.simulator import Objective
 
 DEFAULT_WORKLOAD = "sharegpt-like"
-MAX_RATE = 1e9  # requests/s
+MIN_RATE = 1e-9  # requests/s
+MAX_RATE = 1e9
 DEFAULT_REQUESTS = sample_size.MIN_REQUESTS
 # By flag: far more than an answer needs, and what still ends.
 MOST = {"requests": 10_000_000, "seeds": 1000}
@@ -282,9 +283,8 @@ def read(
     like_distserve = rules == "distserve"
     link = hardware.link(args.link) if args.link else _default_link(kind, prefill, decode)
     _check_handoff(args, prefill, link)
-    work = workload.load(args.workload)
+    work = within_length(workload.load(args.workload), prefill, args.max_model_len)
     if args.max_model_len:
-        work = workload.limited(work, args.max_model_len)
         longest = {"max_model_len": args.max_model_len}
         is_same = prefill == decode
         prefill = msgspec.structs.replace(prefill, **longest)
@@ -336,11 +336,30 @@ def read(
     return PlanInputs(scenario, known_models.servable_name(args.model or prefill.served), fits)
 
 
+def within_length(
+    work: workload.Workload, source: PerformanceSource, max_model_len: int | None
+) -> workload.Workload:
+    """Returns the workload without requests that are longer than the flag, or the model, permits.
+
+    Raises ConfigError for a flag above the model's own length, with which vLLM does not start.
+    """
+    own = source.model.max_tokens if source.model else 0
+    name = source.model.name if source.model else ""
+    if max_model_len and 0 < own < max_model_len:
+        raise ConfigError(
+            f"--max-model-len: {name} takes at most {own} tokens: where you serve it with more,"
+            " give its config.json with that length"
+        )
+    tokens = max_model_len or own
+    limiter = "--max-model-len" if max_model_len else f"--model: the length of {name}"
+    return workload.limited(work, tokens, limiter) if tokens else work
+
+
 def check_rate(rate: float) -> None:
     """Raises ConfigError for what is no rate."""
-    if not 0 < rate <= MAX_RATE:
+    if not MIN_RATE <= rate <= MAX_RATE:
         raise ConfigError(
-            f"--rate: {rate} is not a rate: give requests/s, more than 0, up to {MAX_RATE:g}"
+            f"--rate: {rate} is not a rate: give requests/s, from {MIN_RATE:g} to {MAX_RATE:g}"
         )
 
 

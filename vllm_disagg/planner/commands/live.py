@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -494,7 +495,7 @@ def _split(placement: Placement, score: optimizer.PlacementScore | None) -> dict
 
 def shape_of(text: str) -> tuple[int, int]:
     """Parses TPxPP."""
-    tp, _, pp = text.partition("x")
-    if not (tp.isdecimal() and pp.isdecimal() and int(tp) and int(pp)):
-        raise ConfigError(f"--instance: {text} is not TPxPP, as 2x1")
-    return int(tp), int(pp)
+    match = re.fullmatch(r"([1-9][0-9]{0,3})x([1-9][0-9]{0,3})", text)
+    if not match:
+        raise ConfigError(f"--instance: {text[:80]} is not TPxPP, as 2x1")
+    return int(match[1]), int(match[2])

@@ -427,6 +427,7 @@ def describe(scenario: Scenario) -> dict[str, Any]:
     return {
         "latency": {"prefill": scenario.prefill.words(), "decode": scenario.decode.words()},
         "workload": scenario.workload.name,
+        "left_out": scenario.workload.left_out,
         "arrivals": scenario.arrivals.kind,
         "ttft": objective.ttft,
         "tpot": objective.tpot,

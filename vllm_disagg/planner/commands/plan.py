@@ -16,7 +16,7 @@ from ..cost.latency import LatencyModel, unloaded_decode, unloaded_prefill
 from ..search import advice, optimizer, proxy_flags, sample_size
 from ..search.scenario import PerformanceSource, Scenario, latency_of
 from ..simulation import workload
-from ..simulation.simulator import quantile
+from ..simulation.simulator import TAIL_SHARE, quantile
 from . import criteria, demand, flags, live, output, profile_range, replay, report
 
 DEFAULT_GPUS = 4
@@ -25,8 +25,12 @@ DEFAULT_GPUS_OF_RATE = 128
 # GPUs four times as many. A fleet of more is several equal ones.
 MAX_GPUS = 512
 # Flags that a mode has no use for.
+SOURCES = ("gpu", "profile", "coefficients")
+CLOSED_UNUSED = (*SOURCES, "report", "by", "prices", "rate", "replay", "live")
 UNUSED_FLAGS = {
-    "live": ("report", "by", "prices", "rate", "replay", "min_prompt_bytes", "spill"),
+    "capacity_prefill": CLOSED_UNUSED,
+    "capacity_decode": CLOSED_UNUSED,
+    "live": ("gpus", "report", "by", "prices", "rate", "replay", "min_prompt_bytes", "spill"),
     "replay": ("report", "by", "prices", "min_prompt_bytes", "spill"),
 }
 KEPT_PLACEMENTS = 3  # placements of a kind that are evaluated to the end
@@ -71,8 +75,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs `plan` and prints its advice. Returns the exit status."""
-    args.gpus = _budget(args)
     _refuse_unused(args)
+    args.gpus = _budget(args)
+    if args.gpus > MAX_GPUS and not args.live:
+        raise ConfigError(f"--gpus: {args.gpus} is too many: give {MAX_GPUS} or fewer")
     if args.capacity_prefill is not None or args.capacity_decode is not None:
         return _closed(args)
     if args.live:
@@ -81,8 +87,6 @@ def run(args: argparse.Namespace) -> int:
         return replay.run(args)
     if args.gpus < 2:
         raise ConfigError(f"--gpus: {args.gpus} is too few: prefill and decode need 2 or more")
-    if args.gpus > MAX_GPUS:
-        raise ConfigError(f"--gpus: {args.gpus} is too many: give {MAX_GPUS} or fewer")
     if args.jobs < 0:
         raise ConfigError(f"--jobs: {args.jobs} is not a number of processes")
     if args.report is not None:
@@ -129,7 +133,8 @@ def _refuse_unused(args: argparse.Namespace) -> None:
     for mode, names in UNUSED_FLAGS.items():
         for name in names:
             if getattr(args, mode) and getattr(args, name) is not None:
-                raise ConfigError(f"--{name.replace('_', '-')} goes without --{mode}")
+                flag, other = (word.replace("_", "-") for word in (name, mode))
+                raise ConfigError(f"--{flag} goes without --{other}")
 
 
 def _budget(args: argparse.Namespace) -> int:
@@ -225,25 +230,19 @@ def _progress(kind: str) -> optimizer.ProgressCallback:
 
 def _nothing(scenario: Scenario) -> str:
     """Explains which objective no placement meets, and which an idle deployment would meet."""
-    prompts = scenario.samples()[0].prompts
     objective = scenario.objective
     share = objective.attainment
-    sources = {scenario.prefill, scenario.decode}  # colocated placements are on either
-    ttft = min(
-        quantile([unloaded_prefill(latency, p) + source.path.of(p) for p in prompts], share)
-        for source in sources
-        for latency in _latencies(source, scenario.gpus)
-    )
-    tpot = min(
-        quantile([unloaded_decode(latency, prompt) for prompt in prompts], share)
-        for source in sources
-        for latency in _latencies(source, scenario.gpus)
-    )
+    ttft = _alone(scenario, "ttft", share)
+    tpot = _alone(scenario, "tpot", share)
     idle = f"alone on the fastest instance {share:.0%} of the requests take"
     if ttft > objective.ttft:
         return f"nothing meets --ttft {objective.ttft:g}: {idle} {ttft:.3g} s; give more"
     if tpot > objective.tpot:
         return f"nothing meets --tpot {objective.tpot:g}: {idle} {tpot:.3g} s; give more"
+    for name, limit in (("ttft", objective.ttft_p99), ("tpot", objective.tpot_p99)):
+        if limit is not None and (tail := _alone(scenario, name, TAIL_SHARE)) > limit:
+            alone = f"alone on the fastest instance {TAIL_SHARE:.0%} of the requests take"
+            return f"nothing meets --{name}-p99 {limit:g}: {alone} {tail:.3g} s; give more"
     least = [f"--ttft {ttft:.3g}", f"--tpot {tpot:.3g}"]
     if objective.itl is not None:
         if tpot > objective.itl:
@@ -253,6 +252,20 @@ def _nothing(scenario: Scenario) -> str:
         f"nothing meets {objective.flags()} together on {scenario.gpus} GPUs at any rate:"
         f" give more than {', '.join(least[:-1])} and {least[-1]}, or more GPUs"
     )
+
+
+def _alone(scenario: Scenario, name: str, share: float) -> float:
+    """Returns the TTFT or TPOT that a share of the requests has alone on the fastest instance."""
+    prompts = scenario.samples()[0].prompts
+    found = []
+    for source in {scenario.prefill, scenario.decode}:  # colocated placements are on either
+        for latency in _latencies(source, scenario.gpus):
+            if name == "ttft":
+                times = [unloaded_prefill(latency, p) + source.path.of(p) for p in prompts]
+            else:
+                times = [unloaded_decode(latency, p) for p in prompts]
+            found.append(quantile(times, share))
+    return min(found)
 
 
 def _latencies(source: PerformanceSource, gpus: int) -> list[LatencyModel]:

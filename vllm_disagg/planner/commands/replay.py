@@ -59,7 +59,10 @@ def run(args: argparse.Namespace) -> int:
             f"--instance: {args.instance} cannot be simulated with {scenario.prefill.name}"
         )
     trace = joined([traces.read(path, "--replay") for path in args.replay])
-    sample, rate = sample_of(trace, args.rate)
+    work = flags.within_length(
+        Workload("replay", trace=trace), scenario.prefill, args.max_model_len
+    )
+    sample, rate = sample_of(work.trace or trace, args.rate)
     splits = [
         Placement(ReplicaGroup(tp, pp, prefills), ReplicaGroup(tp, pp, count - prefills))
         for prefills in range(1, count)
@@ -76,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
     best = max(rows, key=lambda row: row["attainment"])
     document = {
         "requests": len(sample),
+        "left_out": work.left_out,
         "rate": rate,
         "traces": [Path(path).name for path in args.replay],
         "splits": rows,
@@ -153,11 +157,14 @@ def _text(scenario: Scenario, document: dict[str, Any]) -> str:
     """Formats the result for a terminal."""
     limited = ["ttft", "tpot", *(["itl"] if scenario.objective.itl is not None else [])]
     names = "".join(f"{f'{name.upper()} p90':>12}" for name in limited)
+    left_out = ""
+    if document["left_out"]:
+        left_out = f", {document['left_out']} left out: vLLM refuses their length"
     lines = [
         scenario.words()[0],
         f"objective: {scenario.objective.words()}",
         f"replay: {', '.join(document['traces'])}: {document['requests']} requests at"
-        f" {document['rate']:.3g} req/s",
+        f" {document['rate']:.3g} req/s{left_out}",
         "",
         f"{'':12}{'attainment':>12}{names}",
     ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 from statistics import mean
 from typing import Any
@@ -28,6 +27,7 @@ TIMES = (
     "transfer_mean",
     "path_mean",
 )
+MAX_SCALE = 1e6  # of step times, either way
 SHARES = ("prefill_busy", "decode_busy", "link_busy", "aggregated")
 
 
@@ -117,8 +117,11 @@ def _scaled(scenario: Scenario, text: str) -> Scenario:
         prefill_factor, decode_factor = map(float, text.split(":"))
     except ValueError:
         prefill_factor = decode_factor = 0.0
-    if not 0 < prefill_factor < math.inf or not 0 < decode_factor < math.inf:
-        raise ConfigError(f"--scale: {text} is not P:D, two factors above 0, as 1.6:1")
+    least = 1 / MAX_SCALE
+    if not (least <= prefill_factor <= MAX_SCALE and least <= decode_factor <= MAX_SCALE):
+        raise ConfigError(
+            f"--scale: {text} is not P:D, two factors from {least:g} to {MAX_SCALE:g}, as 1.6:1"
+        )
     prefill = msgspec.structs.replace(scenario.prefill, scale=prefill_factor)
     decode = msgspec.structs.replace(scenario.decode, scale=decode_factor)
     return msgspec.structs.replace(scenario, prefill=prefill, decode=decode)

@@ -494,6 +494,10 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         trace = self.workload.trace
         if trace and self.seeds > 1 and self.seeds * self.requests > len(trace.requests):
             traffic += f" of the trace's {len(trace.requests)}, which the samples share"
+        if self.workload.left_out:
+            traffic += (
+                f", {self.workload.left_out} of the trace left out: vLLM refuses their length"
+            )
         return [times, f"{traffic}, {self.arrivals.kind} arrivals; link {self.link.name}"]
 
     # --- closed forms ---

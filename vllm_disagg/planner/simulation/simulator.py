@@ -145,6 +145,8 @@ class Objective(msgspec.Struct, frozen=True):
         found = [f"--ttft {self.ttft:g}", f"--tpot {self.tpot:g}"]
         if self.itl is not None:
             found.append(f"--itl {self.itl:g}")
+        tails = (("--ttft-p99", self.ttft_p99), ("--tpot-p99", self.tpot_p99))
+        found += [f"{flag} {limit:g}" for flag, limit in tails if limit is not None]
         return f"{', '.join(found[:-1])} and {found[-1]}"
 
     def allowed(self, requests: int) -> int:

@@ -18,6 +18,9 @@ from ...workloads import traces
 from ...workloads.lengths import NAMED_DISTRIBUTIONS, LengthDistribution
 from ...workloads.traces import Trace, TraceRequest
 
+MIN_CV = 1e-3  # of gamma arrivals: as even as a clock
+MAX_CV = 100.0
+
 
 class WorkloadSample(msgspec.Struct, frozen=True):
     """Requests of one seed.
@@ -58,6 +61,7 @@ class Workload(msgspec.Struct, frozen=True):
     lengths: LengthDistribution | None = None
     trace: Trace | None = None
     fixed: tuple[int, int] | None = None
+    left_out: int = 0  # requests of the trace that were longer than a limit
 
     @property
     def longest(self) -> int:
@@ -145,10 +149,10 @@ def load(text: str) -> Workload:
     return Workload(path.name, trace=trace)
 
 
-def limited(workload: Workload, tokens: int) -> Workload:
+def limited(workload: Workload, tokens: int, limiter: str = "--max-model-len") -> Workload:
     """Returns the workload without requests of more than `tokens` tokens, which vLLM refuses.
 
-    Raises ConfigError if fewer than two are left.
+    `limiter` names what limits them. Raises ConfigError if fewer than two are left.
     """
     if workload.lengths:
         limit = min(workload.lengths.limit, tokens + 1)
@@ -157,12 +161,13 @@ def limited(workload: Workload, tokens: int) -> Workload:
     if workload.trace:
         kept = [row for row in workload.trace.requests if row.prompt + row.answer <= tokens]
         if len(kept) >= 2:
+            left_out = len(workload.trace.requests) - len(kept)
             trace = msgspec.structs.replace(workload.trace, requests=kept)
-            return msgspec.structs.replace(workload, trace=trace)
+            return msgspec.structs.replace(workload, trace=trace, left_out=left_out)
     elif sum(workload.fixed or ()) <= tokens:
         return workload
     raise ConfigError(
-        f"--max-model-len: fewer than 2 requests of {workload.name} have at most {tokens} tokens"
+        f"{limiter}: fewer than 2 requests of {workload.name} have at most {tokens} tokens"
     )
 
 
@@ -186,9 +191,10 @@ def arrivals(text: str, workload: Workload) -> Arrivals:
         cv = float(value) if kind == "gamma" else 0.0
     except ValueError:
         cv = 0.0
-    if not 0 < cv < 100:
+    if not MIN_CV <= cv <= MAX_CV:
         raise ConfigError(
-            f"--arrivals: {text} is not one of poisson, gamma:CV with CV more than 0, trace"
+            f"--arrivals: {text} is not one of poisson, gamma:CV with CV from {MIN_CV:g} to"
+            f" {MAX_CV:g}, trace"
         )
     return Arrivals("gamma", cv)
 

@@ -173,7 +173,7 @@ def files_have_changed(vllm_config: Any) -> bool:
 
 def _variable(vllm_config: Any) -> str:
     places = [model.model for model in _models(vllm_config)]
-    return f"VLLM_DISAGG_FILES_{digest(places).upper()}"
+    return f"DISAGG_FILES_{digest(places).upper()}"
 
 
 def digest(value: Any) -> str:

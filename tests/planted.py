@@ -1782,6 +1782,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("files: a processor's may change", "kv_connectors/fingerprint.py", "(*WEIGHTS, *PROCESSOR_FILES)", "WEIGHTS", "tests/connector/test_compatibility.py"),
     ("files: a link that leads nowhere ends the engine", "kv_connectors/fingerprint.py", "in filter(Path.is_file, found):", "in found:", "tests/connector/test_compatibility.py"),
     ("files: a copied configuration notes them anew", "kv_connectors/fingerprint.py", "    if not is_child or variable not in os.environ:\n", "    if True:\n", "tests/connector/test_early_check.py::test_a_copy_of_a_configuration_notes_no_files"),
+    ("files: vLLM takes their variable for a misspelt one of its own", "kv_connectors/fingerprint.py", 'return f"DISAGG_FILES_', 'return f"VLLM_DISAGG_FILES_', "tests/deploy/test_manifests.py"),
     ("files: their digest is a field of vLLM's configuration", "kv_connectors/early_check.py", "        note_files(self)\n", "        note_files(self)\n        self.files_before_load = 1\n", "tests/connector/test_early_check.py::test_vllm_copies_a_configuration_that_was_checked"),
     ("files: their states are not noted", "kv_connectors/early_check.py", "        note_files(self)\n", "", "tests/connector/test_early_check.py"),
     ("facts: the commit of a configuration is that of the weights", "kv_connectors/compatibility.py", "    if config_place and config_place != model.model:\n", "    if False:\n", "tests/connector/test_compatibility.py"),

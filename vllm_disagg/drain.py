@@ -31,7 +31,7 @@ from . import bearer_keys, http_client, standard_streams
 from .errors import ConfigError
 from .fleet.keys import ADMIN_KEY
 
-URL = "VLLM_DISAGG_URL"  # environment variable with the server's address
+URL = "DISAGG_URL"  # environment variable with the server's address
 INSTANCES_PATH = "/disagg/instances"
 DRAIN_PATH = f"{INSTANCES_PATH}/drain"
 LOOK_SECONDS = 0.5

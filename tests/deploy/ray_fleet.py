@@ -68,7 +68,7 @@ class RayFleet:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [python, APP / "fleet.py", settings],
-                env={**os.environ, **ENVIRONMENT, "VLLM_DISAGG_ADMIN_KEY": self.admin_key},
+                env={**os.environ, **ENVIRONMENT, "DISAGG_ADMIN_KEY": self.admin_key},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 process_group=0,

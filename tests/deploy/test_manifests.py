@@ -13,16 +13,20 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import yaml
+from vllm.platforms.interface import Platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from kv_connectors import fingerprint
 from pods import VARIABLE
-from vllm_disagg import __version__, cli, config
+from vllm_disagg import __version__, cli, config, drain
 from vllm_disagg.fleet.conventions import KV_ROLES, QUIET_ACCESS_LOG_FLAG
+from vllm_disagg.fleet.keys import ADMIN_KEY
 from vllm_disagg.proxy.http.limits import Limits
 from vllm_disagg.proxy.http.request import HttpRequest
 from vllm_disagg.proxy.http.server import Connection, Server
@@ -81,6 +85,22 @@ def test_the_proxys_log_has_each_request(words: list[str]) -> None:
     assert parse(words).access_log == "-"
 
 
+def test_vllm_takes_no_variable_of_ours_for_a_misspelt_one_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It warns of each VLLM_ that it does not know, or ends: --fail-on-environ-validation."""
+    names = {variable["name"] for role in ENGINES for variable in container(role)["env"]}
+    environment_file = (DEPLOY / "systemd" / "prefill.env").read_text()
+    names |= set(re.findall(r"^(\w+)=", environment_file, re.MULTILINE))
+    model = SimpleNamespace(model="/models/m")
+    files = fingerprint._variable(SimpleNamespace(model_config=model, speculative_config=None))
+    names |= {ADMIN_KEY, files}  # of `up` and Ray; of the processes that an engine starts
+    assert drain.URL in names
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    Platform.validate_environ(hard_fail=True)
+
+
 def grace_seconds(name: str) -> int:
     return int(deployment(name)["spec"]["template"]["spec"]["terminationGracePeriodSeconds"])
 
@@ -92,7 +112,7 @@ def test_the_drain_ends_before_the_pod_is_killed(name: str) -> None:
     shutdown = shutdown_timeout(container(name)["args"])
     assert args.notice + args.timeout + shutdown < grace_seconds(name)
     # The hook's command is not expanded, so the server's address comes from the environment.
-    urls = [e["value"] for e in container(name)["env"] if e["name"] == "VLLM_DISAGG_URL"]
+    urls = [e["value"] for e in container(name)["env"] if e["name"] == "DISAGG_URL"]
     assert urls == [f"http://$(POD_IP):{container(name)['ports'][0]['containerPort']}"]
 
 

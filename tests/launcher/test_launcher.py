@@ -189,7 +189,7 @@ def test_the_fleet_commands_hold_the_admin_key(key_file: str, key: str, tmp_path
         key_file = str(tmp_path / "admin key")
         Path(key_file).write_text(f"{key}\n")
     made = plan.make(UpOptions(model="m"), cpus(2), [9100, 9101], "a key")
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VLLM_DISAGG_ADMIN_KEY": "of the user"}
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DISAGG_ADMIN_KEY": "of the user"}
     seen, drain = plan.fleet_commands(made, key_file)
     assert key not in seen + drain
     said = [

@@ -120,7 +120,7 @@ def test_keys_are_read_from_files(tmp_path: Path) -> None:
 def test_keys_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM takes VLLM_API_KEY literally: a line break in it fits no client's key."""
     monkeypatch.setenv("VLLM_API_KEY", "one")
-    monkeypatch.setenv("VLLM_DISAGG_ADMIN_KEY", "root\n")
+    monkeypatch.setenv("DISAGG_ADMIN_KEY", "root\n")
     settings = from_arguments(parsed(*D))
     assert settings.api_keys == ["one"] and settings.admin_key == "root"
     monkeypatch.setenv("VLLM_API_KEY", "one\n")

@@ -108,7 +108,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     time_of_looks = SimpleNamespace(monotonic=lambda: clock.now, sleep=clock.sleep)
     monkeypatch.setattr(drain, "time", time_of_looks)
     monkeypatch.setattr(drain, "MIN_ANSWER_SECONDS", 60.0)
-    monkeypatch.setattr(drain, "URL", "VLLM_DISAGG_URL")
+    monkeypatch.setattr(drain, "URL", "DISAGG_URL")
     yield start
     for server in started:
         server.close()
@@ -291,7 +291,7 @@ def test_the_proxies_are_asked_first(servers: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(ADMIN_KEY, "secret")
     engine = servers(engine_page(0))
     proxy = servers("")
-    monkeypatch.setenv("VLLM_DISAGG_URL", engine.url)
+    monkeypatch.setenv("DISAGG_URL", engine.url)
     assert cli.main(["drain", "--proxy", proxy.url]) == 0
     assert proxy.drains == [("Bearer secret", {"url": engine.url})]
 
@@ -313,7 +313,7 @@ def test_it_ends_a_drain_of_an_engine_that_is_still_starting(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "name the server's URL, or set VLLM_DISAGG_URL"),
+        ([], "name the server's URL, or set DISAGG_URL"),
         (["nonsense"], "URL: nonsense is not a URL"),
         (["{url}", "--timeout", "nan"], "--timeout must be a number of seconds"),
         (["{url}", "--notice", "-1"], "--notice must be a number of seconds"),
@@ -332,7 +332,7 @@ def test_bad_input_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.delenv("VLLM_DISAGG_URL", raising=False)
+    monkeypatch.delenv("DISAGG_URL", raising=False)
     monkeypatch.setenv(ADMIN_KEY, "secret")
     urls = {
         "{url}": servers(engine_page(0)).url,

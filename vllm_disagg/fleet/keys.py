@@ -27,7 +27,7 @@ FINGERPRINT_BYTES = 4
 MAX_KEYS = 2  # in a key file
 OTHERS_MODE = 0o077  # permissions of group and others
 # Environment variable with the key that protects a proxy's admin API.
-ADMIN_KEY = "VLLM_DISAGG_ADMIN_KEY"
+ADMIN_KEY = "DISAGG_ADMIN_KEY"
 
 
 class FleetKey:

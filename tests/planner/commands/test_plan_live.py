@@ -119,10 +119,10 @@ def test_the_admin_key_shows_the_instances(
     monkeypatch.setenv("OPENAI_API_KEY", "user")
     assert cli.main([*WORDS, "--live", proxy]) == 2
     assert (
-        "needs a key: put it into the environment as OPENAI_API_KEY or VLLM_DISAGG_ADMIN_KEY"
+        "needs a key: put it into the environment as OPENAI_API_KEY or DISAGG_ADMIN_KEY"
         in capsys.readouterr().err
     )
-    monkeypatch.setenv("VLLM_DISAGG_ADMIN_KEY", "root")
+    monkeypatch.setenv("DISAGG_ADMIN_KEY", "root")
     assert cli.main([*WORDS, "--live", proxy]) == 0
 
 

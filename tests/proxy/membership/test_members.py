@@ -15,13 +15,18 @@ from proxy_world import KEY, Call, EngineRole, ScriptedEngine, World, until, wor
 from vllm_disagg.errors import BadGrant, ConfigError
 from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.fleet.registration import Registration, RegistrationNote, sign
+from vllm_disagg.protocol.peers import EngineInfo
 from vllm_disagg.proxy import main
 from vllm_disagg.proxy.http.addresses import parse_networks
-from vllm_disagg.proxy.membership.members import SWEEP_SECONDS
+from vllm_disagg.proxy.membership import members as module
+from vllm_disagg.proxy.membership.members import SWEEP_SECONDS, Members, MembershipChange
 from vllm_disagg.proxy.membership.reconcile import Member, MembershipChanges, reconcile
 from vllm_disagg.proxy.membership.registry import EXPIRY_SECONDS, Registry
 from vllm_disagg.proxy.membership.sources import parse_fleet, parse_name
+from vllm_disagg.proxy.routing.fleet import Fleet
 from vllm_disagg.proxy.telemetry.metrics import LatencyObjectives
+from vllm_disagg.proxy.workers.bus import BusMessage
+from vllm_disagg.proxy.workers.supervisor import BusHub
 
 P1, P2 = Member("http://p1", "prefill"), Member("http://p2", "prefill")
 D1 = Member("http://d1", "decode")
@@ -288,6 +293,58 @@ async def test_another_engine_at_the_address_of_a_drained_one_is_not_drained(
         await drain()  # a new drain is one of the new engine
         await asyncio.sleep(3 * SWEEP_SECONDS)
         assert await drained(w, d.url)
+
+
+async def test_a_worker_that_starts_later_knows_which_drained_engine_has_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without that it kept another engine at the address drained, once no other worker knew."""
+    monkeypatch.setattr(module, "SWEEP_SECONDS", 0.005)
+    pool: Any = SimpleNamespace(close=lambda: None)
+    hub = BusHub(2)
+    told: list[MembershipChange] = []
+
+    def pass_on(message: BusMessage) -> None:
+        if message.change:
+            told.append(message.change)
+
+    hub.workers[1].send = pass_on  # type: ignore[method-assign]
+
+    def told_at_start() -> list[MembershipChange]:
+        told.clear()
+        hub.on_message(hub.workers[1], BusMessage("ready"), 0.0)
+        return list(told)
+
+    def tell(change: MembershipChange) -> None:
+        hub.on_message(hub.workers[0], BusMessage("change", change=change), 0.0)
+
+    async def see(incarnation: str, *before: MembershipChange) -> bool:
+        """Runs a worker that finds the engine, until that has left; returns whether it served."""
+        fleet = Fleet()
+        members = Members(fleet, {}, lambda *_: pool, lambda _: asyncio.sleep(60), lambda: None)
+        members.on_own_change = tell
+        async with asyncio.TaskGroup() as tasks:
+            sweep = members.start(tasks)
+            for change in before:
+                members.apply(change)
+            members.set("kubernetes", [D1])
+            (instance,) = (*fleet.instances, *fleet.leaving)
+            instance.on_probe_answered("m", EngineInfo(incarnation, "decode", [], {}))
+            for _ in range(10):
+                await asyncio.sleep(module.SWEEP_SECONDS)
+            serves = instance in fleet.instances
+            assert serves or told_at_start() == [drain], "it may restart, and stays drained"
+            members.set("kubernetes", [])
+            await until(lambda: not fleet.instances and not fleet.leaving)
+            sweep.cancel()
+            members.close()
+        return serves
+
+    drain = MembershipChange("drain", D1.url)
+    tell(drain)
+    assert not await see("first", drain)
+    for incarnation, serves in (("first", False), ("second", True), ("third", True)):
+        assert await see(incarnation, *told_at_start()) == serves, incarnation
 
 
 async def has_incarnation(w: World, url: str, incarnation: str) -> bool:

@@ -156,7 +156,7 @@ async def test_a_worker_applies_the_roles_of_the_first_one_and_tells_ends_of_dra
     assert await receive(reader) == BusMessage("ready")
     assert await receive(reader) == BusMessage("roles", roles={"http://e": "decode"})
     resume = MembershipChange("resume", "http://d")  # a drain that has ended by itself
-    members.on_drain_outlived(resume)
+    members.on_own_change(resume)
     assert await receive(reader) == BusMessage("change", change=resume)
     for roles in ({"http://d": "prefill"}, {}):
         writer.write(frame(BusMessage("roles", roles=roles)))  # type: ignore[arg-type]

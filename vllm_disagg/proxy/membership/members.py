@@ -23,15 +23,17 @@ SOURCE_ORDER = ("flags", "admin", "file", "registration", "dns", "kubernetes")
 
 
 class MembershipChange(msgspec.Struct, frozen=True):
-    """Describes one change by the admin API.
+    """Describes one change by the admin API, or by one proxy worker for the others.
 
     `resume` ends a drain, and so does `add`, which also names the instance. `remove` drains an
-    instance that another source still names.
+    instance that another source still names. `left`: no source names the instance of a drained
+    engine any more. `back`: that engine is there again.
     """
 
-    kind: Literal["add", "remove", "drain", "resume", "cut"]
+    kind: Literal["add", "remove", "drain", "resume", "cut", "left", "back"]
     url: str
     role: Role = "decode"  # of an added instance
+    incarnation: str = ""  # of an engine that has left
 
 
 class Members:
@@ -66,8 +68,9 @@ class Members:
         self._drained: set[str] = set()
         # Of drained instances that no source named any more, by URL.
         self._left_incarnations: dict[str, str] = {}
-        # Called with the change when a drain has ended by itself.
-        self.on_drain_outlived: Callable[[MembershipChange], None] = lambda change: None
+        # Called with a change that was found here: a drained engine has left or is back, or its
+        # drain has ended by itself. A worker that starts later has not seen that engine.
+        self.on_own_change: Callable[[MembershipChange], None] = lambda change: None
         self._roles: dict[str, Role] = {}  # by URL: roles that follow the load
         self._logged_conflicts: set[str] = set()
 
@@ -102,9 +105,9 @@ class Members:
         return None
 
     def apply(self, change: MembershipChange) -> None:
-        """Applies a change by the admin API."""
-        if change.kind != "cut":
-            # A drain is now one of the engine that is there.
+        """Applies a change by the admin API, or by another worker."""
+        if change.kind not in ("cut", "left"):
+            # A drain, if there is one, is now one of the engine that is there.
             self._left_incarnations.pop(change.url, None)
         admin = [member for member in self._wanted["admin"] if member.url != change.url]
         match change.kind:
@@ -124,6 +127,9 @@ class Members:
             case "cut":
                 for instance in [i for i in self._fleet.leaving if i.url == change.url]:
                     self._remove(instance)
+            case "left":
+                if change.url in self._drained:  # its drain may have ended meanwhile
+                    self._left_incarnations[change.url] = change.incarnation
         self._settle()
 
     def set_roles(self, roles: Mapping[str, Role]) -> None:
@@ -173,7 +179,9 @@ class Members:
             return False
         if instance.engine.incarnation != left:
             return True
-        del self._left_incarnations[instance.url]  # back again: a restart leaves it drained
+        # A restart leaves it drained from now on.
+        del self._left_incarnations[instance.url]
+        self.on_own_change(MembershipChange("back", instance.url))
         return False
 
     def _end_drain(self, instance: Instance) -> None:
@@ -184,7 +192,7 @@ class Members:
         )
         change = MembershipChange("resume", instance.url)
         self.apply(change)
-        self.on_drain_outlived(change)
+        self.on_own_change(change)
 
     def close(self) -> None:
         """Ends all watches and closes all connections."""
@@ -259,6 +267,8 @@ class Members:
         self._watches.pop(instance.url).cancel()
         self._pools.pop(instance.url).close()
         if instance.url in self._drained and instance.engine and not self.sources(instance.url):
-            self._left_incarnations[instance.url] = instance.engine.incarnation
+            incarnation = instance.engine.incarnation
+            self._left_incarnations[instance.url] = incarnation
+            self.on_own_change(MembershipChange("left", instance.url, incarnation=incarnation))
         log.info("instance %s (%s) has left", instance.url, instance.role)
         self._settle()  # it may be wanted in another role, or listed as drained

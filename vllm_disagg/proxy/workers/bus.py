@@ -140,7 +140,7 @@ class WorkerBus:
         One that was killed, as for lack of memory, ends in an error if it left messages unread.
         """
         reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
-        members.on_drain_outlived = self.broadcast  # else a new worker would begin with it
+        members.on_own_change = self.broadcast  # a new worker gets it, too
         self._send(BusMessage("ready"))
         for unsent in self._unsent:
             self._send(unsent)

@@ -210,7 +210,12 @@ class BusHub:
 
     def _remember_change(self, change: MembershipChange) -> None:
         """Keeps only the final state of each URL."""
-        if change.kind != "cut":
+        if change.kind == "cut":
+            return
+        self._changes.pop(("left", change.url), None)
+        if change.kind == "left":  # behind the drain that it is about
+            self._changes["left", change.url] = change
+        elif change.kind != "back":
             subject = "member" if change.kind in ("add", "remove") else "drain"
             self._changes.pop((subject, change.url), None)
             self._changes[subject, change.url] = change

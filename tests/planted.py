@@ -1794,7 +1794,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("an adapter on a hub is its name", "kv_connectors/prompt_digest.py", "            path,\n        )\n        return \"\"\n", "            path,\n        )\n        return digest(path)\n", "tests/connector/test_scheduler_side.py"),
     ("a model of an engine that has not answered is unknown", "proxy/requests/delivery.py", "if answer.status == 404 and", "if False and", "tests/proxy/requests/test_proxy_paths.py"),
     ("a forwarded model of an engine that has not answered is unknown", "proxy/requests/api.py", "absent=self._relay.fleet.is_model_uncertain(model)", "absent=False", "tests/proxy/requests/test_proxy_paths.py"),
-    ("a missing model ends a forwarded request", "proxy/requests/forward.py", "(seek or absent) and not is_last_word", "seek and not is_last_word", "tests/proxy/requests/test_proxy_paths.py"),
+    ("a missing model ends a forwarded request", "proxy/requests/forward.py", "skip_missing=not is_last_word,", "skip_missing=not is_last_word and held_by_one,", "tests/proxy/requests/test_proxy_paths.py"),
     ("a request without a model has an unknown one", "proxy/routing/fleet.py", "if not model or self.knows_model(model):", "if self.knows_model(model):", "tests/proxy/routing/test_decode_wait.py"),
     ("an unknown model is asked for before all were probed", "proxy/routing/decode_wait.py", "if not self._fleet.is_model_uncertain(query.model):", "if True:", "tests/proxy/routing/test_decode_wait.py"),
     ("an unknown model waits for an engine that is silent", "proxy/routing/decode_wait.py", "reasons = (NOT_PROBED,)", "pass", "tests/proxy/routing/test_decode_wait.py"),

@@ -625,6 +625,39 @@ async def test_an_adapter_is_sought_at_other_instances(prefill: int) -> None:
         assert all(row["breaker"] == "closed" for row in await w.instances())
 
 
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/chat/completions/batch", "/rerank"])
+async def test_a_forwarded_request_seeks_its_adapter_at_other_instances(path: str) -> None:
+    """Clients got the 404 of the first engine asked, in turn with answers of the right one."""
+    async with world(prefill=0, decode=5) as w:
+        for engine in w.decodes[1:]:
+            engine.script = lack_adapter
+        for _ in range(5):
+            assert (await w.post(path, model="adapter")).json()["text"] == "d0"
+        w.d.script = lack_adapter
+        before = sum(len(engine.calls) for engine in w.decodes)
+        reply = await w.post(path, model="adapter")
+        assert (reply.status, "does not exist" in reply.body.decode()) == (404, True)
+        assert sum(len(engine.calls) for engine in w.decodes) == before + 5, "each once"
+        assert all(row["breaker"] == "closed" for row in await w.instances())
+
+
+async def test_a_forwarded_404_is_no_last_word_behind_the_death_of_another_instance() -> None:
+    async with world(prefill=0, decode=3) as w:
+
+        async def die(call: Call) -> None:
+            call.reset()
+
+        w.d.script = die
+        for engine in w.decodes[1:]:
+            engine.script = lack_adapter
+        reply = await w.post("/v1/embeddings", model="adapter")
+        assert (reply.status, reply.headers["retry-after"]) == (503, "5")
+        assert "one failed that may have it" in reply.json()["error"]["message"]
+        w.d.script = lack_adapter
+        await w.until_ready()
+        assert (await w.post("/v1/embeddings", model="adapter")).status == 404
+
+
 @pytest.mark.parametrize("prefill", [0, 1])
 @pytest.mark.parametrize("status", [429, 500])
 async def test_a_404_is_no_last_word_behind_the_failure_of_another_instance(

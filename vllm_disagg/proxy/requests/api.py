@@ -40,7 +40,7 @@ from ..telemetry.record import RequestRecorder
 from . import bodies
 from .admin import DRAIN_PATH, INSTANCES_PATH, Admin
 from .completeness import UNVERIFIABLE
-from .forward import MAX_RETRIES
+from .failover import MAX_ATTEMPTS
 from .relay import Relay
 
 log = logging.getLogger(__name__)
@@ -291,7 +291,7 @@ class Api:
         await self._enter(request, meter)
         try:
             return await self._relay.forwarder.forward(
-                request, client, self._candidates(RoutingQuery(0, model=model)), seek=True
+                request, client, self._candidates(RoutingQuery(0, model=model)), held_by_one=True
             )
         finally:
             self._concurrency_limit.leave()
@@ -318,7 +318,7 @@ class Api:
         found = [d for d in decodes if d.up]
         is_one_absent = len(found) < len(decodes)
         return await self._relay.forwarder.forward(
-            request, client, found, seek=True, absent=is_one_absent
+            request, client, found, held_by_one=True, absent=is_one_absent
         )
 
     async def _everywhere(
@@ -332,17 +332,18 @@ class Api:
     def _candidates(self, query: RoutingQuery) -> list[Instance]:
         """Returns instances that can answer, best first.
 
-        Prefill instances only if no decode instance is up.
+        As many as a generating request has attempts: one of them may have an adapter that the
+        others lack. Prefill instances only if no decode instance is up.
         """
         fleet = self._relay.fleet
         now = asyncio.get_running_loop().time()
         found: list[Instance] = []
-        while len(found) <= MAX_RETRIES:
+        while len(found) < MAX_ATTEMPTS:
             decode = choose_decode(fleet, self._relay.policy, now, found, query)
             if not decode:
                 break
             found.append(decode)
-        return found or [p for p in fleet.with_role("prefill") if p.up]
+        return found or [p for p in fleet.with_role("prefill") if p.up][:MAX_ATTEMPTS]
 
     async def _health(self, request: HttpRequest, client: Connection) -> int:
         client.answer(200, [], b"")

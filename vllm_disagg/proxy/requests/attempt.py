@@ -36,6 +36,10 @@ from .failover import DEATH_REASONS, AttemptHistory
 from .first_token import FirstTokenRelay
 from .streams import StreamRecorder
 
+MODEL_MAY_HAVE_FAILED = (
+    "another instance has not what the request names, and one failed that may have it: {}"
+)
+
 LegName = Literal["prefill", "decode"]
 AttemptPlan = InstancePair | Instance  # both legs, or a decode instance alone
 

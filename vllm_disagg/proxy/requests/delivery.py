@@ -13,7 +13,7 @@ from ..http.reasons import CUT_OFF_DETAIL, STOPPING_DETAIL
 from ..http.sse import DONE, ERROR
 from ..http.upstream_response import Unreachable, UpstreamResponse
 from ..routing.fleet import Fleet
-from .attempt import Attempt, AttemptFailure, Leg
+from .attempt import MODEL_MAY_HAVE_FAILED, Attempt, AttemptFailure, Leg
 from .completeness import (
     PATHS_WITH_LAST_EVENT,
     CompletenessCheck,
@@ -24,9 +24,6 @@ from .streams import StreamRecorder
 
 MODEL_MAY_BE_ELSEWHERE = (
     "no instance that can be asked has this model, and one that may have it has not answered yet"
-)
-MODEL_MAY_HAVE_FAILED = (
-    "another instance has not what the request names, and one failed that may have it: {}"
 )
 
 

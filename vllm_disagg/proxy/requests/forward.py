@@ -4,6 +4,9 @@ An instance fails a request if it cannot be reached, cuts its answer off, or ans
 Then another one is asked, `MAX_RETRIES` times at most. Repeats after answers of instances that live
 have a budget, as in the ladder of `failover.py`. Where only one instance holds an id, its 429 or
 5xx is the answer.
+
+An instance that has no such thing (404) is no failure: the next one is asked, since it may have
+loaded the adapter that the request names.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from ..routing.fleet import Fleet, Instance
 from ..routing.pairing import record_choice
 from ..routing.policies import Policy, RoutingQuery
 from ..telemetry.logs import FailedForwardLog
-from .attempt import Leg, RequestProgress, SuspectLeg
+from .attempt import MODEL_MAY_HAVE_FAILED, Leg, RequestProgress, SuspectLeg
 from .completeness import END_MARKS, PATHS_WITH_LAST_EVENT, CompletenessCheck, doubtful
 from .failover import CHARGED_REASONS, RetryBudget
 from .streams import StreamRecorder, aborted, failure_in
@@ -71,16 +74,18 @@ class Forwarder:
         request: HttpRequest,
         client: Connection,
         candidates: list[Instance],
-        seek: bool = False,
+        held_by_one: bool = False,
         absent: bool = False,
     ) -> int:
         """Forwards a request to the first candidate that answers; returns the answer's status.
 
-        `seek`: an answer "no such thing" counts only from the last candidate. `absent`: it counts
-        from none, since an instance that cannot be asked may have the thing. Raises RequestFailed
-        if none answers.
+        An answer "no such thing" counts only from the last candidate. `absent`: it counts from
+        none, since an instance that cannot be asked may have the thing. `held_by_one`: one instance
+        alone has the thing, so its failure is the answer. Raises RequestFailed if none answers.
         """
         error: Unreachable | None = None
+        failures = 0
+        is_missing = False
         progress = RequestProgress()
         is_trial = routes.needs_engine(request.path)
         self._retry_budget.earn()
@@ -97,21 +102,22 @@ class Forwarder:
             # no other's 404 counts.
             is_last_try = position + 1 == len(candidates)
             is_last_word = not error and is_last_try and not absent
-            may_repeat = not is_last_try and position < MAX_RETRIES
+            may_repeat = not is_last_try and failures < MAX_RETRIES
             leg = Leg("decode", instance, time.monotonic())
             try:
                 status = await self._try_instance(
                     request,
                     client,
                     instance,
-                    skip_missing=(seek or absent) and not is_last_word,
-                    skip_failed=may_repeat and not seek,
+                    skip_missing=not is_last_word,
+                    skip_failed=may_repeat and not held_by_one,
                 )
             except Unreachable as failure:
                 is_last = client.started or not may_repeat
                 self._failures.write(request, instance.url, str(failure), is_last)
                 self._note_failure(progress, leg, failure.reason)
                 error = failure
+                failures += 1
                 if is_last:
                     break
                 continue
@@ -121,6 +127,9 @@ class Forwarder:
                 if status == 200:
                     progress.blame_suspects(time.monotonic())
                 return status
+            is_missing = True
+        if error and is_missing and not (held_by_one or client.started):
+            raise RequestFailed(503, MODEL_MAY_HAVE_FAILED.format(error), retry_after=5)
         if not error:
             which = "an instance that may have it cannot" if absent else "no instance can"
             raise RequestFailed(503, f"{which} be used at the moment", retry_after=5)

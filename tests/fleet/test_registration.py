@@ -4,13 +4,20 @@ import logging
 import threading
 import time
 
+import msgspec
 import pytest
 
 import vllm_disagg.fleet.registration
 from vllm_disagg.config import parse
-from vllm_disagg.errors import ConfigError
+from vllm_disagg.errors import BadGrant, ConfigError
 from vllm_disagg.fleet.keys import FleetKey
-from vllm_disagg.fleet.registration import Registration, register_all
+from vllm_disagg.fleet.registration import (
+    Registration,
+    RegistrationNote,
+    read,
+    register_all,
+    sign,
+)
 
 WHERE = {
     "register": "http://127.0.0.1:9, http://127.0.0.1:10",
@@ -85,3 +92,20 @@ def test_proxies_behind_one_balancer_are_a_warning(
         assert sent.acquire(timeout=60)
     made.close()
     assert caplog.text.count("http://proxies/disagg/register answers with another challenge") == 1
+
+
+class LaterNote(RegistrationNote, frozen=True):
+    """A note of a later release."""
+
+    weight: int = 3
+
+
+def test_an_engine_of_a_later_release_registers() -> None:
+    """Its proxy was to be upgraded first: the fleet lost each engine that was replaced before."""
+    key = FleetKey(b"0" * 32)
+    note = RegistrationNote("challenge", "incarnation", 7, "prefill", "http://10.0.0.1:8100")
+    later = LaterNote(*msgspec.structs.astuple(note))
+    assert read(key, sign(key, later)) == note
+    # What an older proxy must not take for something else is a value that it does not know.
+    with pytest.raises(BadGrant, match=r"role"):
+        read(key, sign(key, msgspec.structs.replace(later, role="encode")))

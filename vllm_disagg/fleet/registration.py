@@ -12,6 +12,9 @@ key derived from the fleet key, because holding that key makes an engine a membe
 is useless later: it has the proxy's challenge, which expires with the proxy's process, and a number
 that must grow within an incarnation.
 
+Engines and proxies may be of different releases: a proxy ignores fields that it does not know, and
+a field that is added has a default.  A proxy refuses values that it does not know, as of a role.
+
 Every failure here is logged and tried again; the engine never waits for registration.
 """
 
@@ -42,7 +45,7 @@ MAX_NOTE_BYTES = 4096  # of one note, and of its answer
 MAX_TRIES = 2  # the first note, and the first after a proxy's restart, are answered by a challenge
 
 
-class RegistrationNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RegistrationNote(msgspec.Struct, frozen=True):
     """The announcement of an engine."""
 
     challenge: Text  # the proxy's

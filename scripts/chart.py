@@ -20,6 +20,9 @@ MANIFESTS = ROOT / "deploy" / "kubernetes"
 TEMPLATES = ROOT / "deploy" / "helm" / "vllm-disagg" / "templates"
 NOTE = "{{- /* Written by scripts/chart.py from deploy/kubernetes; do not edit. */ -}}\n"
 ROLES = ("prefill", "decode")
+# Values of each role that go into the spec of its pods as they are.
+PROXY_POD_FIELDS = ("nodeSelector", "affinity", "tolerations")
+ENGINE_POD_FIELDS = (*PROXY_POD_FIELDS, "runtimeClassName")
 ALERTS = ROOT / "deploy" / "observability" / "alerts.yml"
 RULE = "components/monitoring/prometheus-rule.yaml"
 # A series that is missing has no namespace: without one here, the proxies of another namespace
@@ -60,6 +63,26 @@ SCALERS = [
     ("minReplicaCount: 2", "minReplicaCount: {{ .Values.autoscaling.min }}"),
     ("maxReplicaCount: 8", "maxReplicaCount: {{ .Values.autoscaling.max }}"),
 ]
+
+
+def inserted(value: str, indent: int, field: str = "") -> str:
+    """Returns lines that insert a value, unless it is empty: as a field, or behind other items."""
+    space = " " * indent
+    if not field:
+        return f"{space}{{{{- with {value} }}}}{{{{ toYaml . | nindent {indent} }}}}{{{{ end }}}}\n"
+    return (
+        f"{space}{{{{- with {value} }}}}\n"
+        f"{space}{field}: {{{{- toYaml . | nindent {indent + 2} }}}}\n"
+        f"{space}{{{{- end }}}}\n"
+    )
+
+
+def pod_fields(role: str, fields: tuple[str, ...]) -> str:
+    """Returns the fields that a role's values add to the spec of its pods."""
+    added = [inserted(f".Values.{role}.{field}", 6, field) for field in fields]
+    return inserted(".Values.imagePullSecrets", 6, "imagePullSecrets") + "".join(added)
+
+
 NETWORK = [("name: monitoring}", "name: {{ .Values.networkPolicy.prometheusNamespace }}}")]
 PROXY = [
     ("image: vllm-disagg-proxy:0.1.0", "image: {{ .Values.images.proxy }}"),
@@ -67,9 +90,22 @@ PROXY = [
     ("secretName: vllm-disagg-keys", "secretName: {{ .Values.keysSecret }}"),
     (
         "            - --log-format=json\n",
-        "            - --log-format=json\n"
-        "            {{- with .Values.proxy.args }}{{ toYaml . | nindent 12 }}{{ end }}\n",
+        "            - --log-format=json\n" + inserted(".Values.proxy.args", 12),
     ),
+    (
+        "      serviceAccountName: proxy\n",
+        "      serviceAccountName: proxy\n" + pod_fields("proxy", PROXY_POD_FIELDS),
+    ),
+    (
+        "          ports: [{name: http, containerPort",
+        inserted(".Values.proxy.env", 12) + "          ports: [{name: http, containerPort",
+    ),
+    (
+        "mountPath: /etc/vllm-disagg, readOnly: true}\n",
+        "mountPath: /etc/vllm-disagg, readOnly: true}\n"
+        + inserted(".Values.proxy.volumeMounts", 12),
+    ),
+    ("defaultMode: 0400}\n", "defaultMode: 0400}\n" + inserted(".Values.proxy.volumes", 8)),
     ("name: proxy}]", "name: proxy, namespace: {{ .Release.Namespace | quote }}}]"),
 ]
 
@@ -93,9 +129,28 @@ def engine(role: str) -> list[tuple[str, str]]:
         ),
         (
             "          env:\n",
-            f"            {{{{- with {values}.args }}}}"
-            "{{ toYaml . | nindent 12 }}{{ end }}\n"
-            "          env:\n",
+            inserted(f"{values}.args", 12) + "          env:\n",
+        ),
+        (
+            "    spec:\n      automountServiceAccountToken: false\n",
+            inserted(f"{values}.annotations", 6, "annotations")
+            + "    spec:\n      automountServiceAccountToken: false\n"
+            + pod_fields(role, ENGINE_POD_FIELDS),
+        ),
+        (
+            "          ports: [{name: http, containerPort",
+            inserted(f"{values}.env", 12)
+            + inserted(f"{values}.securityContext", 10, "securityContext")
+            + "          ports: [{name: http, containerPort",
+        ),
+        (
+            "mountPath: /dev/shm}\n",
+            "mountPath: /dev/shm}\n" + inserted(f"{values}.volumeMounts", 12),
+        ),
+        (
+            "sizeLimit: 16Gi}\n",
+            f"sizeLimit: {{{{ {values}.sharedMemory | quote }}}}}}\n"
+            + inserted(f"{values}.volumes", 8),
         ),
     ]
 

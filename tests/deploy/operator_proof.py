@@ -25,6 +25,7 @@ from xml.etree import ElementTree
 
 import yaml
 
+import chart_values
 import observability
 import operator_tools as tools
 
@@ -146,11 +147,36 @@ def prove_manifests() -> Fields:
             raise FailedError(f"chart and overlay differ: {', '.join(different)}")
         script = ROOT / "tests" / "deploy" / "check_manifests.py"
         output = run(tools.python(), script, *files.values())
+        run(tools.python(), script, example_of_chart(Path(name)))
         images = overridden_images(Path(name))
     counts = json.loads(output.strip().splitlines()[-1])
     run(sys.executable, "scripts/chart.py", "--check")
     run(sys.executable, "scripts/dashboard.py", "--check")
     return {"overlays": len(files) - 1, "chart": "equal", "images": images, **counts}
+
+
+def example_of_chart(folder: Path) -> Path:
+    """Renders the chart with the guide's values; raises FailedError if a pod lacks one of them."""
+    values = folder / "example-values.yaml"
+    values.write_text(chart_values.example_text())
+    helm = tools.path_of("helm")
+    run(helm, "lint", "--strict", CHART, "--values", values)
+    path = folder / "example.yaml"
+    path.write_text(run(helm, "template", "release", CHART, "--values", values))
+    example = chart_values.example()
+    for role in ("prefill", "decode", "proxy"):
+        pod = objects(path)[f"Deployment {role}"]["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        sizes = [volume.get("emptyDir", {}).get("sizeLimit") for volume in pod["volumes"]]
+        there = {**pod, **container, "sharedMemory": sizes}
+        wanted = {"imagePullSecrets": example["imagePullSecrets"], **example[role]}
+        for name, value in wanted.items():
+            parts = value if isinstance(value, list) else [value]
+            found = there.get(name)
+            # The chart has items of its own in lists.
+            if not all(part == found or part in (found or []) for part in parts):
+                raise FailedError(f"{role} has not the {name} of the example")
+    return path
 
 
 def overridden_images(folder: Path) -> int:

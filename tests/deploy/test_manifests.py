@@ -22,6 +22,7 @@ import yaml
 from vllm.platforms.interface import Platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+import chart_values
 from kv_connectors import fingerprint
 from pods import VARIABLE
 from vllm_disagg import __version__, cli, config, drain
@@ -342,6 +343,42 @@ def test_every_engine_reads_the_clients_keys() -> None:
             v for v in deployment(role)["spec"]["template"]["spec"]["volumes"] if "secret" in v
         )
         assert names <= {item["path"] for item in keys["secret"]["items"]}
+
+
+def leaves(value: Any, path: str = "") -> set[str]:
+    """Returns the paths of values beneath a map, as `.prefill.args`; lists have none."""
+    if not isinstance(value, dict) or not value:
+        return {path}
+    return {leaf for name, part in value.items() for leaf in leaves(part, f"{path}.{name}")}
+
+
+def test_each_value_of_the_chart_is_in_its_schema_and_its_templates() -> None:
+    chart = DEPLOY / "helm" / "vllm-disagg"
+    values = yaml.safe_load((chart / "values.yaml").read_text())
+    schema = json.loads((chart / "values.schema.json").read_text())
+
+    def properties(part: Any) -> Any:
+        part = schema["definitions"][part["$ref"].rpartition("/")[2]] if "$ref" in part else part
+        return {name: properties(each) for name, each in part.get("properties", {}).items()}
+
+    text = "".join(path.read_text() for path in (chart / "templates").glob("*.yaml"))
+    used = set(re.findall(r"\.Values((?:\.\w+)+)", text))
+    in_schema = leaves(properties(schema)) - {".global"}  # Helm's own
+    assert used == in_schema
+    for role in ENGINES:  # a map that goes into the pods as it is
+        assert values[role].pop("resources")
+        in_schema.remove(f".{role}.resources")
+    assert leaves(values) == in_schema
+
+
+def test_the_example_of_values_has_values_of_the_chart() -> None:
+    """`operator_proof.py manifests` renders it."""
+    text = (DEPLOY / "helm" / "vllm-disagg" / "values.yaml").read_text()
+    example = chart_values.example()
+    for name, part in example.items():
+        known = yaml.safe_load(text)[name]
+        assert not isinstance(part, dict) or part.keys() <= known.keys()
+    assert example["prefill"] == example["decode"]
 
 
 def test_scalers_name_deployments() -> None:

@@ -1800,6 +1800,8 @@ MUTANTS: list[tuple[str, ...]] = [
     ("an unknown model is asked for before all were probed", "proxy/routing/decode_wait.py", "if not self._fleet.is_model_uncertain(query.model):", "if True:", "tests/proxy/routing/test_decode_wait.py"),
     ("an unknown model waits for an engine that is silent", "proxy/routing/decode_wait.py", "reasons = (NOT_PROBED,)", "pass", "tests/proxy/routing/test_decode_wait.py"),
     ("first token: pairs of a large fleet are forgotten", "proxy/requests/first_token.py", "MAX_KNOWN_PAIRS = 16384", "MAX_KNOWN_PAIRS = 1024", "tests/proxy/requests/test_first_token.py"),
+    ("a message is renamed within a version of the wire", "protocol/messages.py", 'tag="read_complete"', 'tag="read_completed"', "tests/protocol/test_recorded_wire.py"),
+    ("a worker refuses what a later release adds", "protocol/peers.py", "class WorkerInfo(msgspec.Struct, frozen=True):", "class WorkerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):", "tests/protocol/test_recorded_wire.py"),
     ("registration: a proxy refuses later engines", "fleet/registration.py", "class RegistrationNote(msgspec.Struct, frozen=True):", "class RegistrationNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):", "tests/fleet/test_registration.py::test_an_engine_of_a_later_release_registers"),
     ("registration: nobody hears of a balancer", "fleet/registration.py", "        self._warn_of_challenges()\n", "", "tests/fleet/test_registration.py"),
     ("what one D has not, none has", "proxy/requests/legs.py", "if answer.status == 404 and name == \"decode\":", "if False:", "tests/proxy/requests/test_proxy_paths.py"),

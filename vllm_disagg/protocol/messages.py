@@ -31,8 +31,10 @@ import msgspec
 from ..errors import BadMessage
 from ..kv.extents import Extent
 
-# Of the format; both ends must have the same.  Engines compare it before any transfer, so the check
-# in `_decode` meets another version only if an engine was replaced meanwhile.
+# Of the format, notes of transports included; both ends must have the same.  Engines compare it
+# before any transfer, so the check in `_decode` meets another version only if an engine was
+# replaced meanwhile.  A new field with a default needs no new version, since decoders ignore fields
+# that they do not know: tests/protocol/test_recorded_wire.py.
 VERSION = 5
 # Of one control message, also for ZMQ itself (maxmsgsize): without a limit it reserves as much
 # memory as the header of a frame announces.

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, wraps
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from packaging.version import Version
 from vllm import _custom_ops as ops
 from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
@@ -197,6 +199,40 @@ KV_STAYS_MAPPED = (
 )
 
 
+# Methods of vLLM's workers by which a client may change what other engines rely on.
+WEIGHT_METHODS = frozenset(("load_model", "reload_weights", "reset_weights"))
+CACHE_METHODS = frozenset(("discard", "initialize_from_config", "sleep"))
+
+
+def refuse_worker_methods() -> None:
+    """Makes vLLM refuse, in words, methods of its workers that change weights, or unmap its KV.
+
+    `/collective_rpc` runs any method by its name, and `/weight_checker` zeroes the weights. vLLM
+    reports the refusal to the client, and goes on. Connectors have no hook for this, so
+    `EngineCore.collective_rpc` is wrapped, once.
+    """
+    from vllm.v1.engine.core import EngineCore  # noqa: PLC0415 - it imports connectors
+
+    call = EngineCore.collective_rpc
+    if getattr(call, "refuses_worker_methods", False):
+        return
+
+    # vLLM converts a client's arguments by the signature, which `wraps` keeps.
+    @wraps(call)
+    def collective_rpc(self: Any, method: Any, *args: Any, **keywords: Any) -> Any:
+        if method in WEIGHT_METHODS:
+            raise ConfigError(
+                "DisaggConnector compares weights when engines start, so they must not change"
+                f" later ({method}): stop this engine, and start it with other weights"
+            )
+        if method in CACHE_METHODS:
+            raise ConfigError(f"{KV_STAYS_MAPPED} ({method}): stop this engine")
+        return call(self, method, *args, **keywords)
+
+    collective_rpc.refuses_worker_methods = True  # type: ignore[attr-defined]
+    EngineCore.collective_rpc = collective_rpc  # type: ignore[method-assign]
+
+
 def before_blocks_change(vllm_config: Any, revoke: Callable[[Any], None]) -> None:
     """Has `revoke` called with each step's connector metadata before a step changes any block.
 
@@ -232,6 +268,37 @@ def layer_overrides(model: Any) -> list[dict[str, Any]]:
     Empty if all layers are alike, or if this vLLM does not report it.
     """
     return getattr(getattr(model, "model_arch_config", None), "per_layer_overrides", None) or []
+
+
+def is_rocm() -> bool:
+    """Returns whether the GPUs are AMD's; vLLM calls their device cuda."""
+    return bool(current_platform.is_rocm())
+
+
+# Variables of vLLM that choose the numbers in which layers compute, as no flag does, and their
+# defaults: another value quantizes weights or activations otherwise, or routes to other experts.
+NUMBER_VARIABLES: dict[str, Any] = {
+    "VLLM_B12X_MOE_FP4_FORCE_A16": False,
+    "VLLM_CPU_INT4_W4A8": True,
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG": None,
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG": None,
+    "VLLM_MARLIN_INPUT_DTYPE": None,
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "",
+}
+
+
+def number_variables() -> dict[str, Any]:
+    """Returns those of `NUMBER_VARIABLES` that this vLLM has, and that are not at their default."""
+    values = {name: getattr(envs, name, usual) for name, usual in NUMBER_VARIABLES.items()}
+    return {name: value for name, value in values.items() if value != NUMBER_VARIABLES[name]}
+
+
+def logits_processor_plugins() -> list[str]:
+    """Returns the installed processors of logits, which vLLM takes without a flag."""
+    return sorted(f"{each.name}={each.value}" for each in entry_points(group=LOGITS_PROCESSORS))
+
+
+LOGITS_PROCESSORS = "vllm.logits_processors"
 
 
 def is_batch_invariant() -> bool:

@@ -17,6 +17,7 @@ from vllm_disagg.protocol.messages import VERSION
 from . import compat
 from .fingerprint import (
     PROCESSOR_FILES,
+    config_digest,
     digest,
     digest_other_files,
     files_have_changed,
@@ -36,7 +37,6 @@ IMAGE_SETTINGS = (
     "mm_encoder_attn_dtype",
     "mm_encoder_fp8_scale_path",
 )
-IGNORED_MODEL_FIELDS = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 LLAMA_4_LIMIT_TOKENS = 32768  # `attn_temperature_tuning` differs for longer positions
 
 
@@ -49,7 +49,7 @@ def layout(vllm_config: VllmConfig, compress: str = "off") -> dict[str, str]:
     model = vllm_config.model_config
     facts = {
         "architecture": _architecture(model),
-        "model config": digest(_model_config(model.hf_config)),
+        "model config": config_digest(model),
         "weights": _weights(model),
         "positions": _positions(model),
         "images": _images(model),
@@ -102,12 +102,13 @@ def answer_settings(vllm_config: VllmConfig) -> str:
         model.get_diff_sampling_param(),
         model.try_get_generation_config().get("eos_token_id"),
         [str(processor) for processor in model.logits_processors or ()],
+        compat.logits_processor_plugins(),
         str(model.logprobs_mode),
         [model.max_model_len, model.max_logprobs],  # beyond these it answers 400
         asdict(outputs),
         str(getattr(vllm_config, "reasoning_config", None)),
         files,
-        str(model.tokenizer_mode),
+        [str(model.tokenizer_mode), model.skip_tokenizer_init],  # without one a text is empty
         str(model.tokenizer_revision),
     ]
     return digest(facts)
@@ -121,14 +122,6 @@ def permits_bidirectional_reuse(vllm_config: VllmConfig) -> bool:
     transfer: Any = vllm_config.kv_transfer_config
     has_prefix_cache = bool(vllm_config.cache_config.enable_prefix_caching)
     return has_prefix_cache and transfer.kv_load_failure_policy == "recompute"
-
-
-def _model_config(hf_config: Any) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in hf_config.to_dict().items()
-        if name not in IGNORED_MODEL_FIELDS
-    }
 
 
 # vLLM's classes that run a model by the code of the transformers library begin with this.
@@ -154,14 +147,16 @@ def _architecture(model: Any) -> str:
 
 
 def _quantization(model: Any) -> str:
-    """Returns the quantization method, and a digest of how `--quantization-config` changes it."""
+    """Returns the quantization method, and what changes it: `--quantization-config`, variables."""
     fact = str(model.quantization)
     settings = getattr(model, "quantization_config", None)
-    if settings is None:
-        return fact
     if is_dataclass(settings) and not isinstance(settings, type):
         settings = asdict(settings)
-    return f"{fact}, config {digest(settings)}"
+    if settings is not None:
+        fact += f", config {digest(settings)}"
+    for name, value in compat.number_variables().items():
+        fact += f", {name} {digest(value) if isinstance(value, dict) else value}"
+    return fact
 
 
 def _load_format(load: Any) -> str:
@@ -268,5 +263,5 @@ def _draft(vllm_config: VllmConfig) -> str:
     if not compat.has_draft_kv(vllm_config):
         return "none"
     draft = speculative.draft_model_config
-    config = digest(_model_config(draft.hf_config))
+    config = config_digest(draft, is_draft=True)
     return f"{speculative.method}, config {config}, weights {_weights(draft)}, {draft.dtype}"

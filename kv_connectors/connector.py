@@ -95,6 +95,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         rank = data_parallel.shared_server_rank(vllm_config)
         compat.around_adapter_loads(prompt_digest.note_load)
         compat.keep_kv_mapped()
+        compat.refuse_worker_methods()
         self._scheduler = SchedulerSide(
             key,
             role,

@@ -15,7 +15,7 @@ from vllm_disagg import config
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet import keys
 
-from .fingerprint import note_files
+from .fingerprint import note_configs, note_files
 
 CONNECTOR = "DisaggConnector"
 # Connectors that may not be children of MultiConnector beside this one, and why.
@@ -63,6 +63,7 @@ def install() -> None:
         if images is not None:
             _require_embeddings(images, takes_embeddings)
         note_files(self)
+        note_configs(self)
 
     check_and_complete.checks_settings = True  # type: ignore[attr-defined]
     VllmConfig.__post_init__ = check_and_complete  # type: ignore[method-assign]

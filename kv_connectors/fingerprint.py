@@ -8,6 +8,12 @@ loads them, and must be the same afterwards. It is noted in the environment, whi
 that load weights inherit. No field of vLLM's configuration may have it: vLLM copies configurations
 field by field, and refuses unknown ones. Ray's actors on other machines inherit no environment;
 their files have times of their own.
+
+Theory of configurations. The code of some models writes into the model's configuration while it is
+loaded: MiniMax-M2 its `max_model_len`, EAGLE-3 the layers of its target. On a GPU an engine of one
+rank loads the model in the scheduler's process, so that its connector finds those fields. Those of
+an engine of several ranks are in other processes, and the two would never be paired. So a
+configuration is digested before, and the digest is noted in the environment, too.
 """
 
 from __future__ import annotations
@@ -43,6 +49,9 @@ KV_SCALES = (
     "_proj.output_scale",
 )
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, by its format
+IGNORED_CONFIG_FIELDS = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
+# vLLM raises it to the engine's `max_model_len`, in which P and D may differ.
+IGNORED_DRAFT_FIELDS = {"max_position_embeddings"}
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
 PROCESSOR_FILES = (
     "preprocessor_config.json",
@@ -158,11 +167,40 @@ def _models(vllm_config: Any) -> list[Any]:
 
 def note_files(vllm_config: Any) -> None:
     """Notes the states of a model's files, before vLLM loads them."""
-    variable = _variable(vllm_config)
+    _note(_variable(vllm_config), digest(model_files(vllm_config)))
+
+
+def note_configs(vllm_config: Any) -> None:
+    """Notes the digests of the configurations of a model and of its draft, before their load."""
+    for model in _models(vllm_config):
+        is_draft = model is not vllm_config.model_config
+        _note(_config_variable(model, is_draft), _digest_config(model, is_draft))
+
+
+def config_digest(model: Any, *, is_draft: bool = False) -> str:
+    """Returns the noted digest of a model's configuration, else one of what it is now."""
+    noted = os.environ.get(_config_variable(model, is_draft))
+    return noted or _digest_config(model, is_draft)
+
+
+def _digest_config(model: Any, is_draft: bool) -> str:
+    ignored = IGNORED_CONFIG_FIELDS | (IGNORED_DRAFT_FIELDS if is_draft else set())
+    fields = model.hf_config.to_dict().items()
+    return digest({name: value for name, value in fields if name not in ignored})
+
+
+def _config_variable(model: Any, is_draft: bool) -> str:
+    # vLLM makes a part of some models as a model with the same files and another architecture.
+    architectures = getattr(model.hf_config, "architectures", None)
+    return f"VLLM_DISAGG_CONFIG_{digest([model.model, architectures, is_draft]).upper()}"
+
+
+def _note(variable: str, value: str) -> None:
+    """Notes a value in the environment, which the processes that load weights inherit."""
     # vLLM completes copies of a configuration in processes that have loaded the weights.
     is_child = multiprocessing.parent_process() is not None
     if not is_child or variable not in os.environ:
-        os.environ[variable] = digest(model_files(vllm_config))
+        os.environ[variable] = value
 
 
 def files_have_changed(vllm_config: Any) -> bool:

@@ -69,6 +69,13 @@ def refuse_unsupported(
             f"DisaggConnector was never tried with KV on {device}: it supports"
             f" {' and '.join(KNOWN_DEVICES)}"
         )
+    # vLLM calls these cuda, too. Flags and variables choose the order of a block there, and one
+    # name of fp8 means two formats (MI300, MI355): facts that the proof at start does not see.
+    if compat.is_rocm():
+        raise ConfigError(
+            "DisaggConnector was never tried with KV on AMD's GPUs (ROCm): it supports CPUs and"
+            " NVIDIA's GPUs"
+        )
     _refuse_parallelism(vllm_config.parallel_config)
     _refuse_environment()
     _refuse_settings(vllm_config)
@@ -122,6 +129,12 @@ def _refuse_parallelism(parallel: Any) -> None:
         raise ConfigError(
             "DisaggConnector was never tried with steps that vLLM computes in parts: start without"
             " --enable-dbo and --ubatch-size"
+        )
+    # Its methods change weights, as a rule: vLLM's examples of RLHF load new ones by it.
+    if getattr(parallel, "worker_extension_cls", ""):
+        raise ConfigError(
+            "DisaggConnector compares weights when engines start, and cannot see what methods of"
+            " --worker-extension-cls change later: start without it"
         )
     for stage in ("decode", "prefill"):
         size = getattr(parallel, f"{stage}_context_parallel_size", 1)

@@ -248,6 +248,11 @@ def test_the_last_stage_drafts(method: str, rank: int, stages: int, expected: bo
             (FULL,),
             "start without --enable-fault-tolerance",
         ),
+        (
+            {"parallel": {"worker_extension_cls": "trl.WeightSync"}},
+            (FULL,),
+            "cannot see what methods of --worker-extension-cls change later: start without it",
+        ),
         ({"parallel": {"enable_dbo": True}}, (FULL,), "computes in parts: start without"),
         ({"parallel": {"ubatch_size": 2}}, (FULL,), "start without --enable-dbo and --ubatch-size"),
         (
@@ -304,6 +309,13 @@ def test_a_server_in_rust_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat.envs, "VLLM_USE_RUST_FRONTEND", True, raising=False)
     with pytest.raises(ConfigError, match="in Rust: start without VLLM_USE_RUST_FRONTEND"):
         supported.refuse_unsupported(config(), caches(FULL))
+
+
+def test_amds_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM calls them cuda. MI300's fp8 has the name of MI355's, and means half of its numbers."""
+    monkeypatch.setattr(compat, "current_platform", SimpleNamespace(is_rocm=lambda: True))
+    with pytest.raises(ConfigError, match=r"never tried with KV on AMD's GPUs \(ROCm\)"):
+        supported.refuse_unsupported(config(device="cuda"), caches(FULL))
 
 
 def test_kv_on_a_gpu_is_accepted_and_proved_later() -> None:
@@ -409,6 +421,29 @@ def test_engines_with_different_drafts_differ(tmp_path: Path) -> None:
     ):
         assert difference(ours, theirs).startswith("draft is eagle, config ")
     assert not difference(engine("ngram", b"1" * 4096), layout(tmp_path))
+
+
+def test_drafts_fit_whatever_the_longest_prompt_and_whoever_loads_the_model(
+    tmp_path: Path,
+) -> None:
+    """vLLM raises the draft's longest position, and EAGLE-3's code adds fields as it is loaded.
+
+    In the process of the connector, if the engine has one rank.
+    """
+
+    def engine(positions: int, *, loads_here: bool) -> dict[str, str]:
+        fields = {"max_position_embeddings": positions}
+        hf = SimpleNamespace(to_dict=lambda: fields, architectures=["Eagle3LlamaForCausalLM"])
+        draft = SimpleNamespace(model=str(tmp_path), hf_config=hf, revision=None, dtype="bf16")
+        made = SimpleNamespace(method="eagle3", draft_model_config=draft)
+        fingerprint.note_configs(SimpleNamespace(model_config=None, speculative_config=made))
+        if loads_here:
+            fields["target_layer_count"] = 32
+        return layout(tmp_path, speculative=made)
+
+    alone = engine(4096, loads_here=True)
+    assert not difference(alone, engine(4096, loads_here=False))
+    assert not difference(alone, engine(8192, loads_here=False))
 
 
 def test_engines_of_one_fleet_are_all_batch_invariant_or_none(
@@ -528,6 +563,28 @@ def test_engines_that_quantize_otherwise_differ(tmp_path: Path, first: int) -> N
     for other in range(len(QUANTIZED)):
         if other != first:
             assert difference(ours, engine(other)).startswith("quantization is ")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("VLLM_MARLIN_INPUT_DTYPE", "int8"),
+        ("VLLM_CPU_INT4_W4A8", "0"),
+        ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", '{"weight": "fp8"}'),
+        ("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random"),
+    ],
+)
+def test_variables_that_choose_the_numbers_of_layers_must_be_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    if variable not in compat.envs.environment_variables:
+        pytest.skip("this vLLM has no such variable")
+    monkeypatch.delenv(variable, raising=False)
+    usual = layout(tmp_path)
+    assert usual["quantization"] == "None"
+    monkeypatch.setenv(variable, value)
+    assert difference(usual, layout(tmp_path)).startswith("quantization is None on one side and")
+    assert not difference(layout(tmp_path), layout(tmp_path))
 
 
 def test_engines_that_run_a_model_by_other_code_differ(
@@ -933,6 +990,35 @@ def test_an_engine_never_unmaps_its_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     assert inspect.signature(wrapped) == inspect.signature(sleep)
 
 
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("reload_weights", r"they must not change later \(reload_weights\): stop this engine"),
+        ("reset_weights", "they must not change later"),
+        ("sleep", r"keeps the KV cache in memory.* \(sleep\): stop this engine"),
+    ],
+)
+def test_no_client_changes_weights_or_unmaps_kv_by_a_method_of_the_workers(
+    monkeypatch: pytest.MonkeyPatch, method: str, words: str
+) -> None:
+    """`/collective_rpc` runs any of them: P or D alone would have other weights."""
+    before = EngineCore.collective_rpc
+    monkeypatch.setattr(EngineCore, "collective_rpc", before)
+    for _ in range(2):  # connectors of one process
+        compat.refuse_worker_methods()
+    wrapped = EngineCore.collective_rpc
+    ran: list[str] = []
+    executor = SimpleNamespace(collective_rpc=lambda name, *_: ran.append(name))
+    engine: Any = SimpleNamespace(model_executor=executor)
+    wrapped(engine, "list_loras", timeout=5.0)
+    for call in (lambda: wrapped(engine, method), lambda: wrapped(engine, method, 5.0, (2,))):
+        with pytest.raises(ConfigError, match=words):
+            call()
+    assert ran == ["list_loras"]
+    assert inspect.signature(wrapped) == inspect.signature(before)
+    assert wrapped.__wrapped__ is before, "wrapped once"  # type: ignore[attr-defined]
+
+
 def test_the_wrapped_add_lora_keeps_its_signature(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM converts a client's arguments by the signature."""
     before = EngineCore.add_lora
@@ -995,7 +1081,9 @@ def answer_settings(folder: Path, outputs: Any = None, watermark: Any = None, **
     return compatibility.answer_settings(made)
 
 
-def test_settings_that_choose_an_answers_tokens(model_folder: Path) -> None:
+def test_settings_that_choose_an_answers_tokens(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = partial(answer_settings, model_folder)
     others = [
         settings(generation_config="vllm"),
@@ -1005,12 +1093,18 @@ def test_settings_that_choose_an_answers_tokens(model_folder: Path) -> None:
         settings(tokenizer_mode="slow"),
         settings(max_model_len=64),
         settings(max_logprobs=5),
+        settings(skip_tokenizer_init=False),
         settings(StructuredOutputsConfig(backend="guidance")),
         settings(StructuredOutputsConfig(reasoning_parser="qwen3")),
     ]
     assert len({settings(), *others}) == 1 + len(others)
     assert settings() == settings(served_model_name="other")
     assert not settings(watermark=SimpleNamespace(key=5))
+    with monkeypatch.context() as installed:  # vLLM takes these without a flag
+        plugin = SimpleNamespace(name="mine", value="my:Processor")
+        installed.setattr(compat, "entry_points", lambda group: [plugin])
+        with_plugin = settings()
+    assert with_plugin not in ("", settings(), *others)
     GenerationConfig(
         do_sample=True, temperature=0.6, top_k=20, eos_token_id=[2, 3]
     ).save_pretrained(model_folder)

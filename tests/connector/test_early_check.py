@@ -274,6 +274,24 @@ def test_the_states_of_the_models_files_are_noted_before_their_load(
     assert fingerprint.files_have_changed(made)
 
 
+def test_what_the_code_of_a_model_writes_into_its_configuration_is_left_out(
+    images: Path, tmp_path: Path
+) -> None:
+    """With one rank on a GPU it runs in the connector's process, with more ranks in others."""
+    kv_connectors.register()
+    folder = tmp_path / "model"
+    shutil.copytree(images, folder)
+    made: Any = VllmConfig(model_config=model(folder), kv_transfer_config=use({"insecure": True}))
+    before = fingerprint.config_digest(made.model_config)
+    made.model_config.hf_config.max_model_len = 4096  # as MiniMax-M2's
+    assert fingerprint.config_digest(made.model_config) == before
+    flags = {"hf_overrides": {"initializer_range": 0.5}}
+    other: Any = VllmConfig(
+        model_config=model(folder, **flags), kv_transfer_config=use({"insecure": True})
+    )
+    assert fingerprint.config_digest(other.model_config) != before
+
+
 def test_vllm_copies_a_configuration_that_was_checked(images: Path) -> None:
     """As for models with images and for drafts: a field that it does not know is an error."""
     kv_connectors.register()

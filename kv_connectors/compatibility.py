@@ -22,6 +22,7 @@ from .fingerprint import (
     digest_other_files,
     files_have_changed,
     sample_files,
+    weight_places,
 )
 
 if TYPE_CHECKING:
@@ -173,9 +174,20 @@ def _setting(settings: Any, name: str) -> Any:
 
 
 def _weights(model: Any) -> str:
+    """Returns the facts of a model's weights, and of others that vLLM loads as parts of it."""
+    _, *others = weight_places(model)
+    facts = [_own_weights(model)]
+    for place in others:
+        samples = _samples(place)
+        if not samples:
+            _warn_of_names(str(place))
+        facts.append(digest(samples) if samples else str(place))
+    return ", ".join(facts)
+
+
+def _own_weights(model: Any) -> str:
     """Returns a digest of local weights files, else the model's name and revision on the hub."""
-    place = Path(model.model)
-    samples = sample_files(place) if place.exists() else []
+    samples = _samples(Path(model.model))
     if samples:
         return digest(samples)
     # Set when weights are streamed from a bucket, or come from another repository.
@@ -183,12 +195,20 @@ def _weights(model: Any) -> str:
     name = separate or model.model
     commit = None if separate else _commit(model)
     if commit is None:
-        log.warning(
-            "weights of %s are compared by their name and --revision alone; give other weights"
-            " another of the two",
-            name,
-        )
+        _warn_of_names(name)
     return f"{name}@{commit or model.revision or 'main'}"
+
+
+def _samples(place: Path) -> list[tuple[str, int, str]]:
+    return sample_files(place) if place.exists() else []
+
+
+def _warn_of_names(name: str) -> None:
+    log.warning(
+        "weights of %s are compared by their name and --revision alone; give other weights"
+        " another of the two",
+        name,
+    )
 
 
 def _commit(model: Any) -> str | None:
@@ -241,6 +261,9 @@ def _images(model: Any) -> str:
     files = {
         name: (folder / name).read_text() for name in PROCESSOR_FILES if (folder / name).is_file()
     }
+    scales = getattr(settings, "mm_encoder_fp8_scale_path", None)
+    if scales and Path(scales).is_file():  # two machines have other ones at an equal path
+        files[str(scales)] = Path(scales).read_text()
     return digest([engine_settings, files])
 
 

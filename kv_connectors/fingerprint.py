@@ -49,6 +49,11 @@ KV_SCALES = (
     "_proj.output_scale",
 )
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, by its format
+# Fields of a configuration that name other models, whose weights vLLM loads as parts of this one:
+# Ultravox's. vLLM looks them up without a revision.
+OTHER_MODELS = ("audio_model_id", "text_model_id")
+# Folders beside a model's weights that have more of them: Kimi-Audio's encoder of sound.
+OTHER_FOLDERS = ("whisper-large-v3",)
 IGNORED_CONFIG_FIELDS = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 # vLLM raises it to the engine's `max_model_len`, in which P and D may differ.
 IGNORED_DRAFT_FIELDS = {"max_position_embeddings"}
@@ -156,8 +161,21 @@ def model_files(vllm_config: Any) -> list[FileState]:
     """Returns the states of the files of an engine's model and of its draft; none on a hub."""
     states: list[FileState] = []
     for model in _models(vllm_config):
-        states += file_states(Path(model.model))
+        for place in weight_places(model):
+            states += file_states(place)
     return states
+
+
+def weight_places(model: Any) -> list[Path]:
+    """Returns the places of the weights that vLLM loads for a model, its own first.
+
+    A name on a hub is a place that does not exist.
+    """
+    place = Path(model.model)
+    hf_config = getattr(model, "hf_config", None)
+    names = [getattr(hf_config, field, None) for field in OTHER_MODELS]
+    folders = [place / name for name in OTHER_FOLDERS if (place / name).is_dir()]
+    return [place, *folders, *(Path(name) for name in names if name)]
 
 
 def _models(vllm_config: Any) -> list[Any]:

@@ -688,6 +688,35 @@ def test_weights_that_are_known_by_name_alone_are_a_warning(
     assert "weights of s3://models/one are compared by their name and --revision" in caplog.text
 
 
+@pytest.mark.parametrize("part", ["text_model_id", "audio_model_id", "whisper-large-v3"])
+def test_weights_that_a_model_has_elsewhere_differ(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, part: str
+) -> None:
+    """Ultravox's repository has a projector; its Llama and its Whisper are other models."""
+    own = tmp_path / "model"
+    other = own / part if part == "whisper-large-v3" else tmp_path / "other"
+    for folder in (own, other):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"1" * 1000)
+    hf = {part: str(other)} if part.endswith("_id") else {}
+
+    def noted() -> Any:
+        config = SimpleNamespace(model=str(own), hf_config=SimpleNamespace(**hf))
+        return fingerprint.model_files(
+            SimpleNamespace(model_config=config, speculative_config=None)
+        )
+
+    ours, states = layout(own, hf=dict(hf)), noted()
+    assert ours == layout(own, hf=dict(hf)) and not caplog.records
+    (other / "model.safetensors").write_bytes(b"1" * 999 + b"22")
+    assert difference(ours, layout(own, hf=dict(hf))).startswith("weights is ")
+    assert noted() != states
+    if hf:
+        on_hub = layout(own, hf={part: "org/other"})
+        assert on_hub["weights"].endswith(", org/other")
+        assert "weights of org/other are compared by their name" in caplog.text
+
+
 @pytest.mark.parametrize("of", ["model", "draft"])
 @pytest.mark.parametrize("change", ["link", "content", "time", "more", "fewer", "processor"])
 def test_an_engine_whose_files_changed_while_it_loaded_them_does_not_start(
@@ -780,6 +809,12 @@ def test_settings_of_image_processing_must_be_equal(
     assert "images" in difference(ours, engine(56, mm_processor_kwargs={"crops": 4}))
     assert "images" in difference(ours, engine(56, mm_encoder_fp8_scale_path="scales.json"))
     assert not difference(ours, engine(56))
+    scales = tmp_path / "scales.json"
+    scales.write_text("[1.0]")
+    calibrated = engine(56, mm_encoder_fp8_scale_path=str(scales))
+    assert not difference(calibrated, engine(56, mm_encoder_fp8_scale_path=str(scales)))
+    scales.write_text("[2.0]")
+    assert "images" in difference(calibrated, engine(56, mm_encoder_fp8_scale_path=str(scales)))
     monkeypatch.setenv("VLLM_VIDEO_LOADER_BACKEND", "molmo2")
     assert "images" in difference(ours, engine(56))
 

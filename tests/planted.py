@@ -1843,6 +1843,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a client unmaps KV by a method of the workers", "kv_connectors/compat.py", "        if method in CACHE_METHODS:\n", "        if False:\n", "tests/connector/test_compatibility.py"),
     ("variables that choose numbers may differ", "kv_connectors/compatibility.py", "in compat.number_variables().items():\n", "in ():\n", "tests/connector/test_compatibility.py"),
     ("one token: installed processors of logits may differ", "kv_connectors/compatibility.py", "        compat.logits_processor_plugins(),\n", "", "tests/connector/test_compatibility.py"),
+    ("one token: P draws it by a seed", "proxy/requests/bodies.py", "        if self._is_seeded and not self._is_greedy:\n", "        if False:\n", "tests/proxy/requests/test_bodies.py::test_one_token"),
     ("one token: P may have no tokenizer", "kv_connectors/compatibility.py", ", model.skip_tokenizer_init]", "]", "tests/connector/test_compatibility.py"),
     ("facts: a configuration is that which the model's code has changed", "kv_connectors/early_check.py", "        note_configs(self)\n", "", "tests/connector/test_early_check.py"),
     ("facts: a draft is changed by the longest prompt", "kv_connectors/fingerprint.py", "IGNORED_DRAFT_FIELDS if is_draft", "IGNORED_DRAFT_FIELDS if False", "tests/connector/test_compatibility.py"),

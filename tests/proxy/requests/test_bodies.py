@@ -340,6 +340,10 @@ def test_fields_that_require_an_aggregated_request_at_other_endpoints(
     ("path", "fields", "one"),
     [
         ("/v1/completions", {"max_tokens": 1}, True),
+        ("/v1/completions", {"max_tokens": 1, "seed": None}, True),
+        ("/v1/completions", {"max_tokens": 1, "seed": 5, "temperature": 0}, True),
+        ("/v1/completions", {"max_tokens": 1, "seed": 5, "temperature": 0.7}, False),
+        ("/v1/completions", {"max_tokens": 1, "seed": 0}, False),
         ("/v1/completions", {"max_tokens": 10}, False),
         ("/v1/completions", {}, False),
         ("/v1/completions", {"max_tokens": None}, False),
@@ -348,6 +352,7 @@ def test_fields_that_require_an_aggregated_request_at_other_endpoints(
         ("/v1/responses", {"max_output_tokens": 1, "store": False}, False),
         ("/inference/v1/generate", {"max_tokens": 1, "sampling_params": {}}, False),
         ("/inference/v1/generate", {"sampling_params": {"max_tokens": 1}}, True),
+        ("/inference/v1/generate", {"sampling_params": {"max_tokens": 1, "seed": 5}}, False),
         (
             "/inference/v1/generate",
             {"sampling_params": {"max_tokens": 1}, "output_mode": "text"},

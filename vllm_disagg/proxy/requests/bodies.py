@@ -112,6 +112,10 @@ class Body:
         is_parsed = bytes(self._fields.get("output_mode", b"null")) not in _UNPARSED_OUTPUT
         if is_parsed or not self._schema.unparsed:
             return False
+        # vLLM's two runners draw other random numbers from a seed. On a CPU one of them ends its
+        # engine by a seeded prompt that it computes in chunks, so that a P never gets the seed.
+        if self._is_seeded and not self._is_greedy:
+            return False
         # The last of these fields that is set counts.
         for name in reversed(self._schema.caps):
             cap = bytes(self._sampling.get(name, b"null"))
@@ -125,7 +129,11 @@ class Body:
 
         Without a temperature the model's own default holds, which the proxy cannot see.
         """
-        return bytes(self._sampling.get("seed", b"null")) != b"null" or self._is_greedy
+        return self._is_seeded or self._is_greedy
+
+    @property
+    def _is_seeded(self) -> bool:
+        return bytes(self._sampling.get("seed", b"null")) != b"null"
 
     @property
     def begins_with_prefill_token(self) -> bool:

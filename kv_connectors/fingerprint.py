@@ -210,7 +210,7 @@ def _digest_config(model: Any, is_draft: bool) -> str:
 def _config_variable(model: Any, is_draft: bool) -> str:
     # vLLM makes a part of some models as a model with the same files and another architecture.
     architectures = getattr(model.hf_config, "architectures", None)
-    return f"VLLM_DISAGG_CONFIG_{digest([model.model, architectures, is_draft]).upper()}"
+    return f"DISAGG_CONFIG_{digest([model.model, architectures, is_draft]).upper()}"
 
 
 def _note(variable: str, value: str) -> None:

@@ -93,9 +93,10 @@ def test_vllm_takes_no_variable_of_ours_for_a_misspelt_one_of_its_own(
     names = {variable["name"] for role in ENGINES for variable in container(role)["env"]}
     environment_file = (DEPLOY / "systemd" / "prefill.env").read_text()
     names |= set(re.findall(r"^(\w+)=", environment_file, re.MULTILINE))
-    model = SimpleNamespace(model="/models/m")
+    model = SimpleNamespace(model="/models/m", hf_config=SimpleNamespace(architectures=["M"]))
     files = fingerprint._variable(SimpleNamespace(model_config=model, speculative_config=None))
-    names |= {ADMIN_KEY, files}  # of `up` and Ray; of the processes that an engine starts
+    config = fingerprint._config_variable(model, False)
+    names |= {ADMIN_KEY, files, config}  # of `up` and Ray; of the processes that an engine starts
     assert drain.URL in names
     for name in names:
         monkeypatch.setenv(name, "1")

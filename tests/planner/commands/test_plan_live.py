@@ -300,3 +300,24 @@ def test_one_sample_of_a_running_deployment_is_said(
     assert found["present"]["ci"] is None and found["gain_ci"][0] < found["gain"]
     said = text(found)
     assert "requests/s (one sample)" in said and "note: one sample: how far chance" in said
+
+
+def test_a_fleet_that_holds_many_times_its_rate_is_judged_by_longer_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At the goodputs found, a sample that lasts long at the present rate is a burst."""
+    monkeypatch.setattr(live.sample_size, "MIN_SECONDS", 3.0)
+    monkeypatch.setattr(live.sample_size, "MIN_LATENCIES", 2.0)
+    parser = argparse.ArgumentParser()
+    flags.add_arguments(parser)
+    words = ["--coefficients", "distserve-a100", "--model", "opt-13b", "--workload", "60:8"]
+    scenario = flags.read(parser.parse_args([*words, "--requests", "20"]), 3, "").scenario
+    scenario = msgspec.structs.replace(scenario, seeds=2)
+    present = Placement(ReplicaGroup(1, 1, 1), ReplicaGroup(1, 1, 2))
+    traffic = ObservedTraffic(60.0, 60, 1.0, 60.0, 8.0, 0.1, 0.02)
+    short = live.judge(scenario, present, traffic, 1, may_grow=False)
+    assert short["verdict"] == "cannot tell" and "20 requests are a burst" in short["why"]
+    long = live.judge(scenario, present, traffic, 1, [scenario])
+    assert long["setting"]["requests"] > 60 and "burst" not in long["why"]
+    assert long["present"]["goodput"] < short["present"]["goodput"]
+    assert {2, 1} == {split["prefill"] for split in long["alternatives"]}

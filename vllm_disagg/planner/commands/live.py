@@ -140,12 +140,14 @@ def run(args: argparse.Namespace, say: Callable[[str], None] | None = None) -> i
             [read(engine, windows[engine]) for engine in prefills],
             [read(engine, windows[engine]) for engine in decodes],
         )
-        document = judge_measured(scenario, present, traffic, profile, args.link, jobs)
+        document = judge_measured(
+            scenario, present, traffic, profile, args.link, jobs, not args.requests
+        )
     elif reason := doubt(traffic.queue, traffic.ttft):
         document = cannot_tell(reason, msgspec.to_builtins(traffic))
     else:
         scenario = refit(scenario, present, traffic)
-        document = judge(scenario, present, traffic, jobs)
+        document = judge(scenario, present, traffic, jobs, may_grow=not args.requests)
     print(json.dumps(document) if args.json else text(document))
     return 0
 
@@ -329,6 +331,7 @@ def judge_measured(
     profile: engine_profiles.FleetProfile,
     link: str,
     jobs: int,
+    may_grow: bool,
 ) -> dict[str, Any]:
     """Judges with the engines' own step times, hand-off and path; `link`: the flag, or empty."""
     facts = engine_profiles.facts(profile)
@@ -340,7 +343,7 @@ def judge_measured(
     draws = zip(profile.prefill.steps.draws(DRAWS), profile.decode.steps.draws(DRAWS), strict=True)
     for prefill, decode in draws:
         alternatives.append(engine_profiles.with_latencies(measured, prefill, decode))
-    document = judge(measured, present, traffic, jobs, alternatives)
+    document = judge(measured, present, traffic, jobs, alternatives, may_grow)
     means = simulated_means(measured, present, traffic.rate)
     document |= {"engines": facts, "simulated": means}
     document["assumed"] = simulated_steps.assumptions(measured)
@@ -362,10 +365,12 @@ def judge(
     traffic: ObservedTraffic,
     jobs: int,
     alternatives: Sequence[Scenario] = (),
+    may_grow: bool = True,
 ) -> dict[str, Any]:
     """Compares the goodput of the present split with all others, and with one instance more.
 
-    `alternatives` have other step times that the measurement permits. Raises ConfigError if no
+    `alternatives` have other step times that the measurement permits. With `may_grow` samples that
+    are too short for the goodputs found are replaced by longer ones. Raises ConfigError if no
     split of as many instances meets the objective.
     """
     tp = present.prefill.tp
@@ -374,7 +379,7 @@ def judge(
     for prefills in range(1, present.instances):
         decode_group = ReplicaGroup(tp, pp, present.instances - prefills)
         splits.append(Placement(ReplicaGroup(tp, pp, prefills), decode_group))
-    scores = optimizer.search(scenario, splits, 0, jobs, lambda *_: None)
+    scenario, scores, missing = _searched(scenario, splits, present, jobs, may_grow)
     now = next((score for score in scores if score.placement == present), None)
     best = scores[0] if scores else None
     if not best:
@@ -384,8 +389,16 @@ def judge(
             f" the means are {traffic.ttft:.3g} and {traffic.tpot:.3g} s now; give more"
         )
     gain = best.goodput / now.goodput if now else None
-    interval = _gain_interval(now, scores, alternatives, jobs)
+    samples = {"requests": scenario.requests, "seeds": scenario.seeds}
+    others = [msgspec.structs.replace(each, **samples) for each in alternatives]
+    interval = _gain_interval(now, scores, others, jobs)
     verdict, why = _verdict(interval)
+    if missing:
+        verdict = "cannot tell"
+        why = (
+            f"{scenario.requests} requests are a burst at these goodputs, in which no queue has"
+            f" time to grow; {missing} are needed: {scenario.longer_sample()}"
+        )
     present_goodput = now.goodput * present.gpus if now else 0.0
     return {
         "verdict": verdict,
@@ -406,6 +419,35 @@ def judge(
         "headroom": present_goodput / traffic.rate,
         "setting": describe(scenario),
     }
+
+
+def _searched(
+    scenario: Scenario,
+    splits: Sequence[Placement],
+    present: Placement,
+    jobs: int,
+    may_grow: bool,
+) -> tuple[Scenario, list[optimizer.PlacementScore], int]:
+    """Searches splits with samples that last long enough at the goodputs found.
+
+    A fleet may hold many times the rate that it has, at which a sample is a burst. Longer samples
+    have the best splits and the present one. Returns the scenario with the last samples, the scores
+    and the requests that a sample lacks; 0 if it has them.
+    """
+    while True:
+        scores = optimizer.search(scenario, splits, 0, jobs, lambda *_: None)
+        decisive = [*scores[:1], *(s for s in scores[1:] if s.placement == present)]
+        missing = sample_size.requests_needed_of(scenario, decisive)
+        if missing <= scenario.requests:
+            return scenario, scores, 0
+        enough = sample_size.requests_needed_of(scenario, decisive, is_bounded=True)
+        wanted = max(2 * scenario.requests, int(sample_size.MARGIN_RATIO * enough))
+        longer = sample_size.grown(scenario, wanted)
+        if longer == scenario or not may_grow:
+            return scenario, scores, missing
+        scenario = longer
+        best = [score.placement for score in scores[: sample_size.FINALISTS]]
+        splits = list(dict.fromkeys([*best, present]))
 
 
 def _verdict(interval: tuple[float, float] | None) -> tuple[str, str]:

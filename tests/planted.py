@@ -1847,4 +1847,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("one token: P may have no tokenizer", "kv_connectors/compatibility.py", ", model.skip_tokenizer_init]", "]", "tests/connector/test_compatibility.py"),
     ("facts: a configuration is that which the model's code has changed", "kv_connectors/early_check.py", "        note_configs(self)\n", "", "tests/connector/test_early_check.py"),
     ("facts: a draft is changed by the longest prompt", "kv_connectors/fingerprint.py", "IGNORED_DRAFT_FIELDS if is_draft", "IGNORED_DRAFT_FIELDS if False", "tests/connector/test_compatibility.py"),
+    ("plan --live: a burst is judged", "planner/commands/live.py", "        if longer == scenario or not may_grow:", "        if True:", "tests/planner/commands/test_plan_live.py::test_a_fleet_that_holds_many_times_its_rate_is_judged_by_longer_samples"),
+    ("plan --live: nobody hears of a burst", "planner/commands/live.py", "            remarks.append(burst)\n", "            pass\n", "tests/planner/commands/test_plan_live.py::test_a_fleet_that_holds_many_times_its_rate_is_judged_by_longer_samples"),
 ]

@@ -923,10 +923,10 @@ def test_a_transport_that_corrupts_is_replaced_by_the_next_one(
         assert outcome(p) == events.ReleaseBlocks(transfer, delivered=is_delivered)
         return report.reason
 
-    assert load(0) is None  # by ZMQ, while TCP connects
+    first = load(0)  # by ZMQ while TCP connects, which may be quicker
     wait_until(lambda: any(line.startswith("tcp: connected") for line in caplog.messages))
     reasons = [load(number) for number in range(1, 9)]
-    wrong = [reason] * MAX_MISMATCHES
+    wrong = [reason] * (MAX_MISMATCHES - (first is not None))
     assert reasons == wrong + [None] * (len(reasons) - MAX_MISMATCHES)
     assert (ours.planes[0][0][0] == theirs.planes[0][0][3]).all()
     lines = [line for line in caplog.messages if line.startswith("tcp: given up for")]

@@ -316,8 +316,10 @@ def test_a_fleet_that_holds_many_times_its_rate_is_judged_by_longer_samples(
     present = Placement(ReplicaGroup(1, 1, 1), ReplicaGroup(1, 1, 2))
     traffic = ObservedTraffic(60.0, 60, 1.0, 60.0, 8.0, 0.1, 0.02)
     short = live.judge(scenario, present, traffic, 1, may_grow=False)
-    assert short["verdict"] == "cannot tell" and "20 requests are a burst" in short["why"]
+    assert [said.partition(";")[0] for said in short["remarks"]] == [
+        "20 requests are a burst at these goodputs, in which no queue has time to grow"
+    ]
     long = live.judge(scenario, present, traffic, 1, [scenario])
-    assert long["setting"]["requests"] > 60 and "burst" not in long["why"]
+    assert long["setting"]["requests"] > 60 and long["remarks"] == []
     assert long["present"]["goodput"] < short["present"]["goodput"]
     assert {2, 1} == {split["prefill"] for split in long["alternatives"]}

@@ -370,8 +370,9 @@ def judge(
     """Compares the goodput of the present split with all others, and with one instance more.
 
     `alternatives` have other step times that the measurement permits. With `may_grow` samples that
-    are too short for the goodputs found are replaced by longer ones. Raises ConfigError if no
-    split of as many instances meets the objective.
+    are too short for the goodputs found are replaced by longer ones; without, the user has chosen
+    their size, and is told. Raises ConfigError if no split of as many instances meets the
+    objective.
     """
     tp = present.prefill.tp
     pp = present.prefill.pp
@@ -393,12 +394,16 @@ def judge(
     others = [msgspec.structs.replace(each, **samples) for each in alternatives]
     interval = _gain_interval(now, scores, others, jobs)
     verdict, why = _verdict(interval)
+    remarks = [ONE_SAMPLE] if len(best.rates) == 1 else []
     if missing:
-        verdict = "cannot tell"
-        why = (
+        burst = (
             f"{scenario.requests} requests are a burst at these goodputs, in which no queue has"
             f" time to grow; {missing} are needed: {scenario.longer_sample()}"
         )
+        if may_grow:
+            verdict, why = "cannot tell", burst
+        else:
+            remarks.append(burst)
     present_goodput = now.goodput * present.gpus if now else 0.0
     return {
         "verdict": verdict,
@@ -406,7 +411,7 @@ def judge(
         "right": verdict == "keep",
         "gain": gain,
         "gain_ci": _json_interval(interval),
-        "remarks": [ONE_SAMPLE] if len(best.rates) == 1 else [],
+        "remarks": remarks,
         "present": _split(present, now),
         "best": _split(best.placement, best),
         "alternatives": [_split(score.placement, score) for score in scores],
@@ -437,10 +442,10 @@ def _searched(
     while True:
         scores = optimizer.search(scenario, splits, 0, jobs, lambda *_: None)
         decisive = [*scores[:1], *(s for s in scores[1:] if s.placement == present)]
-        missing = sample_size.requests_needed_of(scenario, decisive)
+        missing = max((sample_size.requests_needed(scenario, s) for s in decisive), default=0)
         if missing <= scenario.requests:
             return scenario, scores, 0
-        enough = sample_size.requests_needed_of(scenario, decisive, is_bounded=True)
+        enough = sample_size.requests_within_capacity(scenario, decisive)
         wanted = max(2 * scenario.requests, int(sample_size.MARGIN_RATIO * enough))
         longer = sample_size.grown(scenario, wanted)
         if longer == scenario or not may_grow:

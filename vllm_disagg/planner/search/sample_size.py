@@ -76,7 +76,7 @@ class SearchResult(msgspec.Struct, frozen=True):
     @property
     def needed(self) -> int:
         """Requests that a sample needs at the rates found."""
-        return requests_needed_of(self.scenario, self.best)
+        return max((requests_needed(self.scenario, score) for score in self.best), default=0)
 
     @property
     def missing(self) -> int:
@@ -192,20 +192,21 @@ def grown(scenario: Scenario, requests: int) -> Scenario:
     return msgspec.structs.replace(scenario, requests=requests, seeds=seeds)
 
 
-def requests_needed_of(
-    scenario: Scenario, scores: Sequence[PlacementScore], is_bounded: bool = False
-) -> int:
+def requests_needed(scenario: Scenario, score: PlacementScore) -> int:
+    """Returns the requests that a sample needs at the rate found."""
+    return requests_lasting(scenario, score.total, seconds_needed(scenario, score))
+
+
+def requests_within_capacity(scenario: Scenario, scores: Sequence[PlacementScore]) -> int:
     """Returns the requests that a sample needs at the rates found; 0 without a score.
 
-    A short sample finds rates that nothing holds. With `is_bounded` capacity bounds them: no long
-    sample finds more.
+    A short sample finds rates that nothing holds: capacity bounds what a long one can find.
     """
-    bounds = CapacityBounds(scenario, scenario.samples()) if is_bounded else None
+    bounds = CapacityBounds(scenario, scenario.samples())
     needed = 0
     for score in scores:
-        rate = min(score.total, bounds.capacity(score.placement)) if bounds else score.total
-        lasting = requests_lasting(scenario, rate, seconds_needed(scenario, score))
-        needed = max(needed, lasting)
+        rate = min(score.total, bounds.capacity(score.placement))
+        needed = max(needed, requests_lasting(scenario, rate, seconds_needed(scenario, score)))
     return needed
 
 
@@ -234,7 +235,7 @@ def _first_rate(scenario: Scenario) -> float:
 def _wanted(found: SearchResult) -> int:
     """Returns the requests for the next search; fewer than it had where they were enough."""
     scenario = found.scenario
-    needed = requests_needed_of(scenario, found.best, is_bounded=True)
+    needed = requests_within_capacity(scenario, found.best)
     enough = needed if needed > scenario.requests else 0
     narrow = min(_narrowing(found), MAX_NARROWING_RATIO * needed)
     return int(MARGIN_RATIO * max(enough, narrow))

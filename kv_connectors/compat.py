@@ -316,6 +316,11 @@ def serves_by_rust() -> bool:
     return bool(getattr(envs, "VLLM_USE_RUST_FRONTEND", False))
 
 
+def answers_any_model_name() -> bool:
+    """Returns whether vLLM answers a model name that it does not know, from the base model."""
+    return bool(getattr(envs, "VLLM_SKIP_MODEL_NAME_VALIDATION", False))
+
+
 def video_loader() -> str:
     """Returns the name of what chooses and decodes the frames of videos, as of no flag."""
     return str(getattr(envs, "VLLM_VIDEO_LOADER_BACKEND", ""))

@@ -77,7 +77,7 @@ def refuse_unsupported(
             " NVIDIA's GPUs"
         )
     _refuse_parallelism(vllm_config.parallel_config)
-    _refuse_environment()
+    _refuse_environment(vllm_config)
     _refuse_settings(vllm_config)
     _refuse_model(vllm_config.model_config)
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
@@ -145,7 +145,7 @@ def _refuse_parallelism(parallel: Any) -> None:
             )
 
 
-def _refuse_environment() -> None:
+def _refuse_environment(vllm_config: VllmConfig) -> None:
     # vLLM's scheduler keeps a request that has ended while its blocks are read or written, and its
     # assertion about a second one of the same id ends the engine.
     if compat.keeps_ids_of_clients():
@@ -158,6 +158,14 @@ def _refuse_environment() -> None:
         raise ConfigError(
             "DisaggConnector was never tried with vLLM's HTTP server in Rust: start without"
             " VLLM_USE_RUST_FRONTEND"
+        )
+
+    # An engine that has not loaded an adapter must answer 404: the proxy asks another one then.
+    if vllm_config.lora_config is not None and compat.answers_any_model_name():
+        raise ConfigError(
+            "DisaggConnector needs a refusal of adapters that this engine has not loaded, which the"
+            " base model would answer: start without VLLM_SKIP_MODEL_NAME_VALIDATION or without"
+            " --enable-lora"
         )
 
 

@@ -1849,4 +1849,5 @@ MUTANTS: list[tuple[str, ...]] = [
     ("facts: a draft is changed by the longest prompt", "kv_connectors/fingerprint.py", "IGNORED_DRAFT_FIELDS if is_draft", "IGNORED_DRAFT_FIELDS if False", "tests/connector/test_compatibility.py"),
     ("plan --live: a burst is judged", "planner/commands/live.py", "        if longer == scenario or not may_grow:", "        if True:", "tests/planner/commands/test_plan_live.py::test_a_fleet_that_holds_many_times_its_rate_is_judged_by_longer_samples"),
     ("plan --live: nobody hears of a burst", "planner/commands/live.py", "            remarks.append(burst)\n", "            pass\n", "tests/planner/commands/test_plan_live.py::test_a_fleet_that_holds_many_times_its_rate_is_judged_by_longer_samples"),
+    ("the base model answers for adapters that are elsewhere", "kv_connectors/supported.py", "    if vllm_config.lora_config is not None and compat.answers_any_model_name():\n", "    if False:\n", "tests/connector/test_compatibility.py::test_adapters_that_the_base_model_would_answer_for_are_refused"),
 ]

@@ -75,6 +75,7 @@ def config(**change: Any) -> Any:
             multimodal_config=change.get("images"), **change.get("model", {})
         ),
         weight_transfer_config=change.get("weight_transfer"),
+        lora_config=change.get("lora"),
         ec_transfer_config=change.get("encoders"),
         quant_config=change.get("quantization"),
         scheduler_config=SimpleNamespace(policy=change.get("policy", "fcfs")),
@@ -309,6 +310,17 @@ def test_a_server_in_rust_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat.envs, "VLLM_USE_RUST_FRONTEND", True, raising=False)
     with pytest.raises(ConfigError, match="in Rust: start without VLLM_USE_RUST_FRONTEND"):
         supported.refuse_unsupported(config(), caches(FULL))
+
+
+def test_adapters_that_the_base_model_would_answer_for_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With it vLLM has no 404 for the name of an adapter that only others have loaded."""
+    supported.refuse_unsupported(config(lora=SimpleNamespace()), caches(FULL))
+    monkeypatch.setenv("VLLM_SKIP_MODEL_NAME_VALIDATION", "1")
+    supported.refuse_unsupported(config(), caches(FULL))
+    with pytest.raises(ConfigError, match="VLLM_SKIP_MODEL_NAME_VALIDATION or without --enable-l"):
+        supported.refuse_unsupported(config(lora=SimpleNamespace()), caches(FULL))
 
 
 def test_amds_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,6 +210,7 @@ def engine_config(row: dict[str, str]) -> Any:
         device_config=SimpleNamespace(device_type="cuda"),
         parallel_config=SimpleNamespace(**parallel),
         model_config=SimpleNamespace(multimodal_config=None),
+        lora_config=None,  # no recipe has adapters
         scheduler_config=SimpleNamespace(policy="fcfs"),  # no recipe has another one
         kv_transfer_config=SimpleNamespace(kv_role="kv_both"),
         cache_config=SimpleNamespace(

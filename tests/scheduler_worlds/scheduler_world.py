@@ -45,7 +45,7 @@ STALL_SECONDS = (5.0, 15.0)  # of P's and D's loads: `Grant.patience`
 MAX_ANSWER_TOKENS = 12
 # A path that loses each fifth piece may take minutes for one load, and get on with it all the time.
 IDLE_ROUNDS = 1000  # without progress: 50 s, beyond all limits of time of a load
-SETTLE_ROUNDS = 20_000
+SETTLE_ROUNDS = 6000
 MOVE_SECONDS = (0.0005, 0.002, 0.02)
 ROUND_SECONDS = 0.05
 RELEASED = (Reason.BLOCKS_REVOKED, Reason.BLOCKS_RELEASED, Reason.UNKNOWN_TRANSFER)

@@ -60,7 +60,8 @@ class StandardRouter:
         request = self._open.pop(str(name), None)  # str: vLLM's ids have another hash here
         if request is None:
             return []
-        self._world.counts["handovers"] += params is not None
+        outcome = "handovers" if params is not None else "prompts without a handover"
+        self._world.counts[outcome] += 1
         mischief = self._world.happens_badly
         if params is not None:
             assert handovers.is_decode_leg(params), params

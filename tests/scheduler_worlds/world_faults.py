@@ -3,9 +3,10 @@
     python tests/scheduler_worlds/world_faults.py [--seeds COUNT] [WORD ...]
 
 Each line: after how many worlds a fault was found, how, and the fault. With words only faults whose
-lines contain one. Each fifth world is calm: in it each load must end well, else a fault that makes
-D compute each prompt would be found nowhere. The last line is JSON. Fails if a fault is found in
-none of its worlds.
+lines contain one. Each fifth world is calm: in it each load must end well, and in CALM_WORLDS of
+them some must, of a proxy's pairs and of other routers. Else a fault that makes D compute each
+prompt would be found nowhere. In another fifth resets preempt prompts of another router, each of
+which must be handed over. The last line is JSON. Fails if a fault is found in none of its worlds.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import select
 import signal
 import sys
 import time
+from collections import Counter
 from pathlib import Path
+from random import Random
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +33,9 @@ from planting import plant  # noqa: E402
 
 WORLDS = "tests/scheduler_worlds"
 FAULT_SECONDS = 1800.0
-CALM_EVERY = 5
+CALM_EVERY = 5  # the world before each of them is one of resets
+CALM_WORLDS = 20  # have some 70 loads of each kind
+KINDS_OF_LOADS = ("load ok", "handover ok")
 REPLY_BYTES = 65536
 
 
@@ -82,15 +87,25 @@ def search_here(fault: tuple[str, ...] | None, seeds: int) -> Found:
         file = ROOT / fault[1]
         plant(file if file.exists() else ROOT / "vllm_disagg" / fault[1], fault[2], fault[3])
     worlds = importlib.import_module("scheduler_world")
+    setups = importlib.import_module("world_setup")
     kinds = importlib.import_module("run_worlds")
+    loads: Counter[str] = Counter()  # of calm worlds
     for seed in range(seeds):
         is_calm = seed % CALM_EVERY == CALM_EVERY - 1
+        has_resets = seed % CALM_EVERY == CALM_EVERY - 2
+        setup = setups.draw_reset_setup(Random(seed)) if has_resets else None
         try:
-            world = worlds.SchedulerWorld(seed, is_calm=is_calm).run()
+            world = worlds.SchedulerWorld(seed, setup, is_calm=is_calm).run()
         except Exception as error:
             return Found(seed + 1, kinds.failure_kind(error))
         if is_calm and world.failed_loads():
             return Found(seed + 1, "failed loads")
+        if has_resets and world.counts["prompts without a handover"]:
+            return Found(seed + 1, "lost handover")
+        if is_calm:
+            loads += world.loads
+        if seed + 1 == CALM_WORLDS * CALM_EVERY and not all(loads[kind] for kind in KINDS_OF_LOADS):
+            return Found(seed + 1, "no loads")
     return Found(0, "missed")
 
 
@@ -104,14 +119,14 @@ def main() -> None:
     if args.words:
         faults = [fault for fault in faults if any(word in str(fault) for word in args.words)]
     import_what_has_no_fault()
-    control = search(None, 20)
+    control = search(None, 100)
     if control.worlds:
         sys.exit(f"world-faults: world {control.worlds - 1} fails without any fault: {control.how}")
     started_at = time.monotonic()
     found: dict[str, Found] = {}
     for fault in faults:
         result = found[fault[0]] = search(fault, args.seeds)
-        print(f"{result.worlds or '-':>5}  {result.how:12}  {fault[0]} ({fault[1]})", flush=True)
+        print(f"{result.worlds or '-':>5}  {result.how:13}  {fault[0]} ({fault[1]})", flush=True)
     missed = [name for name, result in found.items() if not result.worlds]
     summary = {
         "faults": len(found),

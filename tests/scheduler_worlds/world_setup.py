@@ -111,6 +111,23 @@ def draw_setup(random: Random, *, is_calm: bool = False) -> WorldSetup:
     return _draw_formats(random, drawn)
 
 
+def draw_reset_setup(random: Random) -> WorldSetup:
+    """Draws a world in which resets preempt prompts of another router, and nothing else happens.
+
+    P has room for all of them, so that each is handed over.
+    """
+    drawn = draw_setup(random, is_calm=True)
+    return replace(
+        drawn,
+        prefill=replace(drawn.prefill, pool_factor=40.0, chunk_tokens=12),
+        mischief=MischiefLevels(reset=1),
+        concurrency=12,
+        requests=12,
+        max_prompt=MAX_MODEL_TOKENS - 30,
+        routed_share=1.0,
+    )
+
+
 def _draw_formats(random: Random, setup: WorldSetup) -> WorldSetup:
     """Draws whether layers of full attention beside windows have numbers of another format."""
     kinds = set(setup.model.layers)

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, wraps
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +13,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 from vllm import _custom_ops as ops
-from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
-from vllm.platforms import current_platform
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
@@ -268,62 +265,6 @@ def layer_overrides(model: Any) -> list[dict[str, Any]]:
     Empty if all layers are alike, or if this vLLM does not report it.
     """
     return getattr(getattr(model, "model_arch_config", None), "per_layer_overrides", None) or []
-
-
-def is_rocm() -> bool:
-    """Returns whether the GPUs are AMD's; vLLM calls their device cuda."""
-    return bool(current_platform.is_rocm())
-
-
-# Variables of vLLM that choose the numbers in which layers compute, as no flag does, and their
-# defaults: another value quantizes weights or activations otherwise, or routes to other experts.
-NUMBER_VARIABLES: dict[str, Any] = {
-    "VLLM_B12X_MOE_FP4_FORCE_A16": False,
-    "VLLM_CPU_INT4_W4A8": True,
-    "VLLM_HUMMING_INPUT_QUANT_CONFIG": None,
-    "VLLM_HUMMING_ONLINE_QUANT_CONFIG": None,
-    "VLLM_MARLIN_INPUT_DTYPE": None,
-    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "",
-}
-
-
-def number_variables() -> dict[str, Any]:
-    """Returns those of `NUMBER_VARIABLES` that this vLLM has, and that are not at their default."""
-    values = {name: getattr(envs, name, usual) for name, usual in NUMBER_VARIABLES.items()}
-    return {name: value for name, value in values.items() if value != NUMBER_VARIABLES[name]}
-
-
-def logits_processor_plugins() -> list[str]:
-    """Returns the installed processors of logits, which vLLM takes without a flag."""
-    return sorted(f"{each.name}={each.value}" for each in entry_points(group=LOGITS_PROCESSORS))
-
-
-LOGITS_PROCESSORS = "vllm.logits_processors"
-
-
-def is_batch_invariant() -> bool:
-    """Returns whether vLLM's kernels on GPUs give a prompt the same tokens in each batch."""
-    return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
-
-
-def keeps_ids_of_clients() -> bool:
-    """Returns whether vLLM's ids of requests are those of its clients, who may repeat them."""
-    return bool(getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False))
-
-
-def serves_by_rust() -> bool:
-    """Returns whether vLLM's HTTP server is its program in Rust, not that in Python."""
-    return bool(getattr(envs, "VLLM_USE_RUST_FRONTEND", False))
-
-
-def answers_any_model_name() -> bool:
-    """Returns whether vLLM answers a model name that it does not know, from the base model."""
-    return bool(getattr(envs, "VLLM_SKIP_MODEL_NAME_VALIDATION", False))
-
-
-def video_loader() -> str:
-    """Returns the name of what chooses and decodes the frames of videos, as of no flag."""
-    return str(getattr(envs, "VLLM_VIDEO_LOADER_BACKEND", ""))
 
 
 def parses_reasoning(vllm_config: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.protocol.messages import VERSION
 
-from . import compat
+from . import compat, surroundings
 from .fingerprint import (
     PROCESSOR_FILES,
     config_digest,
@@ -30,13 +30,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm_disagg.compatibility")
 
+SCALES_OF_ENCODER = "mm_encoder_fp8_scale_path"
 IMAGE_SETTINGS = (
     "mm_processor_kwargs",
     "media_io_kwargs",
     "mm_hasher_algorithm",
     "mm_device_do_normalize",
     "mm_encoder_attn_dtype",
-    "mm_encoder_fp8_scale_path",
+    SCALES_OF_ENCODER,
 )
 LLAMA_4_LIMIT_TOKENS = 32768  # `attn_temperature_tuning` differs for longer positions
 
@@ -61,7 +62,7 @@ def layout(vllm_config: VllmConfig, compress: str = "off") -> dict[str, str]:
         "LoRA": _lora(vllm_config.lora_config),
         "draft": _draft(vllm_config),
         # Of different kernels KV differs too, and only where all are invariant tokens are equal.
-        "VLLM_BATCH_INVARIANT": "1" if compat.is_batch_invariant() else "0",
+        "VLLM_BATCH_INVARIANT": "1" if surroundings.is_batch_invariant() else "0",
         "compress": compress,
         "transfer protocol": str(VERSION),
     }
@@ -103,7 +104,7 @@ def answer_settings(vllm_config: VllmConfig) -> str:
         model.get_diff_sampling_param(),
         model.try_get_generation_config().get("eos_token_id"),
         [str(processor) for processor in model.logits_processors or ()],
-        compat.logits_processor_plugins(),
+        surroundings.logits_processor_plugins(),
         str(model.logprobs_mode),
         [model.max_model_len, model.max_logprobs],  # beyond these it answers 400
         asdict(outputs),
@@ -155,7 +156,7 @@ def _quantization(model: Any) -> str:
         settings = asdict(settings)
     if settings is not None:
         fact += f", config {digest(settings)}"
-    for name, value in compat.number_variables().items():
+    for name, value in surroundings.number_variables().items():
         fact += f", {name} {digest(value) if isinstance(value, dict) else value}"
     return fact
 
@@ -255,15 +256,15 @@ def _images(model: Any) -> str:
     if settings is None:
         return "none"
     engine_settings = {name: str(getattr(settings, name, None)) for name in IMAGE_SETTINGS}
+    scales = getattr(settings, SCALES_OF_ENCODER, None)
+    if scales and Path(scales).is_file():  # two machines may have others at an equal path
+        engine_settings[SCALES_OF_ENCODER] = Path(scales).read_bytes().hex()
     # Frames are not hashed where a client names its video by a `uuid`.
-    engine_settings["video loader"] = compat.video_loader()
+    engine_settings["video loader"] = surroundings.video_loader()
     folder = Path(model.model)
     files = {
         name: (folder / name).read_text() for name in PROCESSOR_FILES if (folder / name).is_file()
     }
-    scales = getattr(settings, "mm_encoder_fp8_scale_path", None)
-    if scales and Path(scales).is_file():  # two machines have other ones at an equal path
-        files[str(scales)] = Path(scales).read_text()
     return digest([engine_settings, files])
 
 

@@ -210,7 +210,10 @@ def _digest_config(model: Any, is_draft: bool) -> str:
 def _config_variable(model: Any, is_draft: bool) -> str:
     # vLLM makes a part of some models as a model with the same files and another architecture.
     architectures = getattr(model.hf_config, "architectures", None)
-    return f"DISAGG_CONFIG_{digest([model.model, architectures, is_draft]).upper()}"
+    # Another engine of this process tree may have other flags. Of a draft they are vLLM's function.
+    overrides = getattr(model, "hf_overrides", None)
+    flags = overrides if isinstance(overrides, dict) else None
+    return f"DISAGG_CONFIG_{digest([model.model, architectures, flags, is_draft]).upper()}"
 
 
 def _note(variable: str, value: str) -> None:

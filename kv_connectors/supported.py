@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_disagg.errors import ConfigError
 
-from . import compat
+from . import compat, surroundings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -71,7 +71,7 @@ def refuse_unsupported(
         )
     # vLLM calls these cuda, too. Flags and variables choose the order of a block there, and one
     # name of fp8 means two formats (MI300, MI355): facts that the proof at start does not see.
-    if compat.is_rocm():
+    if surroundings.is_rocm():
         raise ConfigError(
             "DisaggConnector was never tried with KV on AMD's GPUs (ROCm): it supports CPUs and"
             " NVIDIA's GPUs"
@@ -148,20 +148,19 @@ def _refuse_parallelism(parallel: Any) -> None:
 def _refuse_environment(vllm_config: VllmConfig) -> None:
     # vLLM's scheduler keeps a request that has ended while its blocks are read or written, and its
     # assertion about a second one of the same id ends the engine.
-    if compat.keeps_ids_of_clients():
+    if surroundings.keeps_ids_of_clients():
         raise ConfigError(
             "DisaggConnector needs ids that no client can repeat: start without"
             " VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"
         )
     # Its streams, errors and aborted answers were never compared with those of the Python server.
-    if compat.serves_by_rust():
+    if surroundings.serves_by_rust():
         raise ConfigError(
             "DisaggConnector was never tried with vLLM's HTTP server in Rust: start without"
             " VLLM_USE_RUST_FRONTEND"
         )
-
     # An engine that has not loaded an adapter must answer 404: the proxy asks another one then.
-    if vllm_config.lora_config is not None and compat.answers_any_model_name():
+    if vllm_config.lora_config is not None and surroundings.answers_any_model_name():
         raise ConfigError(
             "DisaggConnector needs a refusal of adapters that this engine has not loaded, which the"
             " base model would answer: start without VLLM_SKIP_MODEL_NAME_VALIDATION or without"

@@ -33,7 +33,14 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kv_connectors import compat, compatibility, fingerprint, prompt_digest, supported
+from kv_connectors import (
+    compat,
+    compatibility,
+    fingerprint,
+    prompt_digest,
+    supported,
+    surroundings,
+)
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.protocol.peers import difference
 
@@ -305,9 +312,9 @@ def test_an_id_that_clients_can_repeat_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_server_in_rust_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat.envs, "VLLM_USE_RUST_FRONTEND", False, raising=False)
+    monkeypatch.setattr(surroundings.envs, "VLLM_USE_RUST_FRONTEND", False, raising=False)
     supported.refuse_unsupported(config(), caches(FULL))
-    monkeypatch.setattr(compat.envs, "VLLM_USE_RUST_FRONTEND", True, raising=False)
+    monkeypatch.setattr(surroundings.envs, "VLLM_USE_RUST_FRONTEND", True, raising=False)
     with pytest.raises(ConfigError, match="in Rust: start without VLLM_USE_RUST_FRONTEND"):
         supported.refuse_unsupported(config(), caches(FULL))
 
@@ -325,7 +332,7 @@ def test_adapters_that_the_base_model_would_answer_for_are_refused(
 
 def test_amds_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM calls them cuda. MI300's fp8 has the name of MI355's, and means half of its numbers."""
-    monkeypatch.setattr(compat, "current_platform", SimpleNamespace(is_rocm=lambda: True))
+    monkeypatch.setattr(surroundings, "current_platform", SimpleNamespace(is_rocm=lambda: True))
     with pytest.raises(ConfigError, match=r"never tried with KV on AMD's GPUs \(ROCm\)"):
         supported.refuse_unsupported(config(device="cuda"), caches(FULL))
 
@@ -589,7 +596,7 @@ def test_engines_that_quantize_otherwise_differ(tmp_path: Path, first: int) -> N
 def test_variables_that_choose_the_numbers_of_layers_must_be_equal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
-    if variable not in compat.envs.environment_variables:
+    if variable not in surroundings.envs.environment_variables:
         pytest.skip("this vLLM has no such variable")
     monkeypatch.delenv(variable, raising=False)
     usual = layout(tmp_path)
@@ -825,6 +832,9 @@ def test_settings_of_image_processing_must_be_equal(
     scales.write_text("[1.0]")
     calibrated = engine(56, mm_encoder_fp8_scale_path=str(scales))
     assert not difference(calibrated, engine(56, mm_encoder_fp8_scale_path=str(scales)))
+    elsewhere = tmp_path / "copy.json"
+    elsewhere.write_text("[1.0]")
+    assert not difference(calibrated, engine(56, mm_encoder_fp8_scale_path=str(elsewhere)))
     scales.write_text("[2.0]")
     assert "images" in difference(calibrated, engine(56, mm_encoder_fp8_scale_path=str(scales)))
     monkeypatch.setenv("VLLM_VIDEO_LOADER_BACKEND", "molmo2")
@@ -1149,7 +1159,7 @@ def test_settings_that_choose_an_answers_tokens(
     assert not settings(watermark=SimpleNamespace(key=5))
     with monkeypatch.context() as installed:  # vLLM takes these without a flag
         plugin = SimpleNamespace(name="mine", value="my:Processor")
-        installed.setattr(compat, "entry_points", lambda group: [plugin])
+        installed.setattr(surroundings, "entry_points", lambda group: [plugin])
         with_plugin = settings()
     assert with_plugin not in ("", settings(), *others)
     GenerationConfig(

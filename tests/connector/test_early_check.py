@@ -260,42 +260,41 @@ def test_settings_may_be_null() -> None:
     assert early_check.settings_in(own) == [{}]
 
 
-def test_the_states_of_the_models_files_are_noted_before_their_load(
-    images: Path, tmp_path: Path
-) -> None:
-    """In the environment: other processes load weights, minutes before this connector is made."""
+def engine(folder: Path, **flags: Any) -> Any:
     kv_connectors.register()
-    folder = tmp_path / "model"
-    shutil.copytree(images, folder)
+    transfers = use({"insecure": True})
+    return VllmConfig(model_config=model(folder, **flags), kv_transfer_config=transfers)
+
+
+@pytest.fixture
+def folder(images: Path, tmp_path: Path) -> Path:
+    """A model that only this test has: its facts are noted in the environment by its place."""
+    return Path(shutil.copytree(images, tmp_path / "model"))
+
+
+def test_the_states_of_the_models_files_are_noted_before_their_load(folder: Path) -> None:
+    """In the environment: other processes load weights, minutes before this connector is made."""
     (folder / "pytorch_model.bin").write_text("1")
-    made: Any = VllmConfig(model_config=model(folder), kv_transfer_config=use({"insecure": True}))
+    made = engine(folder)
     assert not fingerprint.files_have_changed(made)
     (folder / "pytorch_model.bin").write_text("longer")
     assert fingerprint.files_have_changed(made)
 
 
-def test_what_the_code_of_a_model_writes_into_its_configuration_is_left_out(
-    images: Path, tmp_path: Path
-) -> None:
+def test_what_the_code_of_a_model_writes_into_its_configuration_is_left_out(folder: Path) -> None:
     """With one rank on a GPU it runs in the connector's process, with more ranks in others."""
-    kv_connectors.register()
-    folder = tmp_path / "model"
-    shutil.copytree(images, folder)
-    made: Any = VllmConfig(model_config=model(folder), kv_transfer_config=use({"insecure": True}))
+    made = engine(folder)
     before = fingerprint.config_digest(made.model_config)
     made.model_config.hf_config.max_model_len = 4096  # as MiniMax-M2's
     assert fingerprint.config_digest(made.model_config) == before
-    flags = {"hf_overrides": {"initializer_range": 0.5}}
-    other: Any = VllmConfig(
-        model_config=model(folder, **flags), kv_transfer_config=use({"insecure": True})
-    )
+    other = engine(folder, hf_overrides={"initializer_range": 0.5})
     assert fingerprint.config_digest(other.model_config) != before
+    assert fingerprint.config_digest(made.model_config) == before
 
 
 def test_vllm_copies_a_configuration_that_was_checked(images: Path) -> None:
     """As for models with images and for drafts: a field that it does not know is an error."""
-    kv_connectors.register()
-    made: Any = VllmConfig(model_config=model(images), kv_transfer_config=use({"insecure": True}))
+    made = engine(images)
     assert replace(made).model_config is made.model_config
     copied = made.with_hf_config(made.model_config.hf_config)
     assert copied.kv_transfer_config is made.kv_transfer_config

@@ -13,7 +13,7 @@ import pytest
 
 from vllm_disagg import cli
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.planner.commands import engine_profiles, flags, live, live_text
+from vllm_disagg.planner.commands import engine_profiles, flags, live, live_text, live_verdict
 from vllm_disagg.planner.commands.engine_profiles import EngineWindow
 from vllm_disagg.planner.commands.metric_page import MetricSamples, MetricWindow, parse
 from vllm_disagg.planner.cost import hardware
@@ -302,10 +302,10 @@ def test_fp8_kv_is_half_as_many_bytes_in_a_live_plan() -> None:
 
 
 def test_a_gain_on_both_sides_of_the_limit_cannot_tell() -> None:
-    assert live._verdict((0.9, 1.05)) == ("keep", "")
-    assert live._verdict((1.2, 1.5)) == ("change", "")
-    assert live._verdict(None) == ("change", "")
-    verdict, why = live._verdict((0.9, 1.5))
+    assert live_verdict.verdict_of((0.9, 1.05)) == ("keep", "")
+    assert live_verdict.verdict_of((1.2, 1.5)) == ("change", "")
+    assert live_verdict.verdict_of(None) == ("change", "")
+    verdict, why = live_verdict.verdict_of((0.9, 1.5))
     assert verdict == "cannot tell" and "0.90 to 1.50" in why
 
 

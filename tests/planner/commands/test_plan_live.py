@@ -15,9 +15,10 @@ import pytest
 
 from vllm_disagg import cli
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.planner.commands import flags, live
-from vllm_disagg.planner.commands.live import ObservedTraffic, between
+from vllm_disagg.planner.commands import flags, live, live_verdict
+from vllm_disagg.planner.commands.live import between
 from vllm_disagg.planner.commands.live_text import text
+from vllm_disagg.planner.commands.live_verdict import ObservedTraffic
 from vllm_disagg.planner.commands.metric_page import parse
 from vllm_disagg.planner.search.optimizer import PlacementScore
 from vllm_disagg.planner.search.scenario import Placement, ReplicaGroup
@@ -275,9 +276,9 @@ def test_the_gain_has_what_the_bisections_and_other_step_times_leave_open(
         PlacementScore(place, [rate, rate], 0.02)
         for place, rate in zip((*of, of[1]), (1.0, 1.09, 0.5), strict=True)
     )
-    found = live._gain_interval(now, [now, other], (), 1)
+    found = live_verdict.gain_interval(now, [now, other], (), 1)
     assert found == pytest.approx((1.09 * 0.98, 1.09 / 0.98))
-    assert live._verdict(found)[0] == "cannot tell"
+    assert live_verdict.verdict_of(found)[0] == "cannot tell"
     scenarios: list[Any] = [None]
     for scores, ends in (
         ([now, slow], (0.5 * 0.98, 1.09 / 0.98)),
@@ -285,9 +286,9 @@ def test_the_gain_has_what_the_bisections_and_other_step_times_leave_open(
         ([other], (1.09 * 0.98, math.inf)),
         ([], (1.09 * 0.98, 1.09 / 0.98)),
     ):
-        monkeypatch.setattr(live.optimizer, "search", lambda *_, found=scores: found)
-        assert live._gain_interval(now, [now, other], scenarios, 1) == pytest.approx(ends)
-    assert "1.07 to any number of times" in live._verdict((1.07, math.inf))[1]
+        monkeypatch.setattr(live_verdict.optimizer, "search", lambda *_, found=scores: found)
+        assert live_verdict.gain_interval(now, [now, other], scenarios, 1) == pytest.approx(ends)
+    assert "1.07 to any number of times" in live_verdict.verdict_of((1.07, math.inf))[1]
 
 
 def test_one_sample_of_a_running_deployment_is_said(
@@ -306,8 +307,8 @@ def test_a_fleet_that_holds_many_times_its_rate_is_judged_by_longer_samples(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """At the goodputs found, a sample that lasts long at the present rate is a burst."""
-    monkeypatch.setattr(live.sample_size, "MIN_SECONDS", 3.0)
-    monkeypatch.setattr(live.sample_size, "MIN_LATENCIES", 2.0)
+    monkeypatch.setattr(live_verdict.sample_size, "MIN_SECONDS", 3.0)
+    monkeypatch.setattr(live_verdict.sample_size, "MIN_LATENCIES", 2.0)
     parser = argparse.ArgumentParser()
     flags.add_arguments(parser)
     words = ["--coefficients", "distserve-a100", "--model", "opt-13b", "--workload", "60:8"]
@@ -315,11 +316,11 @@ def test_a_fleet_that_holds_many_times_its_rate_is_judged_by_longer_samples(
     scenario = msgspec.structs.replace(scenario, seeds=2)
     present = Placement(ReplicaGroup(1, 1, 1), ReplicaGroup(1, 1, 2))
     traffic = ObservedTraffic(60.0, 60, 1.0, 60.0, 8.0, 0.1, 0.02)
-    short = live.judge(scenario, present, traffic, 1, may_grow=False)
+    short = live_verdict.judge(scenario, present, traffic, 1, may_grow=False)
     assert [said.partition(";")[0] for said in short["remarks"]] == [
         "20 requests are a burst at these goodputs, in which no queue has time to grow"
     ]
-    long = live.judge(scenario, present, traffic, 1, [scenario])
+    long = live_verdict.judge(scenario, present, traffic, 1, [scenario])
     assert long["setting"]["requests"] > 60 and long["remarks"] == []
     assert long["present"]["goodput"] < short["present"]["goodput"]
     assert {2, 1} == {split["prefill"] for split in long["alternatives"]}

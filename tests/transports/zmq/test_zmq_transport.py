@@ -669,18 +669,20 @@ def silent() -> Iterator[half_open.SilentConnections]:
             yield made
 
 
+ACCEPTED, ENDED = (zmq.EVENT_ACCEPTED, 7), (zmq.EVENT_DISCONNECTED, 7)
+MESSAGE: Any = [FromDescriptor(7)]
+
+
 def test_a_descriptor_that_is_used_again_is_a_new_connection(
     silent: half_open.SilentConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    message: Any = [FromDescriptor(7)]
-    accepted, ended = (zmq.EVENT_ACCEPTED, 7), (zmq.EVENT_DISCONNECTED, 7)
-    monkeypatch.setattr(silent, "events", Monitor(accepted))
-    silent.on_message(message)
+    monkeypatch.setattr(silent, "events", Monitor(ACCEPTED))
+    silent.on_message(MESSAGE)
     assert not silent._accepted_at
-    monkeypatch.setattr(silent, "events", Monitor(ended, accepted))
+    monkeypatch.setattr(silent, "events", Monitor(ENDED, ACCEPTED))
     silent.close_excess()
     assert list(silent._accepted_at) == [7]
-    silent.on_message(message)
+    silent.on_message(MESSAGE)
     assert not silent._accepted_at
 
 
@@ -688,27 +690,22 @@ def test_a_member_that_comes_back_under_its_descriptor_is_not_silent(
     silent: half_open.SilentConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its first message was read before the monitor told of the new connection."""
-    message: Any = [FromDescriptor(7)]
-    accepted, ended = (zmq.EVENT_ACCEPTED, 7), (zmq.EVENT_DISCONNECTED, 7)
-    monkeypatch.setattr(silent, "events", Monitor(accepted))
-    silent.on_message(message)
-    silent.on_message(message)
-    monkeypatch.setattr(silent, "events", Monitor(ended, accepted))
-    silent.close_excess()
-    assert not silent._accepted_at
-    monkeypatch.setattr(silent, "events", Monitor(ended, accepted))
-    silent.close_excess()
-    assert list(silent._accepted_at) == [7], "a stranger: no message came since"
+    monkeypatch.setattr(silent, "events", Monitor(ACCEPTED))
+    for _ in range(2):
+        silent.on_message(MESSAGE)
+    for silent_ones in ([], [7]):  # then a stranger: no message came since
+        monkeypatch.setattr(silent, "events", Monitor(ENDED, ACCEPTED))
+        silent.close_excess()
+        assert list(silent._accepted_at) == silent_ones
 
 
 def test_a_member_s_further_messages_do_not_ask_the_monitor(
     silent: half_open.SilentConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monitor = Monitor((zmq.EVENT_ACCEPTED, 7))
+    monitor = Monitor(ACCEPTED)
     monkeypatch.setattr(silent, "events", monitor)
-    message: Any = [FromDescriptor(7)]
     for _ in range(5):
-        silent.on_message(message)
+        silent.on_message(MESSAGE)
     assert monitor.questions == 2  # there was one event, and then none
 
 

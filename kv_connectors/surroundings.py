@@ -1,0 +1,62 @@
+"""Facts of an engine that no flag shows: vLLM's variables, its installed plugins, its platform."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import Any
+
+from vllm import envs
+from vllm.platforms import current_platform
+
+# Variables of vLLM that choose the numbers in which layers compute, as no flag does, and their
+# defaults: another value quantizes weights or activations otherwise, or routes to other experts.
+NUMBER_VARIABLES: dict[str, Any] = {
+    "VLLM_B12X_MOE_FP4_FORCE_A16": False,
+    "VLLM_CPU_INT4_W4A8": True,
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG": None,
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG": None,
+    "VLLM_MARLIN_INPUT_DTYPE": None,
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "",
+}
+LOGITS_PROCESSORS = "vllm.logits_processors"  # vLLM's group of entry points
+
+
+def is_rocm() -> bool:
+    """Returns whether the GPUs are AMD's; vLLM calls their device cuda."""
+    return bool(current_platform.is_rocm())
+
+
+def number_variables() -> dict[str, Any]:
+    """Returns those of `NUMBER_VARIABLES` that this vLLM has, and that are not at their default."""
+    values = {name: getattr(envs, name, usual) for name, usual in NUMBER_VARIABLES.items()}
+    return {name: value for name, value in values.items() if value != NUMBER_VARIABLES[name]}
+
+
+def logits_processor_plugins() -> list[str]:
+    """Returns the installed processors of logits, which vLLM takes without a flag."""
+    return sorted(f"{each.name}={each.value}" for each in entry_points(group=LOGITS_PROCESSORS))
+
+
+def is_batch_invariant() -> bool:
+    """Returns whether vLLM's kernels on GPUs give a prompt the same tokens in each batch."""
+    return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
+
+
+def keeps_ids_of_clients() -> bool:
+    """Returns whether vLLM's ids of requests are those of its clients, who may repeat them."""
+    return bool(getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False))
+
+
+def serves_by_rust() -> bool:
+    """Returns whether vLLM's HTTP server is its program in Rust, not that in Python."""
+    return bool(getattr(envs, "VLLM_USE_RUST_FRONTEND", False))
+
+
+def answers_any_model_name() -> bool:
+    """Returns whether vLLM answers a model name that it does not know, from the base model."""
+    return bool(getattr(envs, "VLLM_SKIP_MODEL_NAME_VALIDATION", False))
+
+
+def video_loader() -> str:
+    """Returns the name of what chooses and decodes the frames of videos, as of no flag."""
+    return str(getattr(envs, "VLLM_VIDEO_LOADER_BACKEND", ""))

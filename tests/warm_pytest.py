@@ -25,7 +25,7 @@ from typing import NamedTuple, TypeVar
 import trial_progress
 from planting import ROOT, plant, plant_in_children
 
-COPIED = ("vllm_disagg", "kv_connectors", "tests", "deploy")
+COPIED = ("vllm_disagg", "kv_connectors", "tests", "deploy", "scripts")
 LOOK_SECONDS = 0.02
 # Of a fork: asserts in these modules are not pytest's to explain.
 IMPORTED_BEFORE = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
@@ -276,6 +276,8 @@ def _run_copy(arguments: list[str], fault: Fault | None, folder: Path) -> None:
     copy_tree(folder)
     if fault is not None:
         path = folder / fault.path.relative_to(ROOT)
+        if path.resolve() != folder.resolve() / fault.path.relative_to(ROOT):
+            raise RuntimeError(f"{fault.path} is not copied: the fault would stay in the tree")
         path.write_text(path.read_text().replace(fault.old, fault.new))
     os.chdir(folder)
     os.environ["PYTHONPATH"] = f"{folder}:{folder}/tests"

@@ -361,6 +361,13 @@ def test_a_tree_is_copied_while_other_tests_write_bytecode(
     assert (tmp_path / "docs").is_symlink()
 
 
+def test_no_fault_is_planted_through_a_link() -> None:
+    """It would stay in the tree."""
+    for line in mutants.MUTANTS:
+        path = mutants.source(ROOT, Mutant(*line).file).relative_to(ROOT)
+        assert path.parts[0] in warm_pytest.COPIED, path
+
+
 def test_forks_share_their_bytecode() -> None:
     """Whatever the environment says: without it each of them compiles all that it imports."""
     script = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import struct
 import subprocess
 import sys
 import zipfile
@@ -56,6 +57,38 @@ def test_pack_unpack_and_their_errors(tmp_path: Path) -> None:
             and done.stderr.startswith("pack_gpu: ")
             and "Traceback" not in done.stderr
         ), done
+
+
+def entry(kind: int, arch: int, code: bytes) -> bytes:
+    """Returns an entry of a fat binary, with a header of 64 bytes."""
+    header = struct.pack("<HHIQ12xI32x", kind, 1, 64, len(code), arch)
+    return header + code
+
+
+def fat(*entries: bytes) -> bytes:
+    body = b"".join(entries)
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
+
+
+def test_only_the_code_of_one_gpu_is_packed(tmp_path: Path) -> None:
+    """Headers stay, and PTX where a fat binary has no code for that GPU. 1 is PTX, 2 a cubin."""
+    code = b"code" * 8
+    native = fat(entry(2, 80, code), entry(2, 90, b"here" * 8), entry(1, 90, code))
+    older = fat(entry(2, 80, code), entry(1, 80, b"text" * 8), entry(1, 120, code))
+    no_fat_binary = native[:4] + b"else" * 20
+    text = b"text between" + native[:10]  # cut within the header
+    wheel, out, site = tmp_path / "a-1-py3-none-any.whl", tmp_path / "out", tmp_path / "site"
+    with zipfile.ZipFile(wheel, "w") as made:
+        made.writestr("a/lib.so.2", b"elf" + native + no_fat_binary + older + text)
+        made.writestr("a/data.bin", native)
+    assert run("pack", out, "--arch", 90, wheel).returncode == 0
+    assert run("unpack", out, site).returncode == 0
+    zeroes = bytes(32)
+    kept = fat(entry(2, 80, zeroes), entry(2, 90, b"here" * 8), entry(1, 90, zeroes))
+    kept_older = fat(entry(2, 80, zeroes), entry(1, 80, b"text" * 8), entry(1, 120, zeroes))
+    found = (site / "a/lib.so.2").read_bytes()
+    assert found == b"elf" + kept + no_fat_binary + kept_older + text
+    assert (site / "a/data.bin").read_bytes() == native, "no library"
 
 
 def test_the_recipe_packs_a_vllm_that_the_connector_supports() -> None:

@@ -128,6 +128,12 @@ def attention_backends(vllm_config: Any, names: Sequence[str]) -> dict[str, str]
     return {name: layers[name].get_attn_backend().get_name() for name in names}
 
 
+def attentions(vllm_config: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Returns vLLM's implementation of the attention of layers that have one, by layer name."""
+    layers = vllm_config.compilation_config.static_forward_context
+    return {name: layers[name].impl for name in names if hasattr(layers[name], "impl")}
+
+
 # The name of the layout in which the bytes of one head of a block are together. None before
 # vLLM 0.32, where the heads of a tensor are not known and blocks move whole.
 HEADS_TOGETHER = "LBHNC" if find_spec("vllm.v1.kv_cache_layout") else None

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm_disagg.compatibility")
 
+INVARIANCE = "VLLM_BATCH_INVARIANT"  # the fact of this name; the proxy reads it
 SCALES_OF_ENCODER = "mm_encoder_fp8_scale_path"
 IMAGE_SETTINGS = (
     "mm_processor_kwargs",
@@ -62,7 +63,7 @@ def layout(vllm_config: VllmConfig, compress: str = "off") -> dict[str, str]:
         "LoRA": _lora(vllm_config.lora_config),
         "draft": _draft(vllm_config),
         # Of different kernels KV differs too, and only where all are invariant tokens are equal.
-        "VLLM_BATCH_INVARIANT": "1" if surroundings.is_batch_invariant() else "0",
+        INVARIANCE: "1" if surroundings.is_batch_invariant() else "0",
         "compress": compress,
         "transfer protocol": str(VERSION),
     }

@@ -11,6 +11,7 @@ import vllm
 
 from vllm_disagg.protocol.peers import EngineInfo
 
+from .compatibility import INVARIANCE
 from .data_parallel import SharedServerRank
 from .metadata import Handshake
 
@@ -47,6 +48,9 @@ def describe(
         first = layer_numbers[handshake.layers[0]] if handshake.layers else 0
         holds = msgspec.structs.replace(holds, first=first)
         workers.append(msgspec.structs.replace(handshake.worker, holds=holds))
+    layout = dict(layout)
+    if any(handshake.varies for handshake in handshakes):
+        layout[INVARIANCE] = "1, but not in attention"
     digest = hashlib.sha256(" ".join(layer_numbers).encode()).hexdigest()[:12]
     forms = [f"{count} layers of {form}" for form, count in sorted(form_counts.items())]
     return EngineInfo(

@@ -35,7 +35,7 @@ from vllm_disagg.kv.memory import DirectMemory, Memory
 from vllm_disagg.protocol import events
 from vllm_disagg.transports.base import MakeTransport
 
-from . import compat, kv_layout, supported, transports
+from . import compat, kv_layout, supported, surroundings, transports
 from .layers import FinalLayers
 from .metadata import FailedProof, Handshake, StepMetadata, WorkerMetadata
 from .metrics import ConnectorStats
@@ -124,7 +124,7 @@ class WorkerSide:
         )
         self._start_gpu_facts(self._driver)
         gpu = self._gpu.uuid if self._gpu is not None else ""
-        self.handshake = Handshake(self._driver.worker, names, gpu)
+        self.handshake = Handshake(self._driver.worker, names, gpu, self._varies(names))
         compat.before_blocks_change(self._vllm_config, self._revoke_early)
         log.info(
             "worker %d: control channel for KV transfers at %s",
@@ -210,6 +210,23 @@ class WorkerSide:
         if can_sum(memory.planes):
             self._computed_sums = ComputedSums(memory)
             self._loaded_sums = LoadedSums(memory)
+
+    def _varies(self, names: Sequence[str]) -> bool:
+        """Returns whether tokens depend on their batch although they must not; warns if so."""
+        if self._gpu is None or not surroundings.is_batch_invariant():
+            return False
+        from .gpu.batch_variance import REMEDY, variance  # noqa: PLC0415 - as above
+
+        reason = variance(compat.attentions(self._vllm_config, names))
+        if reason:
+            log.warning(
+                "worker %d: VLLM_BATCH_INVARIANT=1 does not hold here: %s. Answers may differ from"
+                " those of a plain vLLM; %s",
+                self._rank,
+                reason,
+                REMEDY,
+            )
+        return bool(reason)
 
     def _without_obstacles(
         self, chosen: dict[str, MakeTransport], memory: Memory

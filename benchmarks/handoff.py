@@ -20,7 +20,7 @@ is one JSON object.
 
 On GPUs (--gpu) each engine of a stack has one, with CUDA graphs. On a single GPU they share it, a
 third of its memory each. NCCL between two ranks of one GPU needs NCCL >= 2.30.4 (VLLM_NCCL_SO_PATH)
-and NCCL_MULTI_RANK_GPU_ENABLE=1. Never run yet.
+and NCCL_MULTI_RANK_GPU_ENABLE=1. Not run yet.
 
 Peers: nixl and nixl-cu12 (pip install --no-deps) in this environment, and the vllm-router program.
 """
@@ -50,6 +50,7 @@ TOKENS = 8  # of each answer
 KV_SECONDS = 0.04  # between two readings of D's KV cache use
 WARM_UPS = 6  # requests through each front: more than the five by whose times a late leg is sent
 REST = 1.5  # seconds before each measurement: vLLM's processes spin for one after their last work
+GPU_REST = 0.2  # where no model computes on the cores that they spin on
 
 
 # Of ours, by the name in the result.
@@ -200,7 +201,7 @@ async def measure(
                     ]
                     for name, front in fronts.items():
                         cell = results.setdefault(name, {}).setdefault((length, together), Cell())
-                        await asyncio.sleep(REST)
+                        await asyncio.sleep(GPU_REST if args.gpu else REST)
                         before = stack.cpu_seconds()
                         watching = None
                         if args.held and stack.decode:

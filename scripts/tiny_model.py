@@ -205,7 +205,14 @@ def of_text(kind: str, words: Any, folder: Path) -> Any:
             for n, v in size.items()
             if "attention" not in n and "key_value" not in n and n != "intermediate_size"
         }
-    return transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**size))
+    config = getattr(transformers, name)(**size)
+    if kind != "qwen3-8b":
+        return transformers.AutoModelForCausalLM.from_config(config)
+    import torch
+
+    # Seven billion numbers: a GPU draws them in a second, a CPU in minutes.
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
 def with_images(words: Any, folder: Path) -> Any:

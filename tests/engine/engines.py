@@ -62,6 +62,7 @@ class EngineRunner:
     lines: tuple[str, ...] = ()  # of every engine
     connector_lines: tuple[str, ...] = ()  # of engines with our connector
     transport: str = ""  # of engines with our connector, unless a test chooses one
+    flags: tuple[str, ...] = ()  # of every engine
     slowness: float = 1.0  # how much longer than usual the tests wait
 
     @property
@@ -103,14 +104,26 @@ RUNNERS = {
         _V2_LINES,
         _DEVICE_LINES,
         "zmq",  # the last choice on a GPU, through host memory
-        SLOWNESS,
+        slowness=SLOWNESS,
     ),
     "v2-nixl": EngineRunner(
         {**_V2_ENV, "ENGINE_CHANGES": f"{_V2_CHANGES} device_path host_nixl"},
         _V2_LINES,
         _DEVICE_LINES,
         "nixl",  # the first choice on a GPU
-        SLOWNESS,
+        slowness=SLOWNESS,
+    ),
+    # On one GPU, which all engines share. Needs ENGINE_DTYPE=bfloat16. Answers by FlashAttention 3
+    # with heads of 32 depend on their batch: see kv_connectors/gpu/batch_variance.py.
+    "gpu": EngineRunner(
+        {"VLLM_BATCH_INVARIANT": "1"},  # else a plain vLLM's answers depend on its batches
+        ("Using V2 Model Runner",),
+        ("are read and written in GPU memory as vLLM does",),
+        os.environ.get("ENGINE_TRANSPORT", "nixl"),
+        (
+            *("--block-size", str(BLOCK), "--gpu-memory-utilization", "0.05"),
+            *("--attention-backend", "TRITON_ATTN"),
+        ),
     ),
 }
 RUNNER = RUNNERS[os.environ.get("ENGINE_RUNNER", "")]
@@ -330,6 +343,7 @@ class Engine(Process):
             "--port",
             str(port),
             *FLAGS,
+            *RUNNER.flags,
             *([] if model else TOOLS),
             "--chat-template",
             CHAT,

@@ -26,6 +26,11 @@ def is_rocm() -> bool:
     return bool(current_platform.is_rocm())
 
 
+def is_b200() -> bool:
+    """Returns whether the GPUs have compute capability 10, as B200 and B300."""
+    return bool(current_platform.is_device_capability_family(100))
+
+
 def number_variables() -> dict[str, Any]:
     """Returns those of `NUMBER_VARIABLES` that this vLLM has, and that are not at their default."""
     values = {name: getattr(envs, name, usual) for name, usual in NUMBER_VARIABLES.items()}

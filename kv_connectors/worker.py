@@ -215,16 +215,16 @@ class WorkerSide:
         """Returns whether tokens depend on their batch although they must not; warns if so."""
         if self._gpu is None or not surroundings.is_batch_invariant():
             return False
-        from .gpu.batch_variance import REMEDY, variance  # noqa: PLC0415 - as above
+        from .gpu.batch_variance import variance  # noqa: PLC0415 - as above
 
-        reason = variance(compat.attentions(self._vllm_config, names))
+        attentions = compat.attentions(self._vllm_config, names)
+        reason = variance(attentions, is_b200=surroundings.is_b200())
         if reason:
             log.warning(
-                "worker %d: VLLM_BATCH_INVARIANT=1 does not hold here: %s. Answers may differ from"
-                " those of a plain vLLM; %s",
+                "worker %d: VLLM_BATCH_INVARIANT=1 does not hold here, so answers may differ from"
+                " those of a plain vLLM: %s",
                 self._rank,
                 reason,
-                REMEDY,
             )
         return bool(reason)
 

@@ -1,7 +1,13 @@
 """Attention whose values depend on the batch in spite of VLLM_BATCH_INVARIANT=1.
 
-FlashAttention 3, which vLLM takes on Hopper GPUs, sums over tiles of keys. Their size must not
-depend on the batch; vLLM only forbids it to split the keys. By `tile_size_fwd_sm90` and
+D computes the last prompt token alone, where a plain vLLM computes it in a chunk. Equal tokens need
+kernels that give it the same value in both. Read in vLLM 0.32.0, its three exceptions:
+
+MLA. One token of a request, or a few, is computed in the compressed space, a longer chunk with the
+keys and values of each head. For TRITON_MLA vLLM turns prefix caching off by itself.
+
+FlashAttention 3, which vLLM takes on Hopper GPUs. vLLM only forbids it to split the keys of a
+request. It sums over tiles of keys, and takes their size by the batch: `tile_size_fwd_sm90` and
 `mha_fwd` of vllm-project/flash-attention (617264c1, `hopper/`):
 
     heads                 kind of batch            keys in a tile
@@ -13,8 +19,11 @@ depend on the batch; vLLM only forbids it to split the keys. By `tile_size_fwd_s
     KV of 8 bits          few tokens a request     96 or 128
                           else                     128 or 192
 
-Seen on an H200 with vLLM 0.32.0 and heads of 32: a plain vLLM gave a prompt of 129 tokens one log
-probability without a prefix cache, and another where the cache had 128 of them.
+Seen on an H200 with heads of 32: a plain vLLM gave a prompt of 129 tokens one log probability
+without a prefix cache, and another where the cache had 128 of them.
+
+TRITON_ATTN on GPUs as B200: with heads of 256 it takes wider tiles, if a request has several tokens
+(`tuned_large_head` in `triton_unified_attention.py`).
 """
 
 from __future__ import annotations
@@ -25,23 +34,41 @@ from typing import Any
 HOPPER_VERSION = 3
 SMALL_HEAD_SIZE = 64
 LARGE_HEAD_SIZE = 128
-REMEDY = "--attention-backend TRITON_ATTN on all engines makes them equal"
+TUNED_HEAD_SIZE = 256
+TRITON_ATTENTION = "TritonAttentionImpl"
+NO_REMEDY = "no attention backend of vLLM for MLA is free of it"
+USE_TRITON = "--attention-backend TRITON_ATTN on all engines is free of it"
+USE_FLASH = "--attention-backend FLASH_ATTN on all engines is free of it"
 
 
-def variance(attentions: Mapping[str, Any]) -> str:
-    """Returns the layer whose values depend on the batch, and why; empty if none is known.
+def variance(attentions: Mapping[str, Any], *, is_b200: bool) -> str:
+    """Returns which layer depends on its batch, why, and what to do; empty if none is known to.
 
     `attentions`: vLLM's implementation of the attention of each layer, by layer name.
+    `is_b200`: the GPU is of compute capability 10.
     """
     for name, attention in attentions.items():
-        if getattr(attention, "vllm_flash_attn_version", None) != HOPPER_VERSION:
-            continue
-        if reason := _reason(attention):
-            return f"layer {name} has {reason}, for which FlashAttention 3 sums as its batch needs"
+        if reason := _reason(attention, is_b200=is_b200):
+            return f"layer {name} has {reason}"
     return ""
 
 
-def _reason(attention: Any) -> str:
+def _reason(attention: Any, *, is_b200: bool) -> str:
+    if hasattr(attention, "kv_lora_rank"):
+        return f"MLA, which computes one token otherwise than many; {NO_REMEDY}"
+    version = getattr(attention, "vllm_flash_attn_version", None)
+    form = _form_with_other_tiles(attention) if version == HOPPER_VERSION else ""
+    if form:
+        return f"{form}, where FlashAttention 3 sums by its batch; {USE_TRITON}"
+    is_triton = type(attention).__name__ == TRITON_ATTENTION
+    if is_b200 and is_triton and attention.head_size == TUNED_HEAD_SIZE:
+        form = f"heads of {TUNED_HEAD_SIZE}"
+        return f"{form}, where TRITON_ATTN sums by its batch; {USE_FLASH}"
+    return ""
+
+
+def _form_with_other_tiles(attention: Any) -> str:
+    """Returns what in a layer's form has FlashAttention 3 choose its tiles; empty if nothing."""
     size = attention.head_size
     if "fp8" in str(attention.kv_cache_dtype):
         return "KV of 8 bits"

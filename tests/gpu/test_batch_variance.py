@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import vllm
+
 from kv_connectors import engine_description
-from kv_connectors.gpu.batch_variance import variance
+from kv_connectors.gpu.batch_variance import TRITON_ATTENTION, variance
 from kv_connectors.metadata import Handshake
 from kv_connectors.worker import WorkerSide
 from vllm_disagg.config import Config
@@ -19,6 +22,13 @@ from vllm_disagg.fleet import keys
 from vllm_disagg.protocol import peers
 
 NO_WINDOW = (-1, -1)
+
+
+class TritonAttentionImpl(SimpleNamespace):
+    """Is named as vLLM's."""
+
+    def __init__(self, head_size: int) -> None:
+        super().__init__(head_size=head_size)
 
 
 def attention(
@@ -45,8 +55,11 @@ def attention(
     ],
 )
 def test_what_flash_attention_3_sums_by_its_batch(made: Any, reason: str) -> None:
-    found = variance({"a": attention(128), "b": made})
-    assert found == f"layer b has {reason}, for which FlashAttention 3 sums as its batch needs"
+    found = variance({"a": attention(128), "b": made}, is_b200=False)
+    assert found == (
+        f"layer b has {reason}, where FlashAttention 3 sums by its batch;"
+        " --attention-backend TRITON_ATTN on all engines is free of it"
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,10 +72,40 @@ def test_what_flash_attention_3_sums_by_its_batch(made: Any, reason: str) -> Non
         attention(32, version=2),
         attention(64, version=None),
         SimpleNamespace(),  # of another backend
+        TritonAttentionImpl(128),
     ],
 )
 def test_what_is_equal_in_each_batch(made: Any) -> None:
-    assert variance({"a": made}) == ""
+    for is_b200 in (False, True):
+        assert variance({"a": made}, is_b200=is_b200) == ""
+
+
+def test_large_heads_in_triton() -> None:
+    large = {"a": TritonAttentionImpl(256)}
+    assert variance(large, is_b200=False) == ""
+    assert variance(large, is_b200=True) == (
+        "layer a has heads of 256, where TRITON_ATTN sums by its batch;"
+        " --attention-backend FLASH_ATTN on all engines is free of it"
+    )
+
+
+def test_mla() -> None:
+    assert variance({"a": SimpleNamespace(kv_lora_rank=512)}, is_b200=False) == (
+        "layer a has MLA, which computes one token otherwise than many;"
+        " no attention backend of vLLM for MLA is free of it"
+    )
+
+
+def test_vllm_has_the_names_by_which_layers_are_told() -> None:
+    """Their own modules need a GPU to be imported."""
+    folder = Path(vllm.__file__).parent
+    flash = (folder / "v1/attention/backends/flash_attn.py").read_text()
+    triton = (folder / "v1/attention/backends/triton_attn.py").read_text()
+    mla = (folder / "model_executor/layers/attention/mla_attention.py").read_text()
+    for name in ("vllm_flash_attn_version", "head_size", "kv_cache_dtype", "sliding_window"):
+        assert f"self.{name} = " in flash, name
+    assert f"class {TRITON_ATTENTION}(" in triton
+    assert "self.kv_lora_rank = " in mla
 
 
 @pytest.mark.parametrize(
@@ -85,7 +128,7 @@ def test_the_operator_is_told(
         worker._gpu = SimpleNamespace()  # type: ignore[assignment]
         assert worker._varies(["a", "state"]) == varies
     text = caplog.text
-    assert ("VLLM_BATCH_INVARIANT=1 does not hold here: layer a has heads of 64" in text) == varies
+    assert ("does not hold here" in text and "layer a has heads of 64" in text) == varies
     assert ("--attention-backend TRITON_ATTN" in text) == varies
 
 

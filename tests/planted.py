@@ -979,6 +979,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("two planned instances share a GPU", "planner/commands/output.py", "        first += size\n", "        first += 1\n", "tests/planner/search/test_planner_search.py::test_commands_give_each_instance_gpus_of_its_own"),
     ("KV on a GPU may be compressed", "kv_connectors/supported.py", "        if device != \"cpu\":\n", "        if False:\n", "tests/connector/test_compatibility.py"),
     ("layers that vary by their batch are not seen", "kv_connectors/gpu/batch_variance.py", "if size <= SMALL_HEAD_SIZE:", "if size < SMALL_HEAD_SIZE:", "tests/gpu/test_batch_variance.py"),
+    ("a grant of another release is said to be of another key", "proxy/membership/discovery.py", "if refusal.startswith(OTHER_VERSION):", "if False:", "tests/unit/test_troubleshooting.py"),
     ("MLA is taken for invariant", "kv_connectors/gpu/batch_variance.py", 'if hasattr(attention, "kv_lora_rank"):', 'if False:', "tests/gpu/test_batch_variance.py"),
     ("large heads in Triton are taken for invariant on each GPU", "kv_connectors/gpu/batch_variance.py", "if is_b200 and is_triton and", "if is_triton and", "tests/gpu/test_batch_variance.py"),
     ("KV of 8 bits is taken for invariant", "kv_connectors/gpu/batch_variance.py", 'if "fp8" in str(attention.kv_cache_dtype):', 'if False:', "tests/gpu/test_batch_variance.py"),

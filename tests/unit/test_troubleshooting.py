@@ -10,13 +10,15 @@ import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from vllm_disagg import config
-from vllm_disagg.errors import ConfigError
-from vllm_disagg.fleet import keys
+from vllm_disagg.errors import BadGrant, ConfigError
+from vllm_disagg.fleet import grants, keys, sealing
 from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.launcher import machine, model_check, plan
 from vllm_disagg.launcher.machine import MachineFacts
@@ -161,10 +163,35 @@ def _(_: Path) -> object:
     return instance("decode", None).unavailable_reason
 
 
-@produces("refuses this proxy's grants")
+@produces("grants (minted with another key)")
 def _(_: Path) -> object:
     refusal = watcher(KEY)._explain("minted with another key")
     return instance("decode", None, refusal).unavailable_reason
+
+
+@produces("grants (not a grant of version 2")
+def _(_: Path) -> object:
+    """As an engine of another release answers: by the key it is a grant, and not by its fields."""
+    token = sealing.seal(KEY, grants.USE, msgspec.msgpack.encode([3, "probe"]))
+    with pytest.raises(BadGrant) as refused:
+        grants.verify(KEY, token)
+    refusal = watcher(KEY)._explain(str(refused.value))
+    assert "key_file" not in refusal
+    return instance("decode", None, refusal).unavailable_reason
+
+
+@produces("VLLM_BATCH_INVARIANT=1 does not hold here")
+def _(_: Path) -> object:
+    pytest.importorskip("vllm")
+    from kv_connectors import worker
+
+    made = worker.WorkerSide(config.Config(), KEY, 0, SimpleNamespace(), None)  # type: ignore[arg-type]
+    made._gpu = SimpleNamespace()  # type: ignore[assignment]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_BATCH_INVARIANT", "1")
+        layer = SimpleNamespace(kv_lora_rank=512)
+        patch.setattr(worker.compat, "attentions", lambda *_: {"a": layer})
+        return made._varies(["a"])
 
 
 @produces("this proxy has no fleet key")

@@ -30,6 +30,7 @@ WHOLE_KEY = "disagg_whole"  # the proxy meant the engine to compute this request
 ANSWER_KEY = "disagg_engine"
 REFUSED_KEY = "disagg_refused"  # beneath ANSWER_KEY: why a token is no grant of this fleet
 VERSION: Literal[2] = 2  # of grants
+OTHER_VERSION = "not a grant of version"  # begins the reason for a grant of another version
 # Validity of a leg's grant beyond its patience: for the network, queues, and drifting clocks.
 MARGIN_SECONDS = 60.0
 # A grant with a longer validity is refused, so that used grants need not be kept for ever.
@@ -80,4 +81,4 @@ def verify(key: FleetKey, token: object) -> Grant:
         return _decode(payload)
     # UnicodeDecodeError: msgspec does not turn a text that is not UTF-8 into a DecodeError.
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadGrant(f"not a grant of version {VERSION}: {error}") from None
+        raise BadGrant(f"{OTHER_VERSION} {VERSION}: {error}") from None

@@ -40,6 +40,7 @@ import msgspec
 
 from ...fleet.grants import (
     ANSWER_KEY,
+    OTHER_VERSION,
     REFUSED_KEY,
     REQUEST_KEY,
     VERSION,
@@ -568,6 +569,11 @@ class Discovery:
             return refusal
         if not self._key.is_set:
             return "this proxy has no fleet key; give it that of the instance with --key-file"
+        if refusal.startswith(OTHER_VERSION):
+            return (
+                f"it refuses this proxy's grants ({refusal}): the keys are equal; install the same"
+                " release of vllm-disagg for both"
+            )
         return (
             f"it refuses this proxy's grants ({refusal}): give --key-file and the instance's"
             " key_file the same key"

@@ -104,13 +104,12 @@ def _refuse_offloading_flag(cache: Any) -> None:
 def _require_embeddings(images: Any, takes_embeddings: bool) -> None:
     """Restores the user's choice about images that are sent as embeddings.
 
-    vLLM 0.32 lets an engine that loads KV take such images, and take them without their numbers:
-    its own connectors never compute a prompt there. This one may, and an image without numbers
-    would end the engine. `takes_embeddings`: `--enable-mm-embeds` as given.
+    vLLM lets an engine that loads KV take such images without their numbers, and as of 0.32 without
+    the flag: its own connectors never compute a prompt there. This one may, and an image without
+    numbers would end the engine. `takes_embeddings`: `--enable-mm-embeds` as given.
     """
     images.enable_mm_embeds = takes_embeddings
-    if hasattr(images, "allow_missing_mm_embeddings"):  # new in 0.32
-        images.allow_missing_mm_embeddings = False
+    images.allow_missing_mm_embeddings = False
 
 
 def check(extra: dict[str, Any]) -> None:

@@ -29,7 +29,6 @@ import msgspec
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # the connector's metrics import vLLM
 
 from vllm_disagg import cli, config  # noqa: E402
 from vllm_disagg.fleet import registration  # noqa: E402
@@ -62,6 +61,7 @@ def main() -> int:
         "--check", action="store_true", help="write nothing; fail where a page differs"
     )
     check = parser.parse_args().check
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # the connector's metrics import vLLM
     different = []
     for name, render in PAGES.items():
         path = REFERENCE / name

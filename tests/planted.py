@@ -1646,7 +1646,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("who leaves still waits for a silent D", "proxy/routing/decode_wait.py", "            self._waiting -= 1\n", "            pass\n", "tests/proxy/routing/test_decode_wait.py"),
     ("the return of a D wakes nobody", "proxy/routing/queues.py", "        self.decode.wake()\n", "", "tests/proxy/routing/test_decode_wait.py"),
     ("a pipe that nobody reads holds up the proxy", "proxy/telemetry/access_log.py", "flags | os.O_NONBLOCK", "flags", "tests/proxy/telemetry/test_access_log.py::test_a_pipe_that_nobody_reads_is_refused_at_once"),
-    ("embeds: D takes images without numbers", "kv_connectors/early_check.py", "        images.allow_missing_mm_embeddings = False\n", "        pass\n", "tests/connector/test_early_check.py"),
+    ("embeds: D takes images without numbers", "kv_connectors/early_check.py", "    images.allow_missing_mm_embeddings = False\n", "", "tests/connector/test_early_check.py"),
     ("embeds: D takes them unasked", "kv_connectors/early_check.py", "    images.enable_mm_embeds = takes_embeddings\n", "", "tests/connector/test_early_check.py"),
     ("embeds: the choice is read too late", "kv_connectors/early_check.py", "        complete(self)\n        if images is not None:", "        complete(self)\n        takes_embeddings = getattr(images, \"enable_mm_embeds\", False)\n        if images is not None:", "tests/connector/test_early_check.py"),
     ("the flag that replaces the connector passes", "kv_connectors/early_check.py", "        _refuse_offloading_flag(self.cache_config)\n", "", "tests/connector/test_early_check.py"),

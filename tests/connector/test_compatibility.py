@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
+from collections.abc import Iterator
 from contextlib import nullcontext
 from fractions import Fraction
 from functools import partial
@@ -17,6 +18,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from adapters import adapter, engine_process
 from safetensors.torch import save_file
 from transformers import GenerationConfig, LlamaConfig
 from vllm.config import ModelConfig, StructuredOutputsConfig
@@ -32,6 +34,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
+from vllm_release import IS_BEFORE_032, as_of_032, refused_before_032
 
 from kv_connectors import (
     compat,
@@ -49,7 +52,6 @@ FULL = FullAttentionSpec(block_size=16, **HEADS)
 WINDOW = SlidingWindowSpec(block_size=16, sliding_window=20, **HEADS)
 LATENT = MLAAttentionSpec(block_size=16, **HEADS)
 LATENT_WINDOW = SlidingWindowMLASpec(block_size=16, sliding_window=20, **HEADS)
-REPLAYED = SlidingWindowMLASpec(block_size=16, sliding_window=20, bounded_replay=True, **HEADS)
 STATES: dict[str, Any] = {"block_size": 2048, "shapes": ((4,),), "dtypes": (torch.float32,)}
 STATE, CACHED = (
     MambaSpec(**STATES, mamba_cache_mode="none"),
@@ -103,9 +105,7 @@ def caches(*specs: Any) -> Any:
     return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
 
 
-several = pytest.mark.skipif(
-    not compat.can_load_groups(), reason="this vLLM is refused several KV-cache groups"
-)
+several = refused_before_032("models with several KV-cache groups")
 
 
 @pytest.mark.parametrize(
@@ -141,9 +141,15 @@ def test_supported_configurations_are_accepted(
     supported.refuse_unsupported(config(**change), caches(*specs))
 
 
-@several
+@as_of_032("has no windows that it computes again")
+def test_sliding_windows_that_vllm_computes_again_are_refused() -> None:
+    replayed = SlidingWindowMLASpec(block_size=16, sliding_window=20, bounded_replay=True, **HEADS)
+    with pytest.raises(ConfigError, match="start with --no-swa-bounded-replay"):
+        supported.refuse_unsupported(config(), caches(replayed))
+
+
+@as_of_032("has no such fields of its specs")
 def test_vectors_of_parts_of_tokens_and_prefix_lm_are_refused() -> None:
-    """vLLM 0.32 has the fields of these specs."""
     prefix_lm = FullAttentionSpec(block_size=16, non_causal=True, **HEADS)
     streams = SlidingWindowSpec(
         block_size=16, sliding_window=20, tokens_per_state=Fraction(1, 4), **HEADS
@@ -212,17 +218,17 @@ def test_the_last_stage_drafts(method: str, rank: int, stages: int, expected: bo
             (FULL,),
             "never tried with speculative decoding by medusa: use draft_model, eagle,",
         ),
-        (
+        pytest.param(
             {"speculative": drafts("eagle"), "parallel": {"tensor_parallel_size": 2}},
             (FULL,),
             r"a draft as parallel as its model \(2 tensor parallel ranks, and the draft has 1\)",
+            marks=as_of_032("is refused drafts with KV of their own"),
         ),
         (
             {"speculative": drafts("ngram")},
             (STATE,),
             "speculative decoding with Mamba",
         ),
-        ({}, (REPLAYED,), "start with --no-swa-bounded-replay"),
         ({"fast_prefill": True}, (FULL,), "start without --kv-sharing-fast-prefill"),
         ({"replay": True}, (STATE,), "start without --use-replayssm"),
         ({"encoders": object()}, (FULL,), "start without --ec-transfer-config"),
@@ -354,7 +360,12 @@ def test_bf16_may_be_compressed(specs: tuple[Any, ...]) -> None:
     ("change", "specs", "words"),
     [
         ({}, (FLOAT32,), "compress fp8 is for KV in bfloat16, and this model's is torch.float32"),
-        pytest.param({}, (FULL, FLOAT32), "this model's is torch.float32", marks=several),
+        pytest.param(
+            {},
+            (FULL, FLOAT32),
+            "this model's is torch.float32",
+            marks=as_of_032("is refused models with several KV-cache groups"),
+        ),
         ({}, (STATE,), "this model's is the states of Mamba and linear layers"),
         ({"dtype": "fp8_e4m3"}, (QUANTISED,), "this model's is torch.uint8"),
         ({"device": "cuda"}, (FULL,), "only KV in host memory .* this is on cuda"),
@@ -560,11 +571,14 @@ QUANTIZED: list[tuple[str | None, Any]] = [
     ("online", {"moe": "fp8_per_tensor"}),
     ("online", {"linear": "fp8_per_tensor", "ignore": ["lm_head"]}),
     ("online", {"linear": {"weight": "fp8_per_tensor_static", "activation": "mxfp8"}}),
-    ("online", {"targets": {"lm_head": "fp8_per_tensor"}}),
-    ("online", {"targets": {"lm_head": "fp8_per_block"}}),
     ("fp8_per_tensor", None),
     ("fp8_per_tensor", {"ignore": ["lm_head"]}),
 ]
+if not IS_BEFORE_032:  # older ones have no targets
+    QUANTIZED += [
+        ("online", {"targets": {"lm_head": "fp8_per_tensor"}}),
+        ("online", {"targets": {"lm_head": "fp8_per_block"}}),
+    ]
 
 
 @pytest.mark.parametrize("first", range(len(QUANTIZED)))
@@ -848,13 +862,6 @@ def test_target_modules_of_adapters_must_be_equal(tmp_path: Path) -> None:
     assert difference(layout(tmp_path, lora), layout(tmp_path, part)) == words
 
 
-def adapter(folder: Path, weights: bytes, number: int) -> Any:
-    folder.mkdir(exist_ok=True)
-    (folder / "adapter_config.json").write_text("{}")
-    (folder / "adapter_model.safetensors").write_bytes(weights)
-    return SimpleNamespace(lora_name="one", lora_path=str(folder), lora_int_id=number)
-
-
 def asked(lora: Any) -> Any:
     return SimpleNamespace(
         prompt_token_ids=[1, 2],
@@ -866,8 +873,8 @@ def asked(lora: Any) -> Any:
 
 
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Loads an adapter by the call that vLLM's engine core gets."""
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Loads an adapter by the call that vLLM's engine core gets, in a process of its own."""
     monkeypatch.setattr(EngineCore, "add_lora", EngineCore.add_lora)
     for _ in range(3):  # connectors of one process
         compat.around_adapter_loads(prompt_digest.note_load)
@@ -880,20 +887,20 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
         assert EngineCore.add_lora(core, lora) and taken.pop() is lora and not taken
         return lora
 
-    return told
+    with engine_process():
+        yield told
 
 
 def test_an_adapter_is_compared_by_its_files_at_load_time(load: Any, tmp_path: Path) -> None:
-    ours, theirs = (
-        load(adapter(tmp_path / "a", b"a", 101)),
-        load(adapter(tmp_path / "b", b"a", 102)),
-    )
-    (tmp_path / "a" / "train.log").write_text("vLLM reads no such files")
-    assert (
-        prompt_digest.digest_prompt(asked(ours))
-        == prompt_digest.digest_prompt(asked(theirs))
-        != prompt_digest.digest_prompt(asked(None))
-    )
+    digests = []
+    for folder, number in (("a", 101), ("b", 102)):
+        with engine_process():
+            lora = load(adapter(tmp_path / folder, b"a", number))
+            (tmp_path / folder / f"{folder}.log").write_text("vLLM reads no such files")
+            digests.append(prompt_digest.digest_prompt(asked(lora)))
+    ours, theirs = digests
+    assert ours == theirs != prompt_digest.digest_prompt(asked(None))
+    assert ours
 
 
 @pytest.mark.parametrize("is_used", [False, True])
@@ -912,7 +919,10 @@ def test_an_adapter_with_changed_files_has_no_digest(
     assert prompt_digest.digest_prompt(asked(lora)) == "", (
         "vLLM may have the old files or, after an eviction, the new ones"
     )
-    assert prompt_digest.digest_prompt(asked(load(adapter(tmp_path / "b", b"b", 211 + is_used))))
+    # Older prefix caches tell adapters by their names alone.
+    name = "another" if IS_BEFORE_032 else "one"
+    moved = load(adapter(tmp_path / "b", b"b", 211 + is_used, name))
+    assert prompt_digest.digest_prompt(asked(moved))
     adapter(tmp_path / "a", b"a", 0)
     assert prompt_digest.digest_prompt(asked(lora)) == "", (
         "equal to those of the load, but vLLM may have loaded the others meanwhile"
@@ -934,7 +944,10 @@ def test_an_adapter_whose_files_cannot_be_read_is_logged_once(
     assert caplog.text.count("its files cannot be read (no permission for") == 2
 
 
-@pytest.mark.parametrize("has_path", [False, True])
+@pytest.mark.parametrize(
+    "has_path",
+    [False, pytest.param(True, marks=as_of_032("names blocks by the adapter's name alone"))],
+)
 def test_an_adapter_has_no_digest_while_the_cache_may_have_kv_of_other_files(
     load: Any,
     tmp_path: Path,
@@ -947,36 +960,27 @@ def test_an_adapter_has_no_digest_while_the_cache_may_have_kv_of_other_files(
         monkeypatch.setattr(
             kv_cache_utils, "_gen_lora_extra_hash_keys", lambda r: [r.lora_request.lora_name]
         )
-    name = f"replaced {has_path}"
-
-    def adapter_of(folder: str, weights: bytes, number: int) -> Any:
-        made = adapter(tmp_path / folder, weights, number)
-        made.lora_name = name
-        return made
 
     def keys(lora: Any) -> Any:
         return kv_cache_utils.generate_block_hash_extra_keys(asked(lora), 0, 16, 0)
 
-    first = load(adapter_of("a", b"a", 501))
+    first = load(adapter(tmp_path / "a", b"a", 501))
     again = load(SimpleNamespace(**{**vars(first), "lora_int_id": 502}))
     digest = prompt_digest.digest_prompt(asked(first))
     assert digest and digest == prompt_digest.digest_prompt(asked(again))
-    moved = load(adapter_of("b", b"b", 503))
+    moved = load(adapter(tmp_path / "b", b"b", 503))
     assert (keys(moved) != keys(first)) == has_path
     assert bool(prompt_digest.digest_prompt(asked(moved))) == has_path
     caplog.clear()
-    replaced = load(adapter_of("a", b"c", 504))
+    replaced = load(adapter(tmp_path / "a", b"c", 504))
     assert keys(replaced) == keys(first)
     for _ in range(3):
         assert prompt_digest.digest_prompt(asked(replaced)) == ""
     assert caplog.text.count("other files were loaded under its name before") == 1
 
 
-def test_files_that_vllm_could_not_load_are_no_earlier_files(
-    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_vllm_could_not_load_are_no_earlier_files(load: Any, tmp_path: Path) -> None:
     """An adapter is named before its copy is whole, then again. Nothing has computed with it."""
-    monkeypatch.setattr(prompt_digest, "_stamps_at_load", {})
 
     def fail(lora: Any) -> bool:
         raise ValueError("a file is cut")
@@ -999,7 +1003,6 @@ def test_no_adapter_is_forgotten_above_the_limit(
     load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A forgotten adapter would be recorded again with its present files."""
-    monkeypatch.setattr(prompt_digest, "_stamps_at_load", {})
     monkeypatch.setattr(prompt_digest, "MAX_ADAPTERS", 1)
     first, second = (
         load(adapter(tmp_path / "a", b"a", 401)),
@@ -1019,8 +1022,12 @@ def test_an_adapter_in_a_home_folder_is_compared_by_its_files(
 ) -> None:
     one = adapter(tmp_path / "a", b"a", 301)
     monkeypatch.setenv("HOME", str(tmp_path))
-    expanded = SimpleNamespace(lora_name="one", lora_path="~/a", lora_int_id=302)
-    assert prompt_digest.digest_prompt(asked(expanded)) == prompt_digest.digest_prompt(asked(one))
+    digests = []
+    for path in (one.lora_path, "~/a"):
+        lora = SimpleNamespace(lora_name="one", lora_path=path, lora_int_id=302)
+        with engine_process():
+            digests.append(prompt_digest.digest_prompt(asked(lora)))
+    assert digests[0] == digests[1] != ""
 
 
 def test_an_engine_never_unmaps_its_kv(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1031,7 +1038,10 @@ def test_an_engine_never_unmaps_its_kv(monkeypatch: pytest.MonkeyPatch) -> None:
         levels.append(level)
 
     monkeypatch.setattr(EngineCore, "sleep", sleep)
-    monkeypatch.setattr(EngineCore, "release_kv_cache_memory", lambda _: levels.append(9))
+    has_release = not IS_BEFORE_032
+    monkeypatch.setattr(
+        EngineCore, "release_kv_cache_memory", lambda _: levels.append(9), raising=has_release
+    )
     compat.keep_kv_mapped()
     wrapped = EngineCore.sleep
     compat.keep_kv_mapped()
@@ -1059,7 +1069,7 @@ def test_no_client_changes_weights_or_unmaps_kv_by_a_method_of_the_workers(
     monkeypatch: pytest.MonkeyPatch, method: str, words: str
 ) -> None:
     """`/collective_rpc` runs any of them: P or D alone would have other weights."""
-    before = EngineCore.collective_rpc
+    before = inspect.unwrap(EngineCore.collective_rpc)  # by connectors of other tests
     monkeypatch.setattr(EngineCore, "collective_rpc", before)
     for _ in range(2):  # connectors of one process
         compat.refuse_worker_methods()
@@ -1209,10 +1219,14 @@ def test_windows_need_load_failures_by_request(monkeypatch: pytest.MonkeyPatch) 
             supported.refuse_unsupported(config(), caches(window))
 
 
+@refused_before_032("at a decode instance for --scheduling-policy priority")
+def test_priorities_at_a_decode_engine_are_accepted() -> None:
+    supported.refuse_unsupported(config(policy="priority"), caches(FULL))
+
+
 def test_priorities_at_a_decode_engine_need_a_queue_that_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    supported.refuse_unsupported(config(policy="priority"), caches(FULL))
     monkeypatch.setattr(compat, "Results", None)  # as before vLLM 0.32
     supported.refuse_unsupported(config(), caches(FULL))
     supported.refuse_unsupported(config(policy="priority", role="kv_producer"), caches(FULL))

@@ -15,6 +15,7 @@ pytest.importorskip("vllm")
 
 from transformers import Blip2Config
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, VllmConfig, replace
+from vllm_release import IS_BEFORE_032
 
 import kv_connectors
 from kv_connectors import early_check, fingerprint
@@ -152,14 +153,16 @@ def test_images_as_embeddings_need_their_numbers(
     )
     found: Any = made.model_config.multimodal_config
     assert found.enable_mm_embeds is chosen
-    assert not getattr(found, "allow_missing_mm_embeddings", False)
+    assert not found.allow_missing_mm_embeddings
 
 
 def test_images_of_other_connectors_are_left_to_vllm(images: Path) -> None:
     kv_connectors.register()
     transfer = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_consumer")
     made: Any = VllmConfig(model_config=model(images), kv_transfer_config=transfer)
-    assert made.model_config.multimodal_config.enable_mm_embeds
+    found = made.model_config.multimodal_config
+    assert found.allow_missing_mm_embeddings
+    assert found.enable_mm_embeds is not IS_BEFORE_032, "older ones leave this flag to the user"
 
 
 @pytest.mark.parametrize("is_child", [False, True])

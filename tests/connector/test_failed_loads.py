@@ -1,4 +1,4 @@
-"""vLLM's own scheduler with ours: loads of a model with sliding windows hold the pool, and fail.
+"""vLLM's own scheduler with ours: loads that hold the pool, fail, or end.
 
 And the step after a load, beside requests that decode speculatively.
 """
@@ -33,6 +33,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm_release import as_of_032, refused_before_032
 
 import kv_connectors.connector  # noqa: F401 - vLLM finds it by its name; loaded here, before tests capture what is logged
 from kv_connectors import compat
@@ -40,6 +41,7 @@ from kv_connectors import scheduler as ours
 from kv_connectors.metadata import Handshake
 from vllm_disagg.fleet import grants, keys
 from vllm_disagg.kv.layout import LayerLayout, RankLayout, StridedRegion
+from vllm_disagg.protocol import events
 
 BLOCK, WINDOW, CHUNK = 16, 16, 128
 NOBODY: set[str] = set()
@@ -65,6 +67,7 @@ MODEL = {
 KIND = LayerLayout(
     "kv", BLOCK, [32], [[StridedRegion(0, [("h", 1, 32), ("t", BLOCK, 2), ("c", 2, 1)])]], 1, 0, 1
 )
+WINDOW_KIND = msgspec.structs.replace(KIND, fingerprint="window", group=1, window=WINDOW)
 
 
 class Decode:
@@ -79,9 +82,14 @@ class Decode:
         speculative: dict[str, Any] | None = None,
         chunk: int = CHUNK,
         *,
+        has_windows: bool = True,
         is_mixed: bool = False,
     ) -> None:
-        """Creates the engine. `is_mixed`: only its layer of full attention keeps fp8 numbers."""
+        """Creates the engine.
+
+        `has_windows`: beside its layer of full attention it has one with a sliding window.
+        `is_mixed`: only its layer of full attention keeps fp8 numbers.
+        """
         (folder / "config.json").write_text(json.dumps(MODEL))
         keys.create(str(folder / "key"))
         self.key = keys.load(str(folder / "key"))
@@ -104,10 +112,12 @@ class Decode:
             enforce_eager=True,  # type: ignore
         ).create_engine_config()
         config.cache_config.num_gpu_blocks, config.cache_config.block_size = blocks, BLOCK
-        specs = (
-            FullAttentionSpec(block_size=BLOCK, **HEADS | (FP8 if is_mixed else {})),
-            SlidingWindowSpec(block_size=BLOCK, sliding_window=WINDOW, **HEADS),
-        )
+        full = FullAttentionSpec(block_size=BLOCK, **HEADS | (FP8 if is_mixed else {}))
+        specs: list[Any] = [full]
+        layers = [KIND]
+        if has_windows:
+            specs.append(SlidingWindowSpec(block_size=BLOCK, sliding_window=WINDOW, **HEADS))
+            layers.append(WINDOW_KIND)
         groups = [
             KVCacheGroupSpec([f"model.layers.{at}.attn"], spec) for at, spec in enumerate(specs)
         ]
@@ -118,21 +128,18 @@ class Decode:
             structured_output_manager=StructuredOutputManager(config),
         )
         monkeypatch.setattr(ours.time, "sleep", lambda _: None)
-        shape = RankLayout(
-            [
-                KIND,
-                msgspec.structs.replace(KIND, fingerprint="window", group=1, window=WINDOW),
-            ],
-            [0, 1],
-        )
+        shape = RankLayout(layers, list(range(len(layers))))
         self.workers = [
             peers.WorkerInfo("p/0", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", holds=shape)
         ]
         mine = peers.WorkerInfo("d/0", "tcp://127.0.0.1:3", "tcp://127.0.0.1:4", holds=shape)
         connector: Any = self.vllm.connector
-        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): Handshake(mine, ["0", "1"])})
+        names = [str(at) for at in range(len(layers))]
+        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): Handshake(mine, names)})
         self.side: ours.SchedulerSide = connector._scheduler
         self.answered: list[str] = []
+        self._loads: dict[str, str] = {}  # transfers, by request
+        self._loading_blocks: dict[str, set[int]] = {}  # by transfer
         self.prefill_stats: dict[str, Any] = {}  # of first tokens, by request
         init_none_hash(sha256)
 
@@ -173,9 +180,7 @@ class Decode:
             req_ids=names,
             req_id_to_index={name: at for at, name in enumerate(names)},
             sampled_token_ids=tokens,
-            kv_connector_output=KVConnectorOutput(
-                finished_recving={*failed, *loaded} or None, failed_recving=set(failed)
-            ),
+            kv_connector_output=self._report(output.kv_connector_metadata, failed, loaded),
         )
         for outputs in self.vllm.update_from_output(output, said).values():
             for one in outputs.outputs:
@@ -185,6 +190,19 @@ class Decode:
                 one.request_id for one in outputs.outputs if one.finish_reason is not None
             ]
         return output
+
+    def _report(self, metadata: Any, failed: set[str], loaded: set[str]) -> KVConnectorOutput:
+        """Returns the workers' report of loads that ended."""
+        self._loads |= {name: transfer for transfer, name in metadata.loading_requests.items()}
+        for event in metadata.receiver_events:
+            if isinstance(event, events.LoadRequested):
+                blocks = {block for group in event.blocks for block in group.ids}
+                self._loading_blocks[event.transfer] = blocks
+        ended = {*failed, *loaded} or None
+        if compat.Results is not None:
+            return KVConnectorOutput(finished_recving=ended, failed_recving=set(failed))
+        lost = set().union(*(self._loading_blocks[self._loads[name]] for name in failed))
+        return KVConnectorOutput(finished_recving=ended, invalid_block_ids=lost)
 
     def cached_tokens(self, name: str) -> int:
         """Returns how many tokens of a prompt its prefix cache would give to another request."""
@@ -204,7 +222,15 @@ def parked(folder: Path, policy: str, monkeypatch: pytest.MonkeyPatch) -> Decode
     return d
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+with_priorities = refused_before_032("at a decode instance for --scheduling-policy priority")
+with_windows = refused_before_032("models with several KV-cache groups")
+EACH_MODEL = pytest.mark.parametrize("has_windows", [False, pytest.param(True, marks=with_windows)])
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param("fcfs", marks=with_windows), pytest.param("priority", marks=with_priorities)],
+)
 @pytest.mark.parametrize("first", [1, 3, 9])
 def test_loads_that_fail_when_they_hold_the_pool(
     first: int, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -228,6 +254,7 @@ def test_loads_that_fail_when_they_hold_the_pool(
     )
 
 
+@with_windows
 def test_a_failed_load_is_computed_beside_a_stream_of_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,12 +269,13 @@ def test_a_failed_load_is_computed_beside_a_stream_of_loads(
     assert "leg0" in d.answered and at < 120
 
 
+@EACH_MODEL
 @pytest.mark.parametrize("is_good", [True, False])
 def test_only_a_good_load_enters_the_prefix_cache(
-    is_good: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_good: bool, has_windows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A failed load's blocks hold other bytes than their hashes tell."""
-    d = Decode(tmp_path, 94, "fcfs", monkeypatch, chunk=4 * BLOCK)
+    d = Decode(tmp_path, 94, "fcfs", monkeypatch, chunk=4 * BLOCK, has_windows=has_windows)
     d.ask("leg", 1)
     d.step()
     assert d.loading() == {"leg"} and d.cached_tokens("leg") == 0
@@ -259,12 +287,13 @@ def test_only_a_good_load_enters_the_prefix_cache(
     assert d.cached_tokens("leg") == (LENGTH - 1) // BLOCK * BLOCK if is_good else 4 * BLOCK
 
 
+@EACH_MODEL
 @pytest.mark.parametrize("is_good", [True, False])
 def test_usage_counts_the_tokens_of_its_own_cache_alone(
-    is_good: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_good: bool, has_windows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of an engine that computes the prompt itself, after a failed load or without a P."""
-    d = Decode(tmp_path, 94, "fcfs", monkeypatch)
+    d = Decode(tmp_path, 94, "fcfs", monkeypatch, has_windows=has_windows)
     for name, length, cached in (("first", LENGTH, 0), ("second", 2 * LENGTH, 112)):
         d.ask(name, 1, length=length)
         d.step()
@@ -276,7 +305,7 @@ def test_usage_counts_the_tokens_of_its_own_cache_alone(
         assert (stats.num_prompt_tokens, stats.num_cached_tokens) == (length, cached)
 
 
-@pytest.mark.skipif(not compat.can_load_groups(), reason="refused before vLLM 0.32")
+@with_windows
 @pytest.mark.parametrize("is_mixed", [True, False])
 @pytest.mark.parametrize(("length", "unwritten"), [(124, 0), (128, 0), (129, 1), (130, 0)])
 def test_blocks_that_a_load_does_not_write_are_cleared(
@@ -295,6 +324,7 @@ def test_blocks_that_a_load_does_not_write_are_cleared(
     assert d.vllm.kv_cache_manager.get_block_ids("leg")[0][: len(groups[0])] == groups[0]
 
 
+@with_priorities
 def test_failed_loads_are_computed_beside_new_loads_of_higher_priority(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,7 +337,7 @@ def test_failed_loads_are_computed_beside_new_loads_of_higher_priority(
     assert len(d.answered) == 17, d.answered
 
 
-@pytest.mark.skipif(not compat.can_load_groups(), reason="vLLM before 0.32 does not pad the step")
+@as_of_032("does not pad the step")
 def test_the_step_after_a_load_is_as_wide_as_those_of_drafts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,15 +12,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from packaging.version import Version
 
-from vllm_disagg.launcher.machine import vllm_version
+pytest.importorskip("vllm")
+
+from vllm_release import as_of_032
+
 from vllm_disagg.proxy.requests.first_token import first_token_in, read_opening
 from vllm_disagg.proxy.requests.streams import StreamRecorder
 
-pytestmark = pytest.mark.skipif(
-    vllm_version() < Version("0.32"), reason="before 0.32 the code is elsewhere, with other names"
-)
+pytestmark = as_of_032("has this code elsewhere, with other names")
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 WORDS = ["The", ' "quick"', "\n", "🦊"]
 

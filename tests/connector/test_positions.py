@@ -17,12 +17,9 @@ import numpy as np
 import torch
 from vllm.model_executor.layers.rotary_embedding import MRotaryEmbedding
 from vllm.multimodal.inputs import PlaceholderRange
+from vllm_release import as_of_032
 
-from kv_connectors import compat
-
-pytestmark = pytest.mark.skipif(
-    not compat.can_load_groups(), reason="vLLM before 0.32 computes positions by other functions"
-)
+pytestmark = as_of_032("computes positions by other functions")
 MERGED = 2  # patches of an image that make one token, in each direction
 TEXT_TOKEN, IMAGE_TOKEN = 7, 8
 

@@ -15,6 +15,7 @@ from vllm_disagg.protocol import peers
 pytest.importorskip("vllm")
 
 import torch
+from adapters import adapter, engine_process
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from kv_connectors import prompt_digest, scheduler
@@ -846,13 +847,6 @@ def test_states_beside_attention() -> None:
 
 
 # Of which prompt ----------------------------------------------------------------------------------
-def adapter(folder: Path, weights: bytes, loaded: int = 1) -> SimpleNamespace:
-    folder.mkdir(exist_ok=True)
-    (folder / "adapter_config.json").write_text("{}")
-    (folder / "adapter_model.safetensors").write_bytes(weights)
-    return SimpleNamespace(lora_name="one", lora_path=str(folder), lora_int_id=loaded)
-
-
 def image(identifier: str, offset: int = 4) -> SimpleNamespace:
     return SimpleNamespace(
         modality="image",
@@ -894,17 +888,21 @@ def test_every_token_and_image_changes_the_digest() -> None:
 
 
 def test_adapters_of_one_name_differ_by_their_files(tmp_path: Path) -> None:
+    def digest(role: str, lora: Any) -> str:
+        with engine_process():
+            return sent_digest(role, lora_request=lora)
+
     ours, same, other = (adapter(tmp_path / name, name[:1].encode()) for name in ("a", "also", "b"))
-    assert sent_digest("prefill", lora_request=ours) == sent_digest("decode", lora_request=same)
-    assert len({sent_digest("decode", lora_request=lora) for lora in (None, same, other)}) == 3
+    assert digest("prefill", ours) == digest("decode", same)
+    assert len({digest("decode", lora) for lora in (None, same, other)}) == 3
 
 
 def test_an_adapter_that_was_loaded_anew_is_read_anew(tmp_path: Path) -> None:
     """Under a new name: under the same one it has no digest (`test_compatibility.py`)."""
-    before = sent_digest("decode", lora_request=adapter(tmp_path / "a", b"a"))
-    other = adapter(tmp_path / "a", b"b", loaded=2)
-    other.lora_name = "another"
-    assert before != sent_digest("decode", lora_request=other)
+    with engine_process():
+        before = sent_digest("decode", lora_request=adapter(tmp_path / "a", b"a"))
+        other = adapter(tmp_path / "a", b"b", number=2, name="another")
+        assert before != sent_digest("decode", lora_request=other)
 
 
 def test_an_adapter_on_a_hub_has_no_transfer(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,11 +14,10 @@ pytest.importorskip("vllm")
 
 from scheduler_world import SchedulerWorld
 from simulated_driver import SimulatedDriver
+from vllm_release import as_of_032
 from world_config import EngineSetup
 from world_models import MODELS
 from world_setup import MischiefLevels, WorldSetup
-
-from kv_connectors import compat
 
 SEEDS = int(os.environ.get("SEEDS", "300"))
 BATCHES = 10
@@ -114,7 +113,7 @@ def test_a_preempted_prompt_is_handed_over() -> None:
     assert {load for world in worlds for load in world.loads} == {"handover ok"}
 
 
-@pytest.mark.skipif(not compat.can_load_groups(), reason="this vLLM is refused models with states")
+@as_of_032("is refused models with states")
 @pytest.mark.parametrize("has_new_runner", [False, True])
 def test_blocks_are_revoked_before_a_runner_clears_them(has_new_runner: bool) -> None:
     """Among random worlds few have both states, whose blocks vLLM clears, and lost requests."""
@@ -133,7 +132,7 @@ def test_blocks_are_revoked_before_a_runner_clears_them(has_new_runner: bool) ->
         run_world(seed, setup)
 
 
-@pytest.mark.skipif(not compat.can_load_groups(), reason="the world of this seed is another one")
+@as_of_032("has another world of this seed")
 def test_loads_that_fill_a_pool_leave_the_block_of_a_last_token() -> None:
     """With windows vLLM keeps no block free for a token that is computed after a load.
 
@@ -142,7 +141,7 @@ def test_loads_that_fill_a_pool_leave_the_block_of_a_last_token() -> None:
     run_world(1008359)
 
 
-@pytest.mark.skipif(not compat.can_load_groups(), reason="this vLLM is refused models with windows")
+@as_of_032("is refused models with windows")
 def test_blocks_that_a_load_does_not_write_are_cleared() -> None:
     """With windows vLLM takes the last token as loaded, in a block of its own in some prompts."""
     windows = next(model for model in MODELS if model.name == "gpt-oss")

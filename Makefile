@@ -150,7 +150,8 @@ versions:
 		venv=.venv-$$version; test $$version = $(VLLM) && venv=.venv; \
 		$(MAKE) --no-print-directory setup VENV=$$venv VLLM=$$version && \
 		echo "versions: vLLM $$version" && \
-		$$venv/bin/python -m pytest -W default $(filter-out tests/proxy tests/simulation tests/property,$(QUICK)) tests/engine/test_exact.py || exit 1; \
+		$$venv/bin/python -m pytest -W default $(filter-out tests/proxy tests/simulation tests/property,$(QUICK)) \
+			tests/proxy/requests/test_proxy_paths.py tests/engine/test_exact.py || exit 1; \
 	done
 	@echo "versions: prefill and decode engines of $(OLDEST) and $(VLLM)"
 	DISAGG_OTHER_VLLM=$(CURDIR)/.venv-$(OLDEST) $(BIN)/python -m pytest -W default tests/engine/test_versions.py

@@ -118,6 +118,15 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         header = rank.header if rank is not None else None
         self._register = lambda incarnation: register_all(settings, key, incarnation, role, header)
 
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Whether vLLM drops the tokens in flight of requests that it preempts.
+
+        P computes the prompt again then, and D gets its KV; else D computes it. Where vLLM preempts
+        all requests again and again, none of them would ever get on without these tokens.
+        """
+        return super().requires_kv_delivery and not compat.preempts_all(self._kv_transfer_config)
+
     # Worker ---------------------------------------------------------------------------------------
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Starts KV transfers on these caches. `kv_caches`: tensors by layer name."""

@@ -269,6 +269,7 @@ class SchedulerSide:
             self._hand_over_again(request_id)
         if self._legs.legs:
             self._note_scheduled(output)
+        self._legs.on_step_scheduled(is_empty=not output.num_scheduled_tokens)
         events = self._legs.take_events()
         waits = not output.num_scheduled_tokens and self._legs.waits_for_kv
         if waits and self._may_sleep:

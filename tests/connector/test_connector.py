@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kv_connectors import compat, compatibility, connector, data_parallel, kv_layout
@@ -70,6 +71,19 @@ def test_on_gpus_heads_are_contiguous(device: str, use_mla: bool, preferred: boo
     assert found == (compat.HEADS_TOGETHER if preferred else None)
     vllm_config.model_config = None  # vLLM asks before it knows the model, too
     assert DisaggConnector.get_required_kvcache_layout(vllm_config) is None
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
+def test_tokens_in_flight_are_dropped_where_an_engine_gets_on_without_them(
+    role: Any, is_old: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before 0.32 an engine that loads, too, preempts all requests of a full cache at once."""
+    monkeypatch.setattr(compat, "Results", None if is_old else object())
+    engine: Any = object.__new__(DisaggConnector)
+    engine._kv_transfer_config = KVTransferConfig(kv_connector="DisaggConnector", kv_role=role)
+    drops = {"kv_producer": True, "kv_consumer": False, "kv_both": not is_old}
+    assert engine.requires_kv_delivery is drops[role]
 
 
 def test_the_preferred_layout_is_one_of_vllms() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import msgspec
 import pytest
@@ -19,7 +20,7 @@ pytest.importorskip("vllm")
 import torch
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -33,6 +34,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 from vllm_release import as_of_032, refused_before_032
 
 import kv_connectors.connector  # noqa: F401 - vLLM finds it by its name; loaded here, before tests capture what is logged
@@ -151,9 +153,12 @@ class Decode:
         leg: bool = True,
         priority: int = 0,
         length: int = LENGTH,
+        outputs: StructuredOutputsParams | None = None,
     ) -> None:
         """Adds a request with a prompt of its own."""
-        sampling = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+        sampling = SamplingParams(
+            max_tokens=2, temperature=0, ignore_eos=True, structured_outputs=outputs
+        )
         if leg:
             assert self.side.engine is not None
             grant = grants.Grant(
@@ -267,6 +272,27 @@ def test_a_failed_load_is_computed_beside_a_stream_of_loads(
         if "leg0" in d.answered:
             break
     assert "leg0" in d.answered and at < 120
+
+
+@EACH_MODEL
+def test_a_prompt_without_room_lets_loads_behind_it_run(
+    has_windows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loads began while its grammar was compiled, and hold the blocks that it lacks."""
+    d = Decode(tmp_path, 94, "fcfs", monkeypatch, has_windows=has_windows)
+    monkeypatch.setattr(d.vllm.structured_output_manager, "grammar_init", lambda _: None)
+    d.ask("first", 99, leg=False, length=6 * LENGTH, outputs=StructuredOutputsParams(regex="a"))
+    for at in range(12):
+        d.ask(f"leg{at}", at)
+    d.step()
+    assert len(d.loading()) > 5
+    outputs: Any = d.vllm.requests["first"].structured_output_request
+    outputs.grammar = create_autospec(StructuredOutputGrammar, instance=True)  # it is compiled
+    for _ in range(3):
+        d.step(loaded=set(sorted(d.loading())[:1]))
+    for _ in range(30):
+        d.step(loaded=d.loading())
+    assert set(d.answered) == {"first", *(f"leg{at}" for at in range(12))}
 
 
 @EACH_MODEL

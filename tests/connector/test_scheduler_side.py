@@ -169,6 +169,18 @@ def test_a_decode_leg_loads_what_its_own_cache_lacks() -> None:
     assert d.build_step_metadata(step()).receiver_events == []
 
 
+def test_a_request_without_room_yields_after_a_step_that_computes_nothing() -> None:
+    d = side("decode")
+    asked = request("decode", d)
+    d.on_blocks_allocated(asked, ([4, 5, 6],), d.tokens_to_load(asked, 0) or 0)
+    d.on_load_finished("r1")
+    ordinary = request("decode", d, name="r2", kv_transfer_params=None)
+    d.build_step_metadata(step(new={"r3": (0, 40, [7, 8, 9])}))
+    assert d.tokens_to_load(ordinary, 0) == 0
+    d.build_step_metadata(step())
+    assert d.tokens_to_load(ordinary, 0) is None
+
+
 def test_a_probe_gets_the_description_in_every_role() -> None:
     for role in ("prefill", "decode", "both"):
         engine = side(role)

@@ -348,6 +348,42 @@ def test_a_load_that_has_ended_yields_its_turn_once(reuse: bool) -> None:
     assert [legs.tokens_to_load("r", 0, 0.0) for _ in range(3)] == [None, 0, 0]
 
 
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_request_that_ran_after_its_load_yields_no_turn(reuse: bool) -> None:
+    """In front of loads that begin later it would stop an older vLLM for good."""
+    legs = prefill(reuse="back") if reuse else decode()
+    if reuse:
+        legs.on_lookup_counts({"back": [64]})
+        legs.on_blocks_allocated("r", FIVE, legs.tokens_to_load("r", 0, 0.0) or 0)
+    legs.on_load_finished("r")
+    legs.on_blocks_allocated("r", FIVE, 0)
+    legs.on_preempted("r")
+    assert legs.tokens_to_load("r", 0, 0.0) == 0
+
+
+def test_all_requests_yield_once_after_an_empty_step_if_a_load_has_ended() -> None:
+    d = decode()
+    d.on_step_scheduled(is_empty=True)
+    assert d.tokens_to_load("ordinary", 0, 0.0) == 0, "no load has ended"
+    d.on_load_finished("r")
+    turns = []
+    for is_empty in (False, True, True, True, False, True):
+        d.on_step_scheduled(is_empty=is_empty)
+        turns.append(d.tokens_to_load("ordinary", 0, 0.0))
+    assert turns == [0, None, 0, None, 0, None]
+    d.on_blocks_allocated("r", FIVE, 0)
+    d.on_step_scheduled(is_empty=True)
+    assert d.tokens_to_load("ordinary", 0, 0.0) == 0
+
+
+def test_a_step_in_which_a_failed_load_yields_its_turn_may_be_empty() -> None:
+    d = decode()
+    d.on_load_finished("r")
+    assert d.tokens_to_load("r", 0, 0.0) is None
+    d.on_step_scheduled(is_empty=True)
+    assert d.tokens_to_load("r", 0, 0.0) == 0
+
+
 # Prefill leg, bidirectional reuse -----------------------------------------------------------------
 LOOKUP = events.LookupRequested("back", [OTHER], PLAN, "digest")
 

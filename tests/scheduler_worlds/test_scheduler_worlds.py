@@ -152,6 +152,12 @@ def test_blocks_that_a_load_does_not_write_are_cleared() -> None:
     assert sum(world.loads["load ok"] for world in worlds) > 100
 
 
+@pytest.mark.parametrize("seed", [2070, 2597])
+def test_full_caches_stop_no_older_vllm(seed: int) -> None:
+    """On 0.28 requests at D preempted each other for ever, or stood in front of ended loads."""
+    run_world(seed)
+
+
 def test_kv_that_was_never_written_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SimulatedDriver, "write_blocks", lambda *_: True)
     with pytest.raises(AssertionError, match=r"reads in layer 0 at position \d+: never written"):

@@ -13,6 +13,7 @@ vLLM's scheduler makes these calls, in this order:
     on_blocks_allocated   after each allocation of blocks; with the tokens to load
     on_scheduled          in each step that computes the request
     on_preempted          when vLLM takes the blocks of a running request
+    on_step_scheduled     in each step, whatever it computes
     take_events           in each step; the events go to all workers with that step
     on_lookup_counts      when ranks have reported how much the other engine has cached
     on_load_finished      when all ranks have ended a load, with or without success
@@ -27,7 +28,9 @@ Rules, checked by `validate` and in the seeded worlds:
   4. Blocks that vLLM has taken back are revoked in the very next step, before they are reused.
   5. No leg waits without a limit: a lookup has a deadline, and the workers bound each load.
   6. No load begins while a request whose load has ended waits for its turn.
-  7. Handed-over prompts together hold at most `max_handover_blocks`; one alone may hold more.
+  7. After a step that computes nothing, while a request whose load has ended waits for its turn,
+     each request yields its own turn once.
+  8. Handed-over prompts together hold at most `max_handover_blocks`; one alone may hold more.
      Blocks that they share count once.
 
 A request without a leg is an ordinary one: calls for it have no effect.
@@ -55,6 +58,8 @@ class EngineLegs:
         self._lookups: dict[str, PrefillLeg] = {}
         # Requests whose load has ended, until vLLM gives them blocks for the next step.
         self._awaiting_turn: set[str] = set()
+        self._yields_turns = False  # in vLLM's next scan of its queue
+        self._has_yielded = False  # any request, in the last scan
         # Blocks of finished prompts that were handed over, by request; and the prompts by block,
         # because prompts with an equal start share its blocks.
         self._handover_blocks: dict[str, set[int]] = {}
@@ -116,6 +121,11 @@ class EngineLegs:
         `cached_tokens`: the tokens before them, from this engine's prefix cache.
         """
         leg = self.legs.get(request)
+        # Rule 7.  After a failed load the request yields without it, and a step may be empty.
+        if self._yields_turns or (leg is not None and leg.yields_turn):
+            self._has_yielded = True
+        if self._yields_turns:
+            return None
         # 0 and not None: vLLM must not wait for an ordinary request.
         if leg is None:
             return 0
@@ -141,7 +151,11 @@ class EngineLegs:
         """
         self._awaiting_turn.discard(request)
         leg = self.legs.get(request)
-        return () if leg is None else leg.on_blocks_allocated(blocks, tokens_to_load)
+        if leg is None:
+            return ()
+        # Not when it is preempted: None would put it in front of loads that begin later.
+        leg.yields_turn = False
+        return leg.on_blocks_allocated(blocks, tokens_to_load)
 
     def on_scheduled(
         self,
@@ -210,7 +224,7 @@ class EngineLegs:
 
     def _has_room(self, leg: RequestLeg) -> bool:
         """Returns whether the blocks of a finished prompt may wait for a receiver."""
-        # Rule 7.  Any client of this engine may request a handover that is never claimed.  The
+        # Rule 8.  Any client of this engine may request a handover that is never claimed.  The
         # blocks of the others keep the engine able to compute.
         limit = self.cache.max_handover_blocks
         if limit is None or not leg.facts.is_handover or not isinstance(leg, PrefillLeg):
@@ -225,6 +239,15 @@ class EngineLegs:
             self._handovers_by_block[block] -= 1
             if not self._handovers_by_block[block]:
                 del self._handovers_by_block[block]
+
+    def on_step_scheduled(self, *, is_empty: bool) -> None:
+        """Notes whether a step computes anything."""
+        # Rule 7.  vLLM stops its scan at a request that lacks room.  Before 0.32 the blocks may be
+        # those of ended loads behind it, which get no turn then, and no request would ever run
+        # again.  Not in two scans in a row: the request in front may be the one that has room.
+        is_stuck = is_empty and bool(self._awaiting_turn)
+        self._yields_turns = is_stuck and not self._has_yielded
+        self._has_yielded = False
 
     def take_events(self) -> StepEvents:
         """Returns the events for the workers since the last step, and collects anew."""

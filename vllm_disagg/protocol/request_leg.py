@@ -99,7 +99,7 @@ class RequestLeg(ABC):
         self.facts = facts
         self.cache = cache
         self.step = step  # one object for all legs of an engine
-        self.yields_turn = False  # a load has ended, and `tokens_to_load` was not called since
+        self.yields_turn = False  # a load has ended, and the request had no turn since
 
     @property
     @abstractmethod
@@ -145,8 +145,8 @@ class RequestLeg(ABC):
 
     def on_load_finished(self) -> None:
         """Makes a loading leg an ordinary request, after a success or a failure."""
-        # After a success too, since the call does not name the outcome.  vLLM then calls
-        # `tokens_to_load` only if the request was preempted: one turn later is no harm.
+        # After a success too, since the call does not name the outcome.  vLLM then gives the
+        # request blocks without a call of `tokens_to_load`.
         self.yields_turn = True
         self._end_load()
 

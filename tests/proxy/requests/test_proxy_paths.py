@@ -60,7 +60,9 @@ def test_every_route_of_vllm_is_decided() -> None:
     found = {
         path
         for file in entrypoints.rglob("*.py")
-        if "launchers" not in file.parts and "cli" not in file.parts
+        if "launchers" not in file.parts
+        and "cli" not in file.parts
+        and file.name != "dp_supervisor.py"  # a launcher, in another folder before vLLM 0.32
         for path in called.findall(file.read_text())
     }
     assert len(found) > 60, "routes are written in another way now"

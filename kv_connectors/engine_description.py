@@ -50,7 +50,7 @@ def describe(
         workers.append(msgspec.structs.replace(handshake.worker, holds=holds))
     layout = dict(layout)
     if any(handshake.varies for handshake in handshakes):
-        layout[INVARIANCE] = "1, but not in attention"
+        layout[INVARIANCE] = "1, but not in all layers"
     digest = hashlib.sha256(" ".join(layer_numbers).encode()).hexdigest()[:12]
     forms = [f"{count} layers of {form}" for form, count in sorted(form_counts.items())]
     return EngineInfo(

@@ -36,7 +36,7 @@ class Handshake(KVConnectorHandshakeMetadata):
     worker: WorkerInfo
     layers: list[str]  # names, in the order of `worker.holds`
     gpu: str = ""  # UUID of the GPU with the KV; empty on a CPU
-    varies: bool = False  # whether attention depends on the batch: see gpu/batch_variance.py
+    varies: bool = False  # whether values depend on the batch: see gpu/batch_variance.py
 
 
 @dataclass

@@ -217,8 +217,12 @@ class WorkerSide:
             return False
         from .gpu.batch_variance import variance  # noqa: PLC0415 - as above
 
-        attentions = compat.attentions(self._vllm_config, names)
-        reason = variance(attentions, is_b200=surroundings.is_b200())
+        reason = variance(
+            compat.attentions(self._vllm_config, names),
+            self._vllm_config.quant_config,
+            max_tokens=self._vllm_config.model_config.max_model_len,
+            is_b200=surroundings.is_b200(),
+        )
         if reason:
             log.warning(
                 "worker %d: VLLM_BATCH_INVARIANT=1 does not hold here, so answers may differ from"

@@ -1,29 +1,40 @@
-"""Attention whose values depend on the batch in spite of VLLM_BATCH_INVARIANT=1.
+"""Layers whose values depend on the batch in spite of VLLM_BATCH_INVARIANT=1.
 
 D computes the last prompt token alone, where a plain vLLM computes it in a chunk. Equal tokens need
-kernels that give it the same value in both. Read in vLLM 0.32.0, its three exceptions:
+kernels that give it the same value in both. Read in vLLM 0.28.0 and 0.32.0, the exceptions:
 
-MLA. One token of a request, or a few, is computed in the compressed space, a longer chunk with the
-keys and values of each head. For TRITON_MLA vLLM turns prefix caching off by itself.
+MLA. One token of a request is computed in the compressed space, a longer chunk with the keys and
+values of each head (by FLASH_ATTN_MLA only chunks of more than 512 tokens). For TRITON_MLA vLLM
+turns prefix caching off by itself.
 
 FlashAttention 3, which vLLM takes on Hopper GPUs. vLLM only forbids it to split the keys of a
 request. It sums over tiles of keys, and takes their size by the batch: `tile_size_fwd_sm90` and
-`mha_fwd` of vllm-project/flash-attention (617264c1, `hopper/`):
+`mha_fwd` of vllm-project/flash-attention (617264c1, `hopper/`). The kernels in 0.32.0's library
+have these sizes in their names, too. Without a sliding window:
 
     heads                 kind of batch            keys in a tile
     up to 64              one token a request      160 or 192
-                          else                     128
-    up to 128             all                      128, if KV has 16 bits
-    above 128             window within reach      64 or 96
-                          else                     80 to 128
-    KV of 8 bits          few tokens a request     96 or 128
-                          else                     128 or 192
+                          else                     128 (192 if few)
+    65 to 128             all                      128
+    129 to 192            all                      96
+    193 to 256            all                      80
+    128, KV of 8 bits     few tokens a request     96
+                          else                     192
+    others, 8 bits        all                      96 or 128
+
+In a window the first tile begins where the window of the tile's first query does
+(`get_n_block_min_max` in `block.h`). So a token alone has other tiles than in a chunk.
+Pages of 144 keys (heads of 65 to 96) or of 128 (keys wider than values, or heads of 256 with KV of
+8 bits) take kernels of their own for long chunks. No default of vLLM gives such pages.
 
 Seen on an H200 with heads of 32: a plain vLLM gave a prompt of 129 tokens one log probability
 without a prefix cache, and another where the cache had 128 of them.
 
 TRITON_ATTN on GPUs as B200: with heads of 256 it takes wider tiles, if a request has several tokens
 (`tuned_large_head` in `triton_unified_attention.py`).
+
+Weights of few bits in GPTQ's form, or packed by compressed-tensors. Their kernels, Marlin and
+Machete, split the sums by the number of tokens. vLLM avoids Marlin for AWQ alone (`auto_awq.py`).
 """
 
 from __future__ import annotations
@@ -33,31 +44,40 @@ from typing import Any
 
 HOPPER_VERSION = 3
 SMALL_HEAD_SIZE = 64
-LARGE_HEAD_SIZE = 128
+EIGHT_BIT_HEAD_SIZE = 128
 TUNED_HEAD_SIZE = 256
 TRITON_ATTENTION = "TritonAttentionImpl"
+GPTQ = "auto_gptq"
+PACKED_FORMAT = "pack-quantized"
 NO_REMEDY = "no attention backend of vLLM for MLA is free of it"
 USE_TRITON = "--attention-backend TRITON_ATTN on all engines is free of it"
 USE_FLASH = "--attention-backend FLASH_ATTN on all engines is free of it"
+USE_OTHER_WEIGHTS = "weights without quantization are free of it"
 
 
-def variance(attentions: Mapping[str, Any], *, is_b200: bool) -> str:
+def variance(
+    attentions: Mapping[str, Any], quantization: Any, *, max_tokens: int, is_b200: bool
+) -> str:
     """Returns which layer depends on its batch, why, and what to do; empty if none is known to.
 
     `attentions`: vLLM's implementation of the attention of each layer, by layer name.
+    `quantization`: vLLM's configuration of the weights' quantization, or None.
+    `max_tokens`: the length of a request, at most.
     `is_b200`: the GPU is of compute capability 10.
     """
     for name, attention in attentions.items():
-        if reason := _reason(attention, is_b200=is_b200):
+        if reason := _reason(attention, max_tokens, is_b200=is_b200):
             return f"layer {name} has {reason}"
+    if form := _form_of_weights(quantization):
+        return f"weights are {form}, whose kernels sum by their batch; {USE_OTHER_WEIGHTS}"
     return ""
 
 
-def _reason(attention: Any, *, is_b200: bool) -> str:
+def _reason(attention: Any, max_tokens: int, *, is_b200: bool) -> str:
     if hasattr(attention, "kv_lora_rank"):
         return f"MLA, which computes one token otherwise than many; {NO_REMEDY}"
     version = getattr(attention, "vllm_flash_attn_version", None)
-    form = _form_with_other_tiles(attention) if version == HOPPER_VERSION else ""
+    form = _form_with_other_tiles(attention, max_tokens) if version == HOPPER_VERSION else ""
     if form:
         return f"{form}, where FlashAttention 3 sums by its batch; {USE_TRITON}"
     is_triton = type(attention).__name__ == TRITON_ATTENTION
@@ -67,14 +87,23 @@ def _reason(attention: Any, *, is_b200: bool) -> str:
     return ""
 
 
-def _form_with_other_tiles(attention: Any) -> str:
+def _form_with_other_tiles(attention: Any, max_tokens: int) -> str:
     """Returns what in a layer's form has FlashAttention 3 choose its tiles; empty if nothing."""
+    before, _ = attention.sliding_window  # keys before a query's own
+    if 0 <= before < max_tokens - 1:
+        return f"a sliding window of {before + 1} tokens"
     size = attention.head_size
     if "fp8" in str(attention.kv_cache_dtype):
-        return "KV of 8 bits"
-    if size <= SMALL_HEAD_SIZE:
-        return f"heads of {size}"
-    has_window = max(attention.sliding_window) >= 0
-    if size > LARGE_HEAD_SIZE and has_window:
-        return f"heads of {size} in a sliding window"
-    return ""
+        return f"heads of {size} and KV of 8 bits" if size == EIGHT_BIT_HEAD_SIZE else ""
+    return f"heads of {size}" if size <= SMALL_HEAD_SIZE else ""
+
+
+def _form_of_weights(quantization: Any) -> str:
+    """Returns the form of weights that Marlin or Machete multiplies; empty if none is known."""
+    if quantization is None:
+        return ""
+    if quantization.get_name() == GPTQ:
+        return "GPTQ's"
+    schemes = getattr(quantization, "target_scheme_map", {}).values()
+    formats = {scheme.get("format") or quantization.quant_format for scheme in schemes}
+    return f"in the format {PACKED_FORMAT}" if PACKED_FORMAT in formats else ""

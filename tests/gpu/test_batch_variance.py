@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 import vllm
 
 from kv_connectors import engine_description
-from kv_connectors.gpu.batch_variance import TRITON_ATTENTION, variance
+from kv_connectors.gpu.batch_variance import GPTQ, PACKED_FORMAT, TRITON_ATTENTION, variance
 from kv_connectors.metadata import Handshake
 from kv_connectors.worker import WorkerSide
 from vllm_disagg.config import Config
@@ -22,6 +22,7 @@ from vllm_disagg.fleet import keys
 from vllm_disagg.protocol import peers
 
 NO_WINDOW = (-1, -1)
+MAX_TOKENS = 4096
 
 
 class TritonAttentionImpl(SimpleNamespace):
@@ -45,18 +46,25 @@ def attention(
     )
 
 
+def of(made: Any, quantization: Any = None, *, is_b200: bool = False) -> str:
+    """Returns what is found of a layer, after one of which there is nothing to find."""
+    layers = {"a": attention(128), "b": made}
+    return variance(layers, quantization, max_tokens=MAX_TOKENS, is_b200=is_b200)
+
+
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
         (attention(32), "heads of 32"),
         (attention(64), "heads of 64"),
-        (attention(128, dtype="fp8_e4m3"), "KV of 8 bits"),
-        (attention(256, window=(511, 0)), "heads of 256 in a sliding window"),
+        (attention(128, dtype="fp8_e4m3"), "heads of 128 and KV of 8 bits"),
+        (attention(128, window=(4094, 0)), "a sliding window of 4095 tokens"),
+        (attention(256, window=(511, 0)), "a sliding window of 512 tokens"),
+        (attention(256, dtype="fp8", window=(511, 0)), "a sliding window of 512 tokens"),
     ],
 )
 def test_what_flash_attention_3_sums_by_its_batch(made: Any, reason: str) -> None:
-    found = variance({"a": attention(128), "b": made}, is_b200=False)
-    assert found == (
+    assert of(made) == (
         f"layer b has {reason}, where FlashAttention 3 sums by its batch;"
         " --attention-backend TRITON_ATTN on all engines is free of it"
     )
@@ -67,8 +75,11 @@ def test_what_flash_attention_3_sums_by_its_batch(made: Any, reason: str) -> Non
     [
         attention(128),
         attention(80),
-        attention(128, window=(4095, 0)),
+        attention(128, window=(MAX_TOKENS - 1, 0)),  # of a whole request
+        attention(128, version=2, window=(511, 0)),
         attention(256),
+        attention(64, dtype="fp8"),
+        attention(256, dtype="fp8_e4m3"),
         attention(32, version=2),
         attention(64, version=None),
         SimpleNamespace(),  # of another backend
@@ -77,23 +88,51 @@ def test_what_flash_attention_3_sums_by_its_batch(made: Any, reason: str) -> Non
 )
 def test_what_is_equal_in_each_batch(made: Any) -> None:
     for is_b200 in (False, True):
-        assert variance({"a": made}, is_b200=is_b200) == ""
+        assert of(made, is_b200=is_b200) == ""
 
 
 def test_large_heads_in_triton() -> None:
-    large = {"a": TritonAttentionImpl(256)}
-    assert variance(large, is_b200=False) == ""
-    assert variance(large, is_b200=True) == (
-        "layer a has heads of 256, where TRITON_ATTN sums by its batch;"
+    large = TritonAttentionImpl(256)
+    assert of(large) == ""
+    assert of(large, is_b200=True) == (
+        "layer b has heads of 256, where TRITON_ATTN sums by its batch;"
         " --attention-backend FLASH_ATTN on all engines is free of it"
     )
 
 
 def test_mla() -> None:
-    assert variance({"a": SimpleNamespace(kv_lora_rank=512)}, is_b200=False) == (
-        "layer a has MLA, which computes one token otherwise than many;"
+    assert of(SimpleNamespace(kv_lora_rank=512)) == (
+        "layer b has MLA, which computes one token otherwise than many;"
         " no attention backend of vLLM for MLA is free of it"
     )
+
+
+def quantization(name: str, whole: str = "", *formats: str | None) -> Any:
+    """Returns a configuration as vLLM's; `formats`: of the layers that compressed-tensors names."""
+    made = SimpleNamespace(get_name=lambda: name, quant_format=whole)
+    if whole:
+        made.target_scheme_map = {str(at): {"format": each} for at, each in enumerate(formats)}
+    return made
+
+
+@pytest.mark.parametrize(
+    ("made", "form"),
+    [
+        (quantization("auto_gptq"), "GPTQ's"),
+        (quantization("compressed-tensors", PACKED_FORMAT, None), f"in the format {PACKED_FORMAT}"),
+        (
+            quantization("compressed-tensors", "mixed-precision", "float-quantized", PACKED_FORMAT),
+            f"in the format {PACKED_FORMAT}",
+        ),
+        (quantization("compressed-tensors", "float-quantized", None), ""),
+        (quantization("auto_awq"), ""),
+        (quantization("fp8"), ""),
+    ],
+)
+def test_weights_that_marlin_or_machete_multiplies(made: Any, form: str) -> None:
+    reason = f"weights are {form}, whose kernels sum by their batch"
+    remedy = "weights without quantization are free of it"
+    assert of(attention(128), made) == (f"{reason}; {remedy}" if form else "")
 
 
 def test_vllm_has_the_names_by_which_layers_are_told() -> None:
@@ -106,6 +145,14 @@ def test_vllm_has_the_names_by_which_layers_are_told() -> None:
         assert f"self.{name} = " in flash, name
     assert f"class {TRITON_ATTENTION}(" in triton
     assert "self.kv_lora_rank = " in mla
+    quantizations = folder / "model_executor/layers/quantization"
+    assert f'return "{GPTQ}"' in (quantizations / "auto_gptq.py").read_text()
+    tensors = (quantizations / "compressed_tensors/compressed_tensors.py").read_text()
+    for text in ("self.quant_format = ", "self.target_scheme_map = ", '["format"] = '):
+        assert text in tensors, text
+    from compressed_tensors.config import CompressionFormat
+
+    assert CompressionFormat.pack_quantized.value == PACKED_FORMAT
 
 
 @pytest.mark.parametrize(
@@ -120,7 +167,11 @@ def test_the_operator_is_told(
 ) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", variable)
     layers = {"a": SimpleNamespace(impl=attention(head_size)), "state": SimpleNamespace()}
-    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+        model_config=SimpleNamespace(max_model_len=MAX_TOKENS),
+        quant_config=None,
+    )
     key = keys.FleetKey(b"k" * keys.KEY_BYTES)
     worker = WorkerSide(Config(), key, 0, config, None)  # type: ignore[arg-type]
     with caplog.at_level(logging.WARNING, "vllm_disagg"):

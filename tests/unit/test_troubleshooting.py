@@ -185,7 +185,9 @@ def _(_: Path) -> object:
     pytest.importorskip("vllm")
     from kv_connectors import worker
 
-    made = worker.WorkerSide(config.Config(), KEY, 0, SimpleNamespace(), None)  # type: ignore[arg-type]
+    model = SimpleNamespace(max_model_len=4096)
+    vllm_config = SimpleNamespace(model_config=model, quant_config=None)
+    made = worker.WorkerSide(config.Config(), KEY, 0, vllm_config, None)  # type: ignore[arg-type]
     made._gpu = SimpleNamespace()  # type: ignore[assignment]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_BATCH_INVARIANT", "1")

@@ -71,7 +71,8 @@ def keep_arch(library: bytes, arch: int) -> bytes:
     """Returns a library whose device code for other GPUs is zeroes.
 
     The driver reads the headers, which stay, and takes the entry for its GPU. Where a fat binary
-    has none, it compiles PTX of an older one: that stays, too.
+    has none, it takes code of an older GPU of that generation (80 or 86 on an 89, 100 on a 103),
+    or compiles PTX of an older GPU: these stay, too.
     """
     kept = bytearray(library)
     at = library.find(FAT_MAGIC)
@@ -79,7 +80,8 @@ def keep_arch(library: bytes, arch: int) -> bytes:
         entries, end = _entries(library, at)
         is_native = any(kind == CUBIN and its == arch for kind, its, _, _ in entries)
         for kind, its, start, size in entries:
-            is_used = kind == CUBIN and its == arch if is_native else kind == PTX and its <= arch
+            is_older = its <= arch and (kind == PTX or its // 10 == arch // 10)
+            is_used = kind == CUBIN and its == arch if is_native else is_older
             if not is_used:
                 kept[start : start + size] = bytes(size)
         at = library.find(FAT_MAGIC, end)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import struct
@@ -89,6 +90,19 @@ def test_only_the_code_of_one_gpu_is_packed(tmp_path: Path) -> None:
     found = (site / "a/lib.so.2").read_bytes()
     assert found == b"elf" + kept + no_fat_binary + kept_older + text
     assert (site / "a/data.bin").read_bytes() == native, "no library"
+
+
+def test_a_gpu_runs_code_of_older_ones_of_its_generation() -> None:
+    """Most of torch 2.13's fat binaries have this code: none of an L40S (89) or B300 (103)."""
+    spec = importlib.util.spec_from_file_location("pack_gpu", SCRIPT)
+    assert spec and spec.loader
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    code, zeroes = b"code" * 8, bytes(32)
+    archs = (75, 80, 86, 90, 100, 120)
+    for arch, kept in ((89, (80, 86)), (103, (100,)), (90, (90,))):
+        found = script.keep_arch(fat(*(entry(2, its, code) for its in archs)), arch)
+        assert found == fat(*(entry(2, its, code if its in kept else zeroes) for its in archs))
 
 
 def test_the_recipe_packs_a_vllm_that_the_connector_supports() -> None:

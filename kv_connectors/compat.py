@@ -134,6 +134,17 @@ def attentions(vllm_config: Any, names: Sequence[str]) -> dict[str, Any]:
     return {name: layers[name].impl for name in names if hasattr(layers[name], "impl")}
 
 
+def routers(vllm_config: Any) -> dict[str, tuple[int, int]]:
+    """Returns channels and experts of routers with results in FP32, by layer name."""
+    layers = vllm_config.compilation_config.static_forward_context
+    configs = {name: getattr(layer, "moe_config", None) for name, layer in layers.items()}
+    return {
+        name: (config.hidden_dim, config.num_experts)
+        for name, config in configs.items()
+        if config is not None and config.router_logits_dtype is torch.float32
+    }
+
+
 # The name of the layout in which the bytes of one head of a block are together. None before
 # vLLM 0.32, where the heads of a tensor are not known and blocks move whole.
 HEADS_TOGETHER = "LBHNC" if find_spec("vllm.v1.kv_cache_layout") else None

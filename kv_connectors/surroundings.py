@@ -26,6 +26,11 @@ def is_rocm() -> bool:
     return bool(current_platform.is_rocm())
 
 
+def is_hopper() -> bool:
+    """Returns whether the GPUs have compute capability 9, as H100 and H200."""
+    return bool(current_platform.is_device_capability_family(90))
+
+
 def is_b200() -> bool:
     """Returns whether the GPUs have compute capability 10, as B200 and B300."""
     return bool(current_platform.is_device_capability_family(100))

@@ -219,8 +219,10 @@ class WorkerSide:
 
         reason = variance(
             compat.attentions(self._vllm_config, names),
+            compat.routers(self._vllm_config),
             self._vllm_config.quant_config,
             max_tokens=self._vllm_config.model_config.max_model_len,
+            is_hopper=surroundings.is_hopper(),
             is_b200=surroundings.is_b200(),
         )
         if reason:

@@ -991,6 +991,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("KV of 8 bits is taken for invariant", "kv_connectors/gpu/batch_variance.py", 'if "fp8" in str(attention.kv_cache_dtype):', 'if False:', "tests/gpu/test_batch_variance.py"),
     ("windows are taken for invariant", "kv_connectors/gpu/batch_variance.py", "if 0 <= before < max_tokens - 1:", "if False:", "tests/gpu/test_batch_variance.py"),
     ("a window of whole requests is warned of", "kv_connectors/gpu/batch_variance.py", "if 0 <= before < max_tokens - 1:", "if 0 <= before < max_tokens:", "tests/gpu/test_batch_variance.py"),
+    ("routers of FP32 are taken for invariant", "kv_connectors/gpu/batch_variance.py", "if (is_hopper or is_b200) and size in", "if is_b200 and size in", "tests/gpu/test_batch_variance.py"),
     ("packed weights of some layers are taken for invariant", "kv_connectors/gpu/batch_variance.py", 'scheme.get("format") or quantization.quant_format', 'quantization.quant_format', "tests/gpu/test_batch_variance.py"),
     ("an engine whose attention varies is described as invariant", "kv_connectors/engine_description.py", "if any(handshake.varies for handshake in handshakes):", "if all(handshake.varies for handshake in handshakes):", "tests/gpu/test_batch_variance.py"),
     ("the code of the GPU itself is zeroed", "scripts/pack_gpu.py", "is_used = kind == CUBIN and its == arch if is_native else is_older", "is_used = kind == CUBIN and its == arch", "tests/connector/test_pack_gpu.py"),

@@ -33,6 +33,9 @@ without a prefix cache, and another where the cache had 128 of them.
 TRITON_ATTN on GPUs as B200: with heads of 256 it takes wider tiles, if a request has several tokens
 (`tuned_large_head` in `triton_unified_attention.py`).
 
+Routers of experts in FP32, of MiniMax-M2's and M3's size, on Hopper and B200. Up to 32 tokens they
+take a kernel of their own (`fp32_router_gemm_dispatch_impl` in `gate_linear.py`).
+
 Weights of few bits in GPTQ's form, or packed by compressed-tensors. Their kernels, Marlin and
 Machete, split the sums by the number of tokens. vLLM avoids Marlin for AWQ alone (`auto_awq.py`).
 """
@@ -49,25 +52,37 @@ TUNED_HEAD_SIZE = 256
 TRITON_ATTENTION = "TritonAttentionImpl"
 GPTQ = "auto_gptq"
 PACKED_FORMAT = "pack-quantized"
+ROUTERS_WITH_OWN_KERNEL = ((3072, 256), (6144, 128))  # channels, experts
 NO_REMEDY = "no attention backend of vLLM for MLA is free of it"
+NO_SETTING = "no setting of vLLM is free of it"
 USE_TRITON = "--attention-backend TRITON_ATTN on all engines is free of it"
 USE_FLASH = "--attention-backend FLASH_ATTN on all engines is free of it"
 USE_OTHER_WEIGHTS = "weights without quantization are free of it"
 
 
 def variance(
-    attentions: Mapping[str, Any], quantization: Any, *, max_tokens: int, is_b200: bool
+    attentions: Mapping[str, Any],
+    routers: Mapping[str, tuple[int, int]],
+    quantization: Any,
+    *,
+    max_tokens: int,
+    is_hopper: bool,
+    is_b200: bool,
 ) -> str:
     """Returns which layer depends on its batch, why, and what to do; empty if none is known to.
 
     `attentions`: vLLM's implementation of the attention of each layer, by layer name.
+    `routers`: channels and experts of routers in FP32, by layer name.
     `quantization`: vLLM's configuration of the weights' quantization, or None.
     `max_tokens`: the length of a request, at most.
-    `is_b200`: the GPU is of compute capability 10.
     """
     for name, attention in attentions.items():
         if reason := _reason(attention, max_tokens, is_b200=is_b200):
             return f"layer {name} has {reason}"
+    for name, size in routers.items():
+        if (is_hopper or is_b200) and size in ROUTERS_WITH_OWN_KERNEL:
+            reason = "a router which computes few tokens otherwise than many"
+            return f"layer {name} has {reason}; {NO_SETTING}"
     if form := _form_of_weights(quantization):
         return f"weights are {form}, whose kernels sum by their batch; {USE_OTHER_WEIGHTS}"
     return ""

@@ -11,10 +11,17 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
 import vllm
 
-from kv_connectors import engine_description
-from kv_connectors.gpu.batch_variance import GPTQ, PACKED_FORMAT, TRITON_ATTENTION, variance
+from kv_connectors import compat, engine_description
+from kv_connectors.gpu.batch_variance import (
+    GPTQ,
+    PACKED_FORMAT,
+    ROUTERS_WITH_OWN_KERNEL,
+    TRITON_ATTENTION,
+    variance,
+)
 from kv_connectors.metadata import Handshake
 from kv_connectors.worker import WorkerSide
 from vllm_disagg.config import Config
@@ -46,10 +53,23 @@ def attention(
     )
 
 
-def of(made: Any, quantization: Any = None, *, is_b200: bool = False) -> str:
+def of(
+    made: Any,
+    quantization: Any = None,
+    router: tuple[int, int] = (2048, 128),
+    *,
+    is_hopper: bool = True,
+    is_b200: bool = False,
+) -> str:
     """Returns what is found of a layer, after one of which there is nothing to find."""
-    layers = {"a": attention(128), "b": made}
-    return variance(layers, quantization, max_tokens=MAX_TOKENS, is_b200=is_b200)
+    return variance(
+        {"a": attention(128), "b": made},
+        {"experts": router},
+        quantization,
+        max_tokens=MAX_TOKENS,
+        is_hopper=is_hopper,
+        is_b200=is_b200,
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,6 +127,26 @@ def test_mla() -> None:
     )
 
 
+def test_routers_with_a_kernel_for_few_tokens() -> None:
+    expected = (
+        "layer experts has a router which computes few tokens otherwise than many;"
+        " no setting of vLLM is free of it"
+    )
+    assert of(attention(128), router=(3072, 256)) == expected
+    assert of(attention(128), router=(6144, 128), is_hopper=False, is_b200=True) == expected
+    assert of(attention(128), router=(3072, 256), is_hopper=False) == ""
+
+
+def test_which_layers_have_a_router_in_fp32() -> None:
+    def experts(dtype: torch.dtype) -> Any:
+        config = SimpleNamespace(hidden_dim=3072, num_experts=256, router_logits_dtype=dtype)
+        return SimpleNamespace(moe_config=config)
+
+    layers = {"a": experts(torch.float32), "b": experts(torch.bfloat16), "c": SimpleNamespace()}
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    assert compat.routers(config) == {"a": (3072, 256)}
+
+
 def quantization(name: str, whole: str = "", *formats: str | None) -> Any:
     """Returns a configuration as vLLM's; `formats`: of the layers that compressed-tensors names."""
     made = SimpleNamespace(get_name=lambda: name, quant_format=whole)
@@ -150,6 +190,14 @@ def test_vllm_has_the_names_by_which_layers_are_told() -> None:
     tensors = (quantizations / "compressed_tensors/compressed_tensors.py").read_text()
     for text in ("self.quant_format = ", "self.target_scheme_map = ", '["format"] = '):
         assert text in tensors, text
+    experts = folder / "model_executor/layers/fused_moe"
+    gate = (experts / "router/gate_linear.py").read_text()
+    for channels, number in ROUTERS_WITH_OWN_KERNEL:
+        assert f"({channels}, {number})" in gate.split("FP32_SUPPORTED_SHAPES")[1]
+    assert "self.moe_config = " in (experts / "runner/moe_runner.py").read_text()
+    config = (experts / "config.py").read_text()
+    for text in ("hidden_dim: int", "num_experts: int", "router_logits_dtype: torch.dtype"):
+        assert text in config, text
     from compressed_tensors.config import CompressionFormat
 
     assert CompressionFormat.pack_quantized.value == PACKED_FORMAT

@@ -193,6 +193,7 @@ def _(_: Path) -> object:
         patch.setenv("VLLM_BATCH_INVARIANT", "1")
         layer = SimpleNamespace(kv_lora_rank=512)
         patch.setattr(worker.compat, "attentions", lambda *_: {"a": layer})
+        patch.setattr(worker.compat, "routers", lambda _: {})
         return made._varies(["a"])
 
 

@@ -18,7 +18,8 @@ OF_FACTS = {
     "quantization": "start both with the same --quantization",
     "load format": "start both with the same --load-format",
     "LoRA": "start both with the same --enable-lora and --max-lora-rank",
-    "VLLM_BATCH_INVARIANT": "set the variable alike in both environments",
+    "VLLM_BATCH_INVARIANT": "set the variable alike in both environments; where it does not hold in"
+    " all layers, the engine's log names the remedy",
     "compress": "set compress alike in kv_connector_extra_config",
     "transfer protocol": "install one version of vllm-disagg for both",
     "KV of a token": "use one attention backend, --kv-cache-dtype and VLLM_KV_CACHE_LAYOUT",

@@ -6,8 +6,8 @@
 `pack`: each SPEC is a wheel's path, or something for `pip download --no-deps` (vllm==0.32.0,
 nvidia-nccl-cu13>=2.30.4). OUT gets files of at most --limit MiB (64) and a manifest with their
 SHA-256. --leave-out drops members of the wheels. --arch 90 zeroes the device code that an H100 or
-H200 does not run, which then packs to nothing: torch 2.13, vLLM and NCCL become 250 MB instead of
-1.1 GB. `unpack`: checks all of it, puts the wheels together and unzips them into SITE; then
+H200 does not run, which then packs to nothing: torch 2.13, vLLM and NCCL become 481 MB instead of
+1,069. `unpack`: checks all of it, puts the wheels together and unzips them into SITE; then
 
     PYTHONPATH=SITE VLLM_NCCL_SO_PATH=SITE/nvidia/nccl/lib/libnccl.so.2 vllm serve ...
 

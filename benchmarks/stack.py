@@ -19,6 +19,9 @@ VLLM = str(Path(sys.executable).with_name("vllm"))
 COMMAND = [sys.executable, "-m", "vllm_disagg.cli"]
 KEY_FILE = "key"  # in the folder of the logs
 KV_GIB = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "4")  # of each engine's KV cache
+# Of each engine, where several start on one GPU at a time: what one measures as free is soon taken
+# by another.
+KV_BYTES_ON_ONE_GPU = 12 << 30
 
 
 @dataclass
@@ -71,6 +74,7 @@ class Stack:
             env["CUDA_VISIBLE_DEVICES"] = gpus[core % len(gpus)]
         else:
             command += ["--gpu-memory-utilization", "0.3"]
+            command += ["--kv-cache-memory-bytes", str(KV_BYTES_ON_ONE_GPU)]
         if config:
             command += [
                 "--kv-transfer-config",

@@ -1,11 +1,11 @@
 """Writes a tiny model with random weights, for tests and demos: tiny_model.py KIND OUT_DIR.
 
-KIND: dense, heavy (about 100 KB of KV cache a token, so that transfers show), middle (steps that
-outweigh what else a CPU does for a request), or another kind of KV cache: sliding (Gemma 3), shared
-(Gemma 3n), gemma4, oss (GPT-OSS), mla (DeepSeek V2), moe (Mixtral), mamba (Mamba 2), linear
-(Qwen3-Next), zamba (Zamba2), nemotron (Nemotron-H), granite (Granite 4), falcon (Falcon-H1), images
-(BLIP-2), audio (Qwen2-Audio), video (Qwen2-VL). vLLM's CPU build serves all of them with
---enforce-eager. qwen3-8b: that model's shape but for its vocabulary (14 GB, for a GPU).
+KIND: dense, wide (heads of 128), heavy (about 100 KB of KV cache a token, so that transfers show),
+middle (steps that outweigh what else a CPU does for a request), or another kind of KV cache:
+sliding (Gemma 3), shared (Gemma 3n), gemma4, oss (GPT-OSS), mla (DeepSeek V2), moe (Mixtral), mamba
+(Mamba 2), linear (Qwen3-Next), zamba (Zamba2), nemotron (Nemotron-H), granite (Granite 4), falcon
+(Falcon-H1), images (BLIP-2), audio (Qwen2-Audio), video (Qwen2-VL). vLLM's CPU build serves all of
+them with --enforce-eager. qwen3-8b: that model's shape but for its vocabulary (14 GB, for a GPU).
 
 The weights are drawn with `initializer_range` 0.08. With the usual 0.02 a random model repeats one
 token, and half of all changes to a prompt do not change its answer, so wrong KV would go unseen;
@@ -38,6 +38,7 @@ SIZE: dict[str, Any] = {
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("Qwen3Config", {"head_dim": 32}),
+    "wide": ("Qwen3Config", {"head_dim": 128}),
     "heavy": (
         "Qwen3Config",
         {

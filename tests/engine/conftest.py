@@ -20,6 +20,8 @@ from asking import Record, ask, at_once, body, expect_same, open_clients, tally,
 from direct import Legs
 from engines import (
     ADMIN,
+    KIND,
+    MODEL,
     PAGE_SECONDS,
     PEER_TIMEOUT_SECONDS,
     ROOT,
@@ -144,9 +146,8 @@ def closed_clients() -> Iterator[None]:
 def machine(
     tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
 ) -> Iterator[Machine]:
-    model = ROOT / ".cache/models/dense"
     # It does nothing for a whole model; one that was left half-written it writes again.
-    command = [sys.executable, str(ROOT / "scripts/tiny_model.py"), "dense", str(model)]
+    command = [sys.executable, str(ROOT / "scripts/tiny_model.py"), KIND, str(MODEL)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     made = Machine(
         tmp_path_factory.mktemp("engines"), pytestconfig.pluginmanager.getplugin("terminalreporter")

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -114,7 +115,8 @@ RUNNERS = {
         slowness=SLOWNESS,
     ),
     # On one GPU, which all engines share. Needs ENGINE_DTYPE=bfloat16. Answers by FlashAttention 3
-    # with heads of 32 depend on their batch: see kv_connectors/gpu/batch_variance.py.
+    # with heads of 32 depend on their batch (kv_connectors/gpu/batch_variance.py); with others give
+    # ENGINE_MODEL=wide ENGINE_FLAGS="--attention-backend FLASH_ATTN".
     "gpu": EngineRunner(
         {"VLLM_BATCH_INVARIANT": "1"},  # else a plain vLLM's answers depend on its batches
         ("Using V2 Model Runner",),
@@ -127,6 +129,10 @@ RUNNERS = {
     ),
 }
 RUNNER = RUNNERS[os.environ.get("ENGINE_RUNNER", "")]
+# Of engines for which a test names no model: a kind of scripts/tiny_model.py.
+KIND = os.environ.get("ENGINE_MODEL", "dense")
+MODEL = ROOT / ".cache/models" / KIND
+MORE_FLAGS = shlex.split(os.environ.get("ENGINE_FLAGS", ""))  # of all engines
 _PDEATHSIG = 1
 _given_ports: set[int] = set()  # by `free_port`
 
@@ -335,7 +341,7 @@ class Engine(Process):
         command = [
             str(home / "vllm"),
             "serve",
-            model or str(ROOT / ".cache/models/dense"),
+            model or str(MODEL),
             "--host",
             "127.0.0.1",
         ]
@@ -344,6 +350,7 @@ class Engine(Process):
             str(port),
             *FLAGS,
             *RUNNER.flags,
+            *MORE_FLAGS,
             *([] if model else TOOLS),
             "--chat-template",
             CHAT,

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 from asking import Body, Record, ask, at_once, body, english, expect_same, tokens
 from conftest import Main
-from engines import BLOCK, CHUNK, ELEMENT_BYTES, LIMIT, RUNNER, wait
+from engines import BLOCK, CHUNK, ELEMENT_BYTES, KIND, LIMIT, RUNNER, wait
 
 LENGTHS = [
     1,
@@ -28,8 +28,9 @@ LENGTHS = [
     513,
 ]
 LONG = [640, 767, 768, 769, 1000, 1024, 1025, 1500, 1792, LIMIT - 25]
-# Of a block in one layer: keys and values, two heads of 32.
-LAYER_BYTES = 2 * 2 * 32 * ELEMENT_BYTES * BLOCK
+HEAD_SIZE = 128 if KIND == "wide" else 32
+# Of a block in one layer: keys and values, two heads.
+LAYER_BYTES = 2 * 2 * HEAD_SIZE * ELEMENT_BYTES * BLOCK
 BLOCK_BYTES = 4 * LAYER_BYTES
 
 

@@ -20,7 +20,9 @@ is one JSON object.
 
 On GPUs (--gpu) each engine of a stack has one, with CUDA graphs. On a single GPU they share it, a
 third of its memory each. NCCL between two ranks of one GPU needs NCCL >= 2.30.4 (VLLM_NCCL_SO_PATH)
-and NCCL_MULTI_RANK_GPU_ENABLE=1. Not run yet.
+and NCCL_MULTI_RANK_GPU_ENABLE=1. Answers are equal only with VLLM_BATCH_INVARIANT=1 and
+VLLM_USE_BREAKABLE_CUDAGRAPH=1. Without them a stream that began with P's token may end with an
+error, because D made another one; it counts as not exact.
 
 Peers: nixl and nixl-cu12 (pip install --no-deps) in this environment, and the vllm-router program.
 """
@@ -134,7 +136,7 @@ def running(name: str, logs: Path, args: argparse.Namespace) -> Iterator[Stack]:
 
 
 async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> tuple[float, str]:
-    """Returns the seconds to the first token, and the text."""
+    """Returns the seconds to the first token, and the text, perhaps with an error at its end."""
     body = {
         "model": "tiny",
         "prompt": prompt,
@@ -150,7 +152,8 @@ async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> tu
         async for line in response.content:
             if line.startswith(b"data: {"):
                 first = first or time.perf_counter() - began
-                text += json.loads(line[6:])["choices"][0]["text"]
+                event = json.loads(line[6:])
+                text += event["choices"][0]["text"] if "choices" in event else str(event["error"])
     return first, text
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 from vllm import _custom_ops as ops
+from vllm.config import CompilationMode
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.core import kv_cache_utils
@@ -143,6 +144,12 @@ def routers(vllm_config: Any) -> dict[str, tuple[int, int]]:
         for name, config in configs.items()
         if config is not None and config.router_logits_dtype is torch.float32
     }
+
+
+def is_compiled(vllm_config: Any) -> bool:
+    """Returns whether torch.compile makes kernels of the model's layers."""
+    compilation = vllm_config.compilation_config
+    return bool(compilation.mode != CompilationMode.NONE and compilation.backend != "eager")
 
 
 # The name of the layout in which the bytes of one head of a block are together. None before

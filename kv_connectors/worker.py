@@ -35,7 +35,7 @@ from vllm_disagg.kv.memory import DirectMemory, Memory
 from vllm_disagg.protocol import events
 from vllm_disagg.transports.base import MakeTransport
 
-from . import compat, kv_layout, supported, surroundings, transports
+from . import compat, kv_layout, supported, transports
 from .layers import FinalLayers
 from .metadata import FailedProof, Handshake, StepMetadata, WorkerMetadata
 from .metrics import ConnectorStats
@@ -182,57 +182,26 @@ class WorkerSide:
             self._vllm_config,
             self._runtime,
         )
-        self._prove(memory, caches, names)
+        start_checks.prove(memory, caches, names, config.num_blocks, self._rank)
+        self._prepare_sums(memory)
         return memory, names
 
-    def _prove(
-        self, memory: DeviceMemory, caches: Mapping[str, torch.Tensor], names: Sequence[str]
-    ) -> None:
-        """Proves the kernels on this GPU, and prepares to sum blocks; raises ProofFailed."""
+    def _prepare_sums(self, memory: DeviceMemory) -> None:
         # Triton, which CPUs need not have.
         from .gpu.block_sums import can_sum  # noqa: PLC0415
-        from .gpu.proof import StartProof  # noqa: PLC0415
         from .gpu.summing import ComputedSums, LoadedSums  # noqa: PLC0415
 
-        started_at = time.monotonic()
-        proof = StartProof(memory, caches, names, self._kv_cache_config.num_blocks)
-        if difference := proof.difference():
-            raise ProofFailed(difference)
-        log.info(
-            "worker %d: %d layers are read and written in GPU memory as vLLM does; %s (%.0f ms)",
-            self._rank,
-            len(names),
-            "copies follow the forward pass"
-            if proof.proves_order
-            else "the order of copies was not proved, because the control copy was not early",
-            (time.monotonic() - started_at) * 1000,
-        )
         if can_sum(memory.planes):
             self._computed_sums = ComputedSums(memory)
             self._loaded_sums = LoadedSums(memory)
 
     def _varies(self, names: Sequence[str]) -> bool:
         """Returns whether tokens depend on their batch although they must not; warns if so."""
-        if self._gpu is None or not surroundings.is_batch_invariant():
+        if self._gpu is None:
             return False
-        from .gpu.batch_variance import variance  # noqa: PLC0415 - as above
+        from .gpu.batch_variance import warns_of_variance  # noqa: PLC0415 - as above
 
-        reason = variance(
-            compat.attentions(self._vllm_config, names),
-            compat.routers(self._vllm_config),
-            self._vllm_config.quant_config,
-            max_tokens=self._vllm_config.model_config.max_model_len,
-            is_hopper=surroundings.is_hopper(),
-            is_b200=surroundings.is_b200(),
-        )
-        if reason:
-            log.warning(
-                "worker %d: VLLM_BATCH_INVARIANT=1 does not hold here, so answers may differ from"
-                " those of a plain vLLM: %s",
-                self._rank,
-                reason,
-            )
-        return bool(reason)
+        return warns_of_variance(self._vllm_config, names, self._rank)
 
     def _without_obstacles(
         self, chosen: dict[str, MakeTransport], memory: Memory

@@ -1,4 +1,4 @@
-"""Layers whose values depend on the batch in spite of VLLM_BATCH_INVARIANT=1.
+"""What depends on the batch, or on the engine, in spite of VLLM_BATCH_INVARIANT=1.
 
 D computes the last prompt token alone, where a plain vLLM computes it in a chunk. Equal tokens need
 kernels that give it the same value in both. Read in vLLM 0.28.0 and 0.32.0, the exceptions:
@@ -36,14 +36,29 @@ TRITON_ATTN on GPUs as B200: with heads of 256 it takes wider tiles, if a reques
 Routers of experts in FP32, of MiniMax-M2's and M3's size, on Hopper and B200. Up to 32 tokens they
 take a kernel of their own (`fp32_router_gemm_dispatch_impl` in `gate_linear.py`).
 
+torch.compile. Inductor, which makes its kernels, has several forms of one, and takes the one that
+was fastest in this process (`_persistent_reduction_configs` and `cached_autotune` in torch 2.13's
+`triton_heuristics.py`: "Different picks change the bf16 reduction order"). So two engines may sum a
+norm of 128 channels in different orders. Seen on an H200: of 48 answers of compiled engines 4
+differed from those of a compiled plain vLLM, and none of 303 without torch.compile. vLLM itself
+leaves torch.compile out for many models in BF16 (`_maybe_enable_breakable_cudagraph`).
+
 Weights of few bits in GPTQ's form, or packed by compressed-tensors. Their kernels, Marlin and
 Machete, split the sums by the number of tokens. vLLM avoids Marlin for AWQ alone (`auto_awq.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .. import compat, surroundings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+log = logging.getLogger("vllm_disagg.worker")
 
 HOPPER_VERSION = 3
 SMALL_HEAD_SIZE = 64
@@ -57,10 +72,39 @@ NO_REMEDY = "no attention backend of vLLM for MLA is free of it"
 NO_SETTING = "no setting of vLLM is free of it"
 USE_TRITON = "--attention-backend TRITON_ATTN on all engines is free of it"
 USE_FLASH = "--attention-backend FLASH_ATTN on all engines is free of it"
+USE_BREAKABLE_GRAPHS = (
+    "VLLM_USE_BREAKABLE_CUDAGRAPH=1 or --enforce-eager on all engines is free of it"
+)
 USE_OTHER_WEIGHTS = "weights without quantization are free of it"
 
 
-def variance(
+def warns_of_variance(vllm_config: VllmConfig, names: Sequence[str], rank: int) -> bool:
+    """Returns whether tokens depend on their batch although they must not; logs each reason.
+
+    `names`: of the layers with KV. `rank`: vLLM's global rank, for the log.
+    """
+    if not surroundings.is_batch_invariant():
+        return False
+    reasons = variances(
+        compat.attentions(vllm_config, names),
+        compat.routers(vllm_config),
+        vllm_config.quant_config,
+        max_tokens=vllm_config.model_config.max_model_len,
+        is_hopper=surroundings.is_hopper(),
+        is_b200=surroundings.is_b200(),
+        is_compiled=compat.is_compiled(vllm_config),
+    )
+    for reason in reasons:
+        log.warning(
+            "worker %d: VLLM_BATCH_INVARIANT=1 does not hold here, so answers may differ from"
+            " those of a plain vLLM: %s",
+            rank,
+            reason,
+        )
+    return bool(reasons)
+
+
+def variances(
     attentions: Mapping[str, Any],
     routers: Mapping[str, tuple[int, int]],
     quantization: Any,
@@ -68,24 +112,32 @@ def variance(
     max_tokens: int,
     is_hopper: bool,
     is_b200: bool,
-) -> str:
-    """Returns which layer depends on its batch, why, and what to do; empty if none is known to.
+    is_compiled: bool,
+) -> list[str]:
+    """Returns what depends on its batch, why, and what to do: the first layer of each kind.
 
     `attentions`: vLLM's implementation of the attention of each layer, by layer name.
     `routers`: channels and experts of routers in FP32, by layer name.
     `quantization`: vLLM's configuration of the weights' quantization, or None.
-    `max_tokens`: the length of a request, at most.
+    `max_tokens`: the length of a request, at most. `is_compiled`: by torch.compile.
     """
+    found = []
     for name, attention in attentions.items():
         if reason := _reason(attention, max_tokens, is_b200=is_b200):
-            return f"layer {name} has {reason}"
+            found.append(f"layer {name} has {reason}")
+            break
     for name, size in routers.items():
         if (is_hopper or is_b200) and size in ROUTERS_WITH_OWN_KERNEL:
             reason = "a router which computes few tokens otherwise than many"
-            return f"layer {name} has {reason}; {NO_SETTING}"
+            found.append(f"layer {name} has {reason}; {NO_SETTING}")
+            break
     if form := _form_of_weights(quantization):
-        return f"weights are {form}, whose kernels sum by their batch; {USE_OTHER_WEIGHTS}"
-    return ""
+        reason = f"weights are {form}, whose kernels sum by their batch"
+        found.append(f"{reason}; {USE_OTHER_WEIGHTS}")
+    if is_compiled:
+        reason = "torch.compile takes the fastest of several kernels in each engine"
+        found.append(f"{reason}; {USE_BREAKABLE_GRAPHS}")
+    return found
 
 
 def _reason(attention: Any, max_tokens: int, *, is_b200: bool) -> str:

@@ -24,7 +24,7 @@ pytest.importorskip("triton", reason="there is no Triton here")
 from kv_connectors import kv_layout
 from kv_connectors.connector import DisaggConnector
 from kv_connectors.engine_description import shared_gpu
-from kv_connectors.gpu import layout, machine, proof, start_checks
+from kv_connectors.gpu import layout, machine, start_checks
 from kv_connectors.metadata import FailedProof, Handshake
 from kv_connectors.worker import WorkerSide
 from vllm_disagg.config import Config
@@ -116,7 +116,7 @@ def prove_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     found: Any = (SimpleNamespace(planes=[]), ["a"])
     monkeypatch.setattr(layout, "device_memory", lambda *_: found)
     missed = SimpleNamespace(difference=lambda: "layer a: other bytes", proves_order=True)
-    monkeypatch.setattr(proof, "StartProof", lambda *_: missed)
+    monkeypatch.setattr(start_checks, "StartProof", lambda *_: missed)
 
 
 def test_a_copy_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

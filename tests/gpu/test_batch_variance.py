@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 
 import torch
 import vllm
+from vllm.config import CompilationMode
 
 from kv_connectors import compat, engine_description
 from kv_connectors.gpu.batch_variance import (
@@ -20,7 +21,7 @@ from kv_connectors.gpu.batch_variance import (
     PACKED_FORMAT,
     ROUTERS_WITH_OWN_KERNEL,
     TRITON_ATTENTION,
-    variance,
+    variances,
 )
 from kv_connectors.metadata import Handshake
 from kv_connectors.worker import WorkerSide
@@ -60,16 +61,19 @@ def of(
     *,
     is_hopper: bool = True,
     is_b200: bool = False,
+    is_compiled: bool = False,
 ) -> str:
     """Returns what is found of a layer, after one of which there is nothing to find."""
-    return variance(
+    found = variances(
         {"a": attention(128), "b": made},
         {"experts": router},
         quantization,
         max_tokens=MAX_TOKENS,
         is_hopper=is_hopper,
         is_b200=is_b200,
+        is_compiled=is_compiled,
     )
+    return "\n".join(found)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +122,50 @@ def test_large_heads_in_triton() -> None:
         "layer b has heads of 256, where TRITON_ATTN sums by its batch;"
         " --attention-backend FLASH_ATTN on all engines is free of it"
     )
+
+
+COMPILED = (
+    "torch.compile takes the fastest of several kernels in each engine;"
+    " VLLM_USE_BREAKABLE_CUDAGRAPH=1 or --enforce-eager on all engines is free of it"
+)
+
+
+def test_kernels_that_each_engine_chooses() -> None:
+    assert of(attention(128), is_compiled=True) == COMPILED
+
+
+def test_every_reason_is_given_once() -> None:
+    layers = {name: attention(64) for name in ("a", "b")}
+    routers = dict.fromkeys(("c", "d"), (3072, 256))
+    found = variances(
+        layers,
+        routers,
+        quantization(GPTQ),
+        max_tokens=MAX_TOKENS,
+        is_hopper=True,
+        is_b200=False,
+        is_compiled=True,
+    )
+    assert [reason.split(" ", 2)[:2] for reason in found] == [
+        ["layer", "a"],
+        ["layer", "c"],
+        ["weights", "are"],
+        ["torch.compile", "takes"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mode", "backend", "expected"),
+    [
+        (CompilationMode.NONE, "inductor", False),
+        (CompilationMode.VLLM_COMPILE, "inductor", True),
+        (CompilationMode.VLLM_COMPILE, "eager", False),
+        (CompilationMode.STOCK_TORCH_COMPILE, "", True),
+    ],
+)
+def test_which_engines_are_compiled(mode: CompilationMode, backend: str, expected: bool) -> None:
+    compilation = SimpleNamespace(mode=mode, backend=backend)
+    assert compat.is_compiled(SimpleNamespace(compilation_config=compilation)) == expected
 
 
 def test_mla() -> None:
@@ -215,8 +263,9 @@ def test_the_operator_is_told(
 ) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", variable)
     layers = {"a": SimpleNamespace(impl=attention(head_size)), "state": SimpleNamespace()}
+    compilation = SimpleNamespace(mode=CompilationMode.NONE, static_forward_context=layers)
     config = SimpleNamespace(
-        compilation_config=SimpleNamespace(static_forward_context=layers),
+        compilation_config=compilation,
         model_config=SimpleNamespace(max_model_len=MAX_TOKENS),
         quant_config=None,
     )

@@ -27,8 +27,9 @@ def test_every_answer_is_the_plain_engines(transport: str) -> None:
         )
     script = str(ROOT / "benchmarks/handoff.py")
     command = [sys.executable, script, str(MODEL), *HANDOFF, "--transport", transport]
-    # Of all engines. Without it a plain vLLM's own answers depend on its batches.
-    env = {**ENV, "VLLM_BATCH_INVARIANT": "1"}
+    # Of all engines. Without these a plain vLLM's own answers depend on its batches, and on kernels
+    # that each engine chooses.
+    env = {**ENV, "VLLM_BATCH_INVARIANT": "1", "VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=3000)
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

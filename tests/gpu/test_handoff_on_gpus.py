@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from gpu_runs import HANDOFF, ROOT, is_exact
 
 Started = list[tuple[list[str], dict[str, str]]]
@@ -58,7 +63,26 @@ def test_engines_share_a_single_gpu(
     for command, env in engines(handoff, started, gpu=True):
         assert "CUDA_VISIBLE_DEVICES" not in env
         assert command[command.index("--gpu-memory-utilization") + 1] == "0.3"
+        assert "--kv-cache-memory-bytes" in command, "else it takes what the other has not yet"
         assert "--enforce-eager" not in command
+
+
+def test_a_stream_that_ends_with_an_error_is_not_exact(handoff: Any) -> None:
+    """As one that began with P's token where D made another."""
+    events = [{"choices": [{"text": "a"}]}, {"error": {"message": "diverged"}}]
+
+    async def answer(_: web.Request) -> web.Response:
+        lines = [f"data: {json.dumps(event)}\n\n" for event in events]
+        return web.Response(text="".join(lines), content_type="text/event-stream")
+
+    async def run() -> tuple[float, str]:
+        app = web.Application()
+        app.router.add_post("/v1/completions", answer)
+        async with TestServer(app) as server, aiohttp.ClientSession() as session:
+            return await handoff.ask(session, str(server.make_url("")).rstrip("/"), [1])
+
+    _, text = asyncio.run(run())
+    assert text == "a{'message': 'diverged'}"
 
 
 def test_a_cpu_has_no_graphs(handoff: Any, started: Started) -> None:

@@ -183,10 +183,15 @@ def _(_: Path) -> object:
 @produces("VLLM_BATCH_INVARIANT=1 does not hold here")
 def _(_: Path) -> object:
     pytest.importorskip("vllm")
+    from vllm.config import CompilationMode
+
     from kv_connectors import worker
 
-    model = SimpleNamespace(max_model_len=4096)
-    vllm_config = SimpleNamespace(model_config=model, quant_config=None)
+    vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=4096),
+        quant_config=None,
+        compilation_config=SimpleNamespace(mode=CompilationMode.NONE),
+    )
     made = worker.WorkerSide(config.Config(), KEY, 0, vllm_config, None)  # type: ignore[arg-type]
     made._gpu = SimpleNamespace()  # type: ignore[assignment]
     with pytest.MonkeyPatch.context() as patch:

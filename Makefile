@@ -8,6 +8,7 @@
 # make soak      2 prefill and 2 decode instances under load with a random fault a minute, SECONDS=7200, then 10,000 clients that leave; writes its report
 # make versions  exactness on the oldest and the newest vLLM that has a CPU build, and between the two
 # make versions-python  the same with the Python of a newer vLLM over the CPU kernels of the one before
+# make gpu       what only a GPU can show: answers by each transport, rates, handoff; MINUTES=10
 # make gpu-proof what can be proved of the path for GPUs without a GPU; the last line is JSON (the engines take longest)
 # make page-proof  the status page in Debian's chromium, with axe-core and with real engines; writes the pictures of the documents
 # make operator-proof  what operators see and deploy: doctor, status page, alert rules, manifests, images, units, engines replaced under load, Ray; the last line is JSON
@@ -47,7 +48,7 @@ WAITING   := $(addprefix tests/,proxy doctor unit deploy soak launcher bench tra
 COMPUTING := $(addprefix tests/,protocol kv fleet connector planner workloads transports/collective simulation scheduler_worlds property gpu fuzz)
 QUICK     := $(WAITING) $(COMPUTING)
 
-.PHONY: setup demo check static quick-waiting quick-computing coverage test processes some-mutants wide routers chaos versions versions-python gpu-proof page-proof operator-proof fuzz fuzz-engines worlds world-faults mutants bench bench-proxy bench-transport goodput planner-accuracy soak house clean
+.PHONY: setup demo check static quick-waiting quick-computing coverage test processes some-mutants wide routers chaos versions versions-python gpu gpu-proof page-proof operator-proof fuzz fuzz-engines worlds world-faults mutants bench bench-proxy bench-transport goodput planner-accuracy soak house clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.ours
@@ -165,6 +166,11 @@ versions-python: .venv-$(UNBUILT)/.done
 	DISAGG_OTHER_VLLM=$(CURDIR)/.venv-$(UNBUILT) $(BIN)/python -m pytest -W default tests/engine/test_versions.py
 
 # With Triton's interpreter and compiler, which vLLM's dependencies bring.
+# Of the environment that is active: setup would install vLLM's CPU build.
+MINUTES ?= 10
+gpu:
+	python tests/gpu/silicon.py --minutes $(MINUTES)
+
 gpu-proof: setup
 	$(BIN)/python tests/gpu/proof.py
 

@@ -133,8 +133,8 @@ class Run:
             running[name] = Command(self.out / f"suite-{name}.log", *command, env=env)
         until = time.monotonic() + self.left(ANSWERS_SECONDS)
         found = self.result["answers"] = {}
-        for name, command in running.items():
-            ended = command.wait(until - time.monotonic())
+        for name, suite in running.items():
+            ended = suite.wait(until - time.monotonic())
             counted = ANSWERS.findall(ended.output)
             exact, clean, wrong = map(int, counted[-1]) if counted else (0, 0, 0)
             found[name] = {"exact": exact, "clean": clean, "wrong": wrong}

@@ -42,6 +42,7 @@ from vllm_disagg.kv.planes import Plane
 from vllm_disagg.kv.runs import runs_of
 from vllm_disagg.protocol import events
 from vllm_disagg.transports.nixl import agent as nixl_agent
+from vllm_disagg.transports.nixl import hangup
 from vllm_disagg.transports.nixl import notes as nixl_notes
 from vllm_disagg.transports.nixl import pairing as nixl_pairing
 from vllm_disagg.transports.nixl import paths as nixl_paths
@@ -413,9 +414,6 @@ def test_runs_that_no_memory_has_are_rejected(run: tuple[int, int]) -> None:
         nixl_notes.decode_runs(msgspec.structs.replace(note, runs=note.runs[:15]))
 
 
-NO_DEBUG_SIGNAL = {"UCX_DEBUG_SIGNO": "0"}
-
-
 @pytest.mark.parametrize(
     ("config", "given", "expected"),
     [
@@ -428,25 +426,20 @@ NO_DEBUG_SIGNAL = {"UCX_DEBUG_SIGNO": "0"}
 def test_environment_of_ucx(
     config: Config, given: dict[str, str], expected: dict[str, str]
 ) -> None:
-    assert nixl_agent.environment(config, given) == {**expected, **NO_DEBUG_SIGNAL}
-
-
-def test_the_users_signal_for_debugging_ucx() -> None:
-    given = {"UCX_TLS": "tcp", "UCX_DEBUG_SIGNO": "SIGHUP"}
-    assert nixl_agent.environment(Config(), given) == {}
+    assert nixl_agent.environment(config, given) == expected
 
 
 def test_environment_of_ucx_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = MemoryPlace("VRAM", 1)
     config = Config(host="10.0.0.1")
-    reads = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y", **NO_DEBUG_SIGNAL}
+    reads = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y"}
     monkeypatch.setattr(nixl_agent, "rdma_devices", lambda: [])
     assert nixl_agent.environment(config, {}, gpu) == {**reads, "UCX_NET_DEVICES": "lo"}
     monkeypatch.setattr(nixl_agent, "rdma_devices", lambda: ["mlx5_0"])
     assert nixl_agent.environment(config, {}, gpu) == {**reads, "UCX_TLS": "^tcp"}
     assert nixl_agent.environment(config, {"UCX_TLS": "rc,cuda"}, gpu) == reads
     of_user = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "n", "UCX_TLS": "rc,cuda"}
-    assert nixl_agent.environment(config, of_user, gpu) == NO_DEBUG_SIGNAL
+    assert nixl_agent.environment(config, of_user, gpu) == {}
 
 
 def run_script(script: str) -> str:
@@ -466,21 +459,79 @@ def test_a_process_that_ends_while_its_agents_are_made() -> None:
     run_script("from nixl_pair import Sink; Sink().driver.close()")
 
 
-@real
-@in_host_memory
-def test_ucx_does_not_catch_a_hangup() -> None:
-    output = run_script("""
-import re
+HANGUPS = """
+import ctypes, os, shutil, signal, sys, tempfile
 from pathlib import Path
+import nixl._api  # for all children: it takes a second, and does not load UCX
 from peer import memory
 from vllm_disagg.config import Config
 from vllm_disagg.transports.nixl.agent import Agent
-Agent("a", Config(insecure=True), memory(64, 1))
-assert "libucs" in Path("/proc/self/maps").read_text()
-print(re.search("SigCgt:.*", Path("/proc/self/status").read_text())[0])
-""")
-    caught = int(output.split()[-1], 16)  # signal n is bit n - 1
-    assert not caught >> (signal.SIGHUP - 1) & 1
+
+def is_caught():
+    [line] = [l for l in Path("/proc/self/status").read_text().splitlines() if "SigCgt" in l]
+    return int(line.split()[1], 16) >> signal.SIGHUP - 1 & 1  # signal n is bit n - 1
+
+def hang_up(loaded, action):  # loaded: how many copies of UCX, before the agent
+    signal.signal(signal.SIGHUP, action)
+    if loaded:
+        path = next(Path(nixl.__file__).parents[1].glob("nixl*.libs/libucs-*"))
+        ctypes.CDLL(str(path))
+        if loaded == 2:  # another copy, as of HPC-X
+            with tempfile.TemporaryDirectory() as folder:
+                ctypes.CDLL(shutil.copy(path, folder))
+        assert is_caught()
+    Agent("a", Config(insecure=True), memory(64, 1))
+    assert "libucs" in Path("/proc/self/maps").read_text() and not is_caught()
+    signal.raise_signal(signal.SIGHUP)
+
+for loaded, action in [(0, "SIG_DFL"), (1, "SIG_IGN"), (2, "SIG_DFL")]:
+    if not os.fork():
+        hang_up(loaded, getattr(signal, action))
+        os._exit(0)
+    print("ended:", loaded, action, os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+
+
+@real
+@in_host_memory
+def test_ucx_does_not_catch_a_hangup() -> None:
+    """Whether it is loaded with the agent or before, as by vLLM's import of nixl_ep."""
+    output = run_script(HANGUPS)
+    ended = [line for line in output.splitlines() if line.startswith("ended: ")]
+    hung_up = -signal.SIGHUP
+    assert ended == [
+        f"ended: 0 SIG_DFL {hung_up}",
+        "ended: 1 SIG_IGN 0",
+        f"ended: 2 SIG_DFL {hung_up}",
+    ], output
+    assert "unused environment variable" not in output
+
+
+@pytest.mark.parametrize(
+    ("maps", "given", "expected"),
+    [
+        ("", {}, {"UCX_DEBUG_SIGNO": "0"}),
+        ("", {"UCX_DEBUG_SIGNO": "SIGHUP"}, {}),
+        ("7f00-7f01 r-xp 00000000 08:01 1 /lib/libucs-14c218c5.so.0.0.0\n", {}, {}),
+    ],
+    ids=["to be loaded", "the user's", "loaded"],
+)
+def test_the_signal_for_debugging_ucx(
+    maps: str,
+    given: dict[str, str],
+    expected: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """UCX warns of a variable that it has not read while it was loaded."""
+    monkeypatch.setattr(hangup, "MAPS_PATH", tmp_path / "maps")
+    hangup.MAPS_PATH.write_text(maps)
+    assert hangup.environment(given) == expected
+
+
+def test_the_users_signal_for_debugging_ucx_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hangup, "_handler", lambda: pytest.fail("looked at the handler"))
+    hangup.restore({"UCX_DEBUG_SIGNO": "SIGHUP"})
 
 
 def test_two_agents_made_at_once_are_both_kept_to_the_loopback(

@@ -39,6 +39,7 @@ import zmq
 from ...config import Config
 from ...kv.memory import FRAME_BYTES, ByteBuffer, DirectMemory, MemoryPlace
 from ...kv.runs import RunList, Runs, joined, runs_of
+from . import hangup
 
 RDMA_DEVICES_PATH = Path("/sys/class/infiniband")
 VERBS_PATH = Path("/sys/class/infiniband_verbs")
@@ -48,7 +49,6 @@ AGENT_GONE_POLL_SECONDS = 0.02
 SPEED_TEST_MILLISECONDS = 2000  # after which measuring ZMQ fails
 IN_HOST_MEMORY = MemoryPlace()
 ZERO_COPY_READS = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
-DEBUG_SIGNAL = "UCX_DEBUG_SIGNO"
 
 _environment_lock = threading.Lock()
 T = TypeVar("T")
@@ -131,10 +131,6 @@ def environment(
     # Without NVLink UCX emulates reads between GPUs, through host memory and with the peer's help.
     if place.kind == "VRAM" and ZERO_COPY_READS not in given:
         settings[ZERO_COPY_READS] = "y"
-    # UCX catches SIGHUP otherwise, also under nohup: a closed terminal would not end the process
-    # but have UCX log all it does, and while it logs UCX 1.23 can wait for its own lock for ever.
-    if DEBUG_SIGNAL not in given:
-        settings[DEBUG_SIGNAL] = "0"
     return settings
 
 
@@ -422,14 +418,18 @@ _NIXL_ERRORS = _NixlErrors()
 def _ucx_environment(config: Config, place: MemoryPlace) -> Iterator[None]:
     """Sets UCX's variables while an agent is made: UCX reads them then, and never again.
 
+    Then SIGHUP does again what it did before UCX was loaded (hangup.py).
+
     Other users of UCX in this process keep their settings. The user's variables are read with the
     lock held; otherwise another agent's settings would look like the user's.
     """
     with _environment_lock:
         settings = environment(config, os.environ, place)
+        settings |= hangup.environment(os.environ)
         os.environ.update(settings)
         try:
             yield
         finally:
             for name in settings:
                 os.environ.pop(name, None)
+            hangup.restore(os.environ)

@@ -1876,4 +1876,5 @@ MUTANTS: list[tuple[str, ...]] = [
     ("the base model answers for adapters that are elsewhere", "kv_connectors/supported.py", "    if vllm_config.lora_config is not None and surroundings.answers_any_model_name():\n", "    if False:\n", "tests/connector/test_compatibility.py::test_adapters_that_the_base_model_would_answer_for_are_refused"),
     ("prompts of grants have no digest, so none is loaded", "kv_connectors/admission.py", "            digest=digest,\n            sources=grant.sources", "            digest=\"\",\n            sources=grant.sources", "tests/scheduler_worlds"),
     ("facts: engines of one process share a configuration", "kv_connectors/fingerprint.py", "    flags = overrides if isinstance(overrides, dict) else None\n", "    flags = None\n", "tests/connector/test_early_check.py"),
+    ("self-profiles: runs are judged by the first window", "benchmarks/comparison.py", "        profile = profile_of(at, self._windows)\n", "        profile = profile_of(at, self._windows[:1])\n", "tests/bench/test_profile_windows.py::test_all_windows_judge_and_only_the_first_one_chooses_the_rates"),
 ]

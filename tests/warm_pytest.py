@@ -25,7 +25,7 @@ from typing import NamedTuple, TypeVar
 import trial_progress
 from planting import ROOT, plant, plant_in_children
 
-COPIED = ("vllm_disagg", "kv_connectors", "tests", "deploy", "scripts")
+COPIED = ("vllm_disagg", "kv_connectors", "tests", "deploy", "scripts", "benchmarks")
 LOOK_SECONDS = 0.02
 # Of a fork: asserts in these modules are not pytest's to explain.
 IMPORTED_BEFORE = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"

@@ -1,0 +1,243 @@
+"""Runs of a workload at several rates, beside their predictions from windows around the runs.
+
+The first window chooses the rates. A shorter one follows each run. In the end each run is predicted
+again from all windows together, and judged by that. No run is in a profile: windows have the few
+clients of their closed loop, and other requests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import cycle
+from typing import Any, Protocol
+
+from attainment import RateCount, bracket, goodput_interval, next_rate, rate_to_repeat
+from loops import Lengths, Times
+from predictions import (
+    MIN_REQUESTS,
+    OBJECTIVE,
+    Prediction,
+    Run,
+    met,
+    part,
+    predicted,
+    prediction_of,
+    requests_at,
+    row,
+)
+from profile_windows import (
+    StackAddresses,
+    StackWindow,
+    drift_words,
+    mean_sequences,
+    multiples,
+    profile_of,
+    steps_of,
+)
+
+from vllm_disagg.errors import ConfigError
+from vllm_disagg.planner.commands import engine_profiles
+from vllm_disagg.planner.simulation.workload import WorkloadSample
+from vllm_disagg.product_sums import steps_by_kind
+
+RATE_RATIOS = (0.7, 0.95, 1.25)  # of the predicted goodput
+FURTHER_RATIO = 1.4  # between further rates, which are sent for the goodput only
+CLOSE_RATIO = 1.15  # of the two rates around a goodput
+MAX_FURTHER_RATES = 6
+MAX_SIMULATED_RATES = 12  # beside those of the runs
+REPEATED_RUNS = 4  # of rates around the measured goodput
+MIN_REPEATED_REQUESTS = 100  # of a run of a rate around the measured goodput
+GOODPUT_REQUESTS = 200  # of the simulations for the first rates
+WARM_UP_SECONDS = 3.0
+# Of the first window. With a third the windows would take more than a quarter of the time before.
+LATER_WINDOW_SHARE = 0.25
+
+
+class Loops(Protocol):
+    """A running stack, as `measured_stack.py` has it. Each loop returns its own window."""
+
+    addresses: StackAddresses
+
+    def closed(self, requests: Iterator[Lengths], seconds: float) -> StackWindow:
+        """Runs a closed loop for some seconds."""
+
+    def open(self, sent: WorkloadSample, rate: float) -> tuple[list[Times], StackWindow]:
+        """Sends requests at a rate; returns the times of each, too."""
+
+
+class Comparison:
+    """The runs of a workload so far, and the windows around them."""
+
+    def __init__(self, stack: Loops, sample: WorkloadSample, folder: str, seconds: float) -> None:
+        """Measures the first window. `seconds`: of it and of each run; `folder`: of the model."""
+        self._stack = stack
+        self._sample = sample
+        self._folder = folder
+        self._seconds = seconds
+        self._requests = requests_of_windows(sample)
+        stack.closed(self._requests, WARM_UP_SECONDS)
+        self._windows = [stack.closed(self._requests, seconds)]
+        self._runs: list[Run] = []
+        self._rows: list[dict[str, Any]] = []  # by the first window
+        self.first = self._predict()
+        self.goodput = self.first.goodput(part(sample, 0, GOODPUT_REQUESTS))
+
+    def _predict(self) -> Prediction:
+        """Returns the prediction from all windows so far."""
+        at = self._stack.addresses
+        profile = profile_of(at, self._windows)
+        return prediction_of(profile, self._folder, is_disaggregated=at.is_disaggregated)
+
+    def measure(self) -> None:
+        """Sends the first rates, then others, then more of those around the measured goodput."""
+        for ratio in RATE_RATIOS:
+            self._send(ratio * self.goodput)
+        for _ in range(MAX_FURTHER_RATES):
+            rate = self._further_rate()
+            if not rate:
+                break
+            self._send(rate)
+        for _ in range(REPEATED_RUNS):
+            again = rate_to_repeat(counts(self._rows, "met"), OBJECTIVE.attainment)
+            if not again:
+                break
+            self._send(again.rate, again.sent, MIN_REPEATED_REQUESTS)
+
+    def _further_rate(self) -> float:
+        """Returns a rate for the goodputs, 0 if both are between close ones."""
+        measured, said = counts(self._rows, "met"), counts(self._rows, "met_predicted")
+        limit = OBJECTIVE.attainment
+        return next_rate(measured, said, limit, step=FURTHER_RATIO, precision=CLOSE_RATIO)
+
+    def _send(self, rate: float, start: int = 0, least: int = MIN_REQUESTS) -> None:
+        """Adds a run, with its prediction by the first window, and a window."""
+        at = self._stack.addresses
+        sent = requests_at(self._sample, rate, self._seconds, start, least)
+        times, window = self._stack.open(sent, rate)
+        try:
+            path = profile_of(at, [window]).path
+        except ConfigError:  # too few steps
+            path = math.nan
+        run = Run(rate, sent, times, steps_of(at, window), path)
+        self._runs.append(run)
+        self._rows.append(row(run, self.first))
+        print(f"  {row_words(self._rows[-1], self.first)}", flush=True)
+        later = LATER_WINDOW_SHARE * self._seconds
+        self._windows.append(self._stack.closed(self._requests, later))
+
+    def judged(self) -> dict[str, Any]:
+        """Predicts each run again from all windows, and compares."""
+        joint = self._predict()
+        rows = []
+        for run, before in zip(self._runs, self._rows, strict=True):
+            again = predicted(run, joint)
+            rows.append({**before, **again, "first_window": {name: before[name] for name in again}})
+        found = judge(rows, self._simulated(joint, rows))
+        first = goodput_of(self._simulated(self.first, self._rows))
+        found["first_window"] = {"predicted": first, "error": first / found["measured"] - 1}
+        at = self._stack.addresses
+        drift = [multiples(joint.profile, steps_of(at, window)) for window in self._windows]
+        print(f"  all windows: {words(joint.profile)}; {drift_words(drift)}")
+        for each in rows:
+            print(f"  {row_words(each, joint)}")
+        print(f"  {goodput_words(found)}", flush=True)
+        return {
+            "goodput": found,
+            "rates": rows[: len(RATE_RATIOS)],
+            "further_runs": rows[len(RATE_RATIOS) :],
+            "drift": drift,
+            "profile": engine_profiles.facts(joint.profile),
+            "first_window_profile": engine_profiles.facts(self.first.profile),
+        }
+
+    def _simulated(self, prediction: Prediction, rows: Sequence[dict[str, Any]]) -> list[RateCount]:
+        """Returns the predicted counts of the runs, and of rates between and beyond them.
+
+        The first window chose the rates, so another prediction may cross the objective elsewhere.
+        """
+        found = counts(rows, "met_predicted")
+        for _ in range(MAX_SIMULATED_RATES):
+            limit = OBJECTIVE.attainment
+            rate = next_rate(found, found, limit, step=FURTHER_RATIO, precision=CLOSE_RATIO)
+            if not rate:
+                break
+            sent = requests_at(self._sample, rate, self._seconds)
+            found.append(RateCount(rate, met(prediction.times(sent, rate)), len(sent)))
+        return found
+
+
+def compare(
+    stack: Loops, name: str, sample: WorkloadSample, folder: str, seconds: float
+) -> dict[str, Any]:
+    """Predicts a workload from the engines' own profiles, and measures it."""
+    comparison = Comparison(stack, sample, folder, seconds)
+    first = words(comparison.first.profile)
+    print(f"{name}: {first}; predicted {comparison.goodput:.2f} req/s", flush=True)
+    comparison.measure()
+    return comparison.judged()
+
+
+def requests_of_windows(sample: WorkloadSample) -> Iterator[Lengths]:
+    """Yields the later half of a sample, again and again: runs begin with the first requests."""
+    half = len(sample) // 2
+    return cycle(zip(sample.prompts[half:], sample.outputs[half:], strict=True))
+
+
+def counts(rows: Sequence[dict[str, Any]], name: str) -> list[RateCount]:
+    """Returns the requests of each run that met the objective: met, or met_predicted."""
+    return [RateCount(each["rate"], each[name], each["requests"]) for each in rows]
+
+
+def goodput_of(found: Sequence[RateCount]) -> float:
+    """Returns where the attainment falls to the objective; NaN if it does not."""
+    around = bracket(found, OBJECTIVE.attainment)
+    return around.goodput if around else math.nan
+
+
+def judge(rows: Sequence[dict[str, Any]], simulated: Sequence[RateCount]) -> dict[str, Any]:
+    """Compares the predicted goodput with the measured one."""
+    predicted, measured = goodput_of(simulated), goodput_of(counts(rows, "met"))
+    return {
+        "predicted": predicted,
+        "measured": measured,
+        "interval": goodput_interval(counts(rows, "met"), OBJECTIVE.attainment),
+        "error": predicted / measured - 1,
+    }
+
+
+def goodput_words(found: dict[str, Any]) -> str:
+    """Describes the goodput in a line."""
+    low, high = found["interval"]
+    first = found["first_window"]
+    return (
+        f"goodput {found['predicted']:.2f} predicted by all windows, {found['measured']:.2f}"
+        f" measured ({found['error']:+.0%}), with 95 % chance {low:.2f} to {high:.2f};"
+        f" {first['predicted']:.2f} by the first window ({first['error']:+.0%})"
+    )
+
+
+def row_words(found: dict[str, Any], prediction: Prediction) -> str:
+    """Describes a run and its prediction in a line."""
+    profile = prediction.profile
+    before = mean_sequences(steps_by_kind(profile.decode.steps.sums)[0])
+    return (
+        f"{found['rate']:6.2f} req/s: TTFT median {found['predicted']:.3f} predicted,"
+        f" {found['measured']:.3f} measured ({found['error']:+.0%}); attained"
+        f" {found['met_predicted'] / found['requests']:.0%},"
+        f" {found['met'] / found['requests']:.0%}; steps"
+        f" with prompts {found['prompt_steps_ratio']:.2f} and decodes"
+        f" {found['decode_steps_ratio']:.2f} of those predicted, {found['sequences']:.1f} sequences"
+        f" ({before:.1f}), path {1e3 * found['path']:.0f} ms ({1e3 * profile.path:.0f})"
+    )
+
+
+def words(profile: engine_profiles.FleetProfile) -> str:
+    """Describes a profile in a line."""
+    facts = engine_profiles.facts(profile)
+    steps = []
+    for role in ("prefill", "decode"):
+        found = facts[role]
+        steps.append(f"{role} step {1e3 * found['seconds']:.1f} ms +- {found['error']:.0%}")
+    between = f"hand-off {1e3 * facts['handoff']:.1f} ms, path {1e3 * facts['path']:.1f} ms"
+    return ", ".join([*steps, between])

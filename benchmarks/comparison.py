@@ -47,6 +47,7 @@ CLOSE_RATIO = 1.15  # of the two rates around a goodput
 MAX_FURTHER_RATES = 6
 MAX_SIMULATED_RATES = 12  # beside those of the runs
 REPEATED_RUNS = 4  # of rates around the measured goodput
+MAX_RUNS = len(RATE_RATIOS) + MAX_FURTHER_RATES + REPEATED_RUNS
 MIN_REPEATED_REQUESTS = 100  # of a run of a rate around the measured goodput
 GOODPUT_REQUESTS = 200  # of the simulations for the first rates
 WARM_UP_SECONDS = 3.0
@@ -98,11 +99,16 @@ class Comparison:
             if not rate:
                 break
             self._send(rate)
-        for _ in range(REPEATED_RUNS):
+        repeated = 0
+        while len(self._runs) < MAX_RUNS:
             again = rate_to_repeat(counts(self._rows, "met"), OBJECTIVE.attainment)
-            if not again:
+            if not again:  # after a repeated run, too, if the machine has become slower
+                self._send(self._further_rate())
+            elif repeated < REPEATED_RUNS:
+                self._send(again.rate, again.sent, MIN_REPEATED_REQUESTS)
+                repeated += 1
+            else:
                 break
-            self._send(again.rate, again.sent, MIN_REPEATED_REQUESTS)
 
     def _further_rate(self) -> float:
         """Returns a rate for the goodputs, 0 if both are between close ones."""

@@ -158,6 +158,22 @@ def test_all_windows_judge_and_only_the_first_one_chooses_the_rates(
     assert f"each window took {least:.2f} to {most:.2f} times (prompts)" in capsys.readouterr().out
 
 
+def test_a_goodput_that_later_runs_move_below_all_rates_is_sought_there(bench: ModuleType) -> None:
+    """As in a dry run: 95 % attained at the lowest rate, and 73 % when it was sent again."""
+    stack = ScriptedStack(bench)
+    slower = bench.profile_of(stack.addresses, [window(60.0, 1.3)])
+    after = 7  # runs
+
+    class SlowsDown(ScriptedStack):
+        def open(self, sent: WorkloadSample, rate: float) -> Any:
+            if self.loops.count("open") == after:
+                self.true = bench.prediction_of(slower, MODEL, is_disaggregated=True)
+            return super().open(sent, rate)
+
+    found = bench.compare(SlowsDown(bench), "scripted", sample(), MODEL, SECONDS)
+    assert math.isfinite(found["goodput"]["measured"])
+
+
 def test_another_goodput_is_predicted_also_beyond_the_rates_that_were_sent(
     bench: ModuleType,
 ) -> None:

@@ -32,6 +32,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import signal
 import statistics
@@ -136,7 +137,10 @@ def running(name: str, logs: Path, args: argparse.Namespace) -> Iterator[Stack]:
 
 
 async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> tuple[float, str]:
-    """Returns the seconds to the first token, and the text, perhaps with an error at its end."""
+    """Returns the seconds to the first token, and the text, perhaps with an error at its end.
+
+    Without a token the seconds are infinite.
+    """
     body = {
         "model": "tiny",
         "prompt": prompt,
@@ -151,10 +155,13 @@ async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> tu
         response.raise_for_status()
         async for line in response.content:
             if line.startswith(b"data: {"):
-                first = first or time.perf_counter() - began
                 event = json.loads(line[6:])
-                text += event["choices"][0]["text"] if "choices" in event else str(event["error"])
-    return first, text
+                if "choices" in event:
+                    first = first or time.perf_counter() - began
+                    text += event["choices"][0]["text"]
+                else:
+                    text += str(event["error"])
+    return first or math.inf, text
 
 
 async def watch_kv(session: aiohttp.ClientSession, decode: str, cell: Cell) -> None:

@@ -165,6 +165,7 @@ class WorkerSide:
         # Triton, which CPUs need not have.
         from .gpu import machine, start_checks  # noqa: PLC0415
         from .gpu.layout import device_memory  # noqa: PLC0415
+        from .gpu.proof import prove  # noqa: PLC0415
         from .gpu.runtime import CudaRuntime  # noqa: PLC0415
 
         config = self._kv_cache_config
@@ -182,7 +183,7 @@ class WorkerSide:
             self._vllm_config,
             self._runtime,
         )
-        start_checks.prove(memory, caches, names, config.num_blocks, self._rank)
+        prove(memory, caches, names, config.num_blocks, self._rank)
         self._prepare_sums(memory)
         return memory, names
 

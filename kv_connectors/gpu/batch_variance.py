@@ -36,12 +36,13 @@ TRITON_ATTN on GPUs as B200: with heads of 256 it takes wider tiles, if a reques
 Routers of experts in FP32, of MiniMax-M2's and M3's size, on Hopper and B200. Up to 32 tokens they
 take a kernel of their own (`fp32_router_gemm_dispatch_impl` in `gate_linear.py`).
 
-torch.compile. Inductor, which makes its kernels, has several forms of one, and takes the one that
-was fastest in this process (`_persistent_reduction_configs` and `cached_autotune` in torch 2.13's
-`triton_heuristics.py`: "Different picks change the bf16 reduction order"). So two engines may sum a
-norm of 128 channels in different orders. Seen on an H200: of 48 answers of compiled engines 4
-differed from those of a compiled plain vLLM, and none of 303 without torch.compile. vLLM itself
-leaves torch.compile out for many models in BF16 (`_maybe_enable_breakable_cudagraph`).
+torch.compile. Seen on an H200: of 48 answers of compiled engines 4 differed from those of a
+compiled plain vLLM, and none of 303 without torch.compile. The cause was read, not shown: Inductor,
+which makes the kernels, has several forms of one. It takes the form that was fastest in this
+process (`_persistent_reduction_configs` and `cached_autotune` in torch 2.13's
+`triton_heuristics.py`). So two engines may sum a norm of 128 channels in different orders.
+TORCHINDUCTOR_BATCH_INVARIANT=1 may take that away; it was not tried. vLLM 0.32 leaves torch.compile
+out for unquantized models in BF16 of some shapes, for speed (`_maybe_enable_breakable_cudagraph`).
 
 Weights of few bits in GPTQ's form, or packed by compressed-tensors. Their kernels, Marlin and
 Machete, split the sums by the number of tokens. vLLM avoids Marlin for AWQ alone (`auto_awq.py`).
@@ -72,8 +73,9 @@ NO_REMEDY = "no attention backend of vLLM for MLA is free of it"
 NO_SETTING = "no setting of vLLM is free of it"
 USE_TRITON = "--attention-backend TRITON_ATTN on all engines is free of it"
 USE_FLASH = "--attention-backend FLASH_ATTN on all engines is free of it"
-USE_BREAKABLE_GRAPHS = (
-    "VLLM_USE_BREAKABLE_CUDAGRAPH=1 or --enforce-eager on all engines is free of it"
+WITHOUT_COMPILE = (
+    "--enforce-eager, or VLLM_USE_BREAKABLE_CUDAGRAPH=1 (not tried on a GPU yet), on all engines"
+    " leaves torch.compile out"
 )
 USE_OTHER_WEIGHTS = "weights without quantization are free of it"
 
@@ -135,8 +137,8 @@ def variances(
         reason = f"weights are {form}, whose kernels sum by their batch"
         found.append(f"{reason}; {USE_OTHER_WEIGHTS}")
     if is_compiled:
-        reason = "torch.compile takes the fastest of several kernels in each engine"
-        found.append(f"{reason}; {USE_BREAKABLE_GRAPHS}")
+        reason = "engines compiled by torch.compile may differ from each other"
+        found.append(f"{reason}; {WITHOUT_COMPILE}")
     return found
 
 

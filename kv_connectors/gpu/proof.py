@@ -25,11 +25,14 @@ what the blocks held.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from vllm_disagg.errors import ProofFailed
 from vllm_disagg.kv.extents import Extent
 
 from . import block_sums
@@ -37,9 +40,37 @@ from .kernels import CHECKSUM_WORD_BYTES, WORD_TYPES, checksum
 from .memory import DeviceMemory
 from .summing import Summer
 
+log = logging.getLogger("vllm_disagg.worker")
+
 MIN_BLOCKS = 9  # fewer have no three sources and three targets
 MAX_WORD_BYTES = max(WORD_TYPES)
 SEED = 20261122
+
+
+def prove(
+    memory: DeviceMemory,
+    caches: Mapping[str, torch.Tensor],
+    names: Sequence[str],
+    num_blocks: int,
+    rank: int,
+) -> None:
+    """Proves that the kernels move these caches rightly on this GPU; else raises ProofFailed.
+
+    `names`: of the layers, in the memory's order. `rank`: vLLM's global rank, for the log.
+    """
+    started_at = time.monotonic()
+    proof = StartProof(memory, caches, names, num_blocks)
+    if difference := proof.difference():
+        raise ProofFailed(difference)
+    log.info(
+        "worker %d: %d layers are read and written in GPU memory as vLLM does; %s (%.0f ms)",
+        rank,
+        len(names),
+        "copies follow the forward pass"
+        if proof.proves_order
+        else "the order of copies was not proved, because the control copy was not early",
+        (time.monotonic() - started_at) * 1000,
+    )
 
 
 class StartProof:

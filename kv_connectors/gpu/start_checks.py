@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Mapping, Sequence
-
-import torch
-
 from vllm_disagg.config import Config
 from vllm_disagg.errors import ProofFailed
 from vllm_disagg.kv.memory import DirectMemory
 from vllm_disagg.transports.nixl.agent import Agent, Job, no_rdma_reason, rdma_devices
 
 from .machine import GpuInfo
-from .memory import DeviceMemory
-from .proof import StartProof
-
-log = logging.getLogger("vllm_disagg.worker")
 
 MEBIBYTE = 1 << 20
 # Until the engine gives up. UCX starts in about a second, and beside busy engines in several.
@@ -62,30 +52,4 @@ def nixl_obstacle(config: Config, memory: DirectMemory, gpu: GpuInfo) -> str:
     raise ProofFailed(
         f"UCX has not started within {NIXL_START_SECONDS:.0f} s on GPU {gpu.index}: set transport"
         " to zmq in kv_connector_extra_config, or mend UCX"
-    )
-
-
-def prove(
-    memory: DeviceMemory,
-    caches: Mapping[str, torch.Tensor],
-    names: Sequence[str],
-    num_blocks: int,
-    rank: int,
-) -> None:
-    """Proves that the kernels move these caches rightly on this GPU; else raises ProofFailed.
-
-    `names`: of the layers, in the memory's order. `rank`: vLLM's global rank, for the log.
-    """
-    started_at = time.monotonic()
-    proof = StartProof(memory, caches, names, num_blocks)
-    if difference := proof.difference():
-        raise ProofFailed(difference)
-    log.info(
-        "worker %d: %d layers are read and written in GPU memory as vLLM does; %s (%.0f ms)",
-        rank,
-        len(names),
-        "copies follow the forward pass"
-        if proof.proves_order
-        else "the order of copies was not proved, because the control copy was not early",
-        (time.monotonic() - started_at) * 1000,
     )

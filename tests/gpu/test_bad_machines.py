@@ -24,7 +24,7 @@ pytest.importorskip("triton", reason="there is no Triton here")
 from kv_connectors import kv_layout
 from kv_connectors.connector import DisaggConnector
 from kv_connectors.engine_description import shared_gpu
-from kv_connectors.gpu import layout, machine, start_checks
+from kv_connectors.gpu import layout, machine, proof, start_checks
 from kv_connectors.metadata import FailedProof, Handshake
 from kv_connectors.worker import WorkerSide
 from vllm_disagg.config import Config
@@ -100,6 +100,15 @@ def test_a_gpu_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert line.endswith("install the one that torch requires")
 
 
+@pytest.mark.usefixtures("unloaded")
+def test_the_doctor_of_a_machine_without_triton_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what is missing."""
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "kv_connectors.doctor", raising=False)
+    importlib.import_module("kv_connectors.doctor")
+    del sys.modules["kv_connectors.doctor"]  # it has modules that other tests have not
+
+
 def test_a_gpu_without_memory_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     ScriptedCuda(monkeypatch, free=13 << 20)
     assert line_at_start(worker(), monkeypatch) == (
@@ -116,7 +125,7 @@ def prove_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     found: Any = (SimpleNamespace(planes=[]), ["a"])
     monkeypatch.setattr(layout, "device_memory", lambda *_: found)
     missed = SimpleNamespace(difference=lambda: "layer a: other bytes", proves_order=True)
-    monkeypatch.setattr(start_checks, "StartProof", lambda *_: missed)
+    monkeypatch.setattr(proof, "StartProof", lambda *_: missed)
 
 
 def test_a_copy_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

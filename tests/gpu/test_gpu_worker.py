@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="there is no Triton here")
 from simulated_gpu import SimulatedGpu, SimulatedRuntime
 
 from kv_connectors import kv_layout
-from kv_connectors.gpu import machine, start_checks
+from kv_connectors.gpu import machine, proof
 from kv_connectors.gpu.facts import GpuFacts
 from kv_connectors.layers import FinalLayers
 from kv_connectors.metadata import StepMetadata
@@ -136,7 +136,7 @@ def test_a_worker_with_kv_on_a_gpu_starts_the_thread_and_ends_it(
     plenty = machine.GpuInfo(0, "simulated", "ab-cd", "9.0", 1 << 30, is_mig=False)
     monkeypatch.setattr(machine, "examine", lambda device: plenty)
     monkeypatch.setattr(gpu_layout, "device_memory", lambda *_: (memory, ["a"]))
-    monkeypatch.setattr(start_checks, "prove", lambda *_: None)  # of memory that is none here
+    monkeypatch.setattr(proof, "prove", lambda *_: None)  # of memory that is none here
     monkeypatch.setattr(WorkerSide, "_prepare_sums", lambda *_: None)
     monkeypatch.setattr(kv_layout, "kv_heads", lambda model_config: {1})
     key = keys.FleetKey(b"k" * keys.KEY_BYTES)

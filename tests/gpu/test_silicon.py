@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,15 @@ def outputs(monkeypatch: pytest.MonkeyPatch, **by_log: silicon.Ended) -> None:
     class Scripted:
         def __init__(self, log: Path, *command: str, env: dict[str, str] | None = None) -> None:
             self.name = log.stem.partition("-")[0]
+            self.runs = False
+
+        def interrupt(self) -> None:
+            """It has ended."""
 
         def wait(self, seconds: float) -> silicon.Ended:
             return by_log[self.name]
 
+    by_log = {"model": silicon.Ended("", 0, was_cut=False), **by_log}
     monkeypatch.setattr(silicon, "Command", Scripted)
 
 
@@ -48,13 +54,22 @@ def test_answers_that_differ_fail_it(
 ) -> None:
     outputs(monkeypatch, suite=cut(ANSWERS.format(wrong)))
     status, found = result(monkeypatch, capsys, tmp_path, "answers")
-    each = {"exact": 303, "clean": 8, "wrong": wrong}
+    each = {"exact": 303, "refused": 8, "wrong": wrong, "failed": 0}
     assert found["answers"] == dict.fromkeys(["nixl", "zmq", "nccl", "graphs"], each)
     assert status == wrong and len(found["failed"]) == 4 * wrong
 
 
-@pytest.mark.parametrize("ended", [cut("no answer was compared"), silicon.Ended("", 1, False)])
-def test_a_suite_without_answers_fails_it(
+@pytest.mark.parametrize(
+    "ended",
+    [
+        cut("no answer was compared"),
+        silicon.Ended("", 1, was_cut=False),
+        silicon.Ended(ANSWERS.format(0), 1, was_cut=False),
+        cut(ANSWERS.format(0) + "FAILED tests/engine/test_exact.py::test_kv_goes_by - Assertion\n"),
+        cut(ANSWERS.format(0) + "ERROR tests/engine/test_exact.py::test_seeds[2] - Runtime\n"),
+    ],
+)
+def test_a_suite_that_fails_or_has_no_answers_fails_it(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -64,11 +79,26 @@ def test_a_suite_without_answers_fails_it(
     assert result(monkeypatch, capsys, tmp_path, "answers")[0] == 1
 
 
-def test_a_suite_that_failed_within_its_time_fails_it(
+@pytest.mark.parametrize(("status", "failed"), [(0, []), (1, []), (2, ["doctor"])])
+def test_a_doctor_that_finds_a_fault_fails_it(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    status: int,
+    failed: list[str],
+) -> None:
+    outputs(monkeypatch, doctor=silicon.Ended("{}\n", status, was_cut=False))
+    assert result(monkeypatch, capsys, tmp_path, "doctor")[1]["failed"] == failed
+
+
+def test_a_transport_that_carried_nothing_fails_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    outputs(monkeypatch, suite=silicon.Ended(ANSWERS.format(0), 1, was_cut=False))
-    assert result(monkeypatch, capsys, tmp_path, "answers")[0] == 1
+    rows = [{"transport": name, "came_by": "zmq"} for name in ("nccl", "zmq")]
+    carried = silicon.Ended(json.dumps({"transports": rows}), 0, was_cut=False)
+    outputs(monkeypatch, transfer=carried)
+    status, found = result(monkeypatch, capsys, tmp_path, "transfer")
+    assert status == 1 and found["failed"] == ["transfer: nccl carried nothing"]
 
 
 def test_figures_reached_before_the_time_was_up_count(
@@ -76,7 +106,6 @@ def test_figures_reached_before_the_time_was_up_count(
 ) -> None:
     outputs(
         monkeypatch,
-        model=silicon.Ended("", 0, was_cut=False),
         transfer=silicon.Ended('NIXL INFO\n{"gbps": 155}\n', 0, was_cut=False),
         handoff=cut(CELLS),
     )
@@ -95,8 +124,13 @@ def test_a_command_without_a_result_fails_it(
     )
 
 
-def test_a_command_whose_time_is_up_is_interrupted(tmp_path: Path) -> None:
-    script = """
+STUBBORN = """
+import signal, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+print("began", flush=True)
+time.sleep(600)
+"""
+INTERRUPTED = """
 import time
 print("began", flush=True)
 try:
@@ -104,14 +138,23 @@ try:
 except KeyboardInterrupt:
     print("interrupted")
 """
-    log = tmp_path / "log"
-    command = silicon.Command(log, sys.executable, "-c", script)
-    while "began" not in log.read_text():
-        pass
+
+
+@pytest.mark.parametrize(
+    ("script", "output"), [(INTERRUPTED, "began\ninterrupted\n"), (STUBBORN, "began\n")]
+)
+def test_a_command_whose_time_is_up_ends(
+    script: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if script == STUBBORN:
+        monkeypatch.setattr(silicon, "END_SECONDS", 0.1)
+    command = silicon.Command(tmp_path / "log", sys.executable, "-c", script)
+    while command.runs and "began" not in command.log.read_text():
+        time.sleep(0.01)
     ended = command.wait(0.0)
-    assert ended.was_cut and ended.output == "began\ninterrupted\n"
+    assert ended.was_cut and ended.output == output and not command.runs
 
 
 def test_the_engine_tests_exist() -> None:
     for name in silicon.ENGINE_TESTS:
-        assert (silicon.ROOT / name).exists()
+        assert (silicon.ROOT / name.partition("::")[0]).exists()

@@ -529,6 +529,30 @@ def test_the_signal_for_debugging_ucx(
     assert hangup.environment(given) == expected
 
 
+def test_ucx_is_loaded_without_its_signal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "maps").touch()
+    monkeypatch.setattr(hangup, "MAPS_PATH", tmp_path / "maps")
+    monkeypatch.setattr(hangup, "restore", lambda given: None)
+    monkeypatch.delenv("UCX_DEBUG_SIGNO", raising=False)
+    with nixl_agent._ucx_environment(Config(), nixl_agent.IN_HOST_MEMORY):
+        assert os.environ["UCX_DEBUG_SIGNO"] == "0"
+    assert "UCX_DEBUG_SIGNO" not in os.environ
+
+
+@pytest.mark.parametrize("error", [OSError("not found"), AttributeError("undefined symbol")])
+def test_a_ucx_that_keeps_its_signal_is_one_line(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It costs no engine NIXL."""
+
+    def fail() -> int:
+        raise error
+
+    monkeypatch.setattr(hangup, "_handler", fail)
+    hangup.restore({})
+    assert f"UCX keeps SIGHUP ({error})" in caplog.text
+
+
 def test_the_users_signal_for_debugging_ucx_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hangup, "_handler", lambda: pytest.fail("looked at the handler"))
     hangup.restore({"UCX_DEBUG_SIGNO": "SIGHUP"})

@@ -178,7 +178,7 @@ class Agent:
             self.regions = joined(self.regions)
         self._memory = memory
         memory.prepare_thread()
-        # Imported here: the package is optional, and importing it loads UCX.
+        # Imported here: the package is optional, and its agent loads UCX.
         with _NIXL_ERRORS, _ucx_environment(config, memory.place):
             api = importlib.import_module("nixl._api")
             settings = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])

@@ -1,7 +1,7 @@
 """SIGHUP in a process with UCX: it does what it did before UCX was loaded.
 
-UCX catches SIGHUP when it is loaded, also under nohup. A closed terminal would not end the process
-but have UCX log all it does, and while it logs UCX 1.23 can wait for its own lock for ever.
+UCX catches SIGHUP when it is loaded, also under nohup. A closed terminal would not end the process,
+but have UCX log all it does. While it logs UCX 1.23 can wait for its own lock for ever.
 
 UCX_DEBUG_SIGNO=0 prevents that only where it is set before UCX is loaded. vLLM may have loaded UCX
 already: on machines with CUDA it imports nixl_ep, which comes with nixl.
@@ -10,10 +10,13 @@ already: on machines with CUDA it imports nixl_ep, which comes with nixl.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 from collections.abc import Mapping
 from pathlib import Path
+
+log = logging.getLogger("vllm_disagg.nixl")
 
 DEBUG_SIGNAL = "UCX_DEBUG_SIGNO"
 UCX_LIBRARY = "libucs"  # the one that catches signals; each copy of UCX has its own
@@ -23,7 +26,7 @@ MAPS_PATH = Path("/proc/self/maps")
 def environment(given: Mapping[str, str]) -> dict[str, str]:
     """Returns what keeps UCX from catching SIGHUP, unless the user has `given` a signal."""
     # UCX that is loaded reads it no more, and would warn of an unused variable.
-    if DEBUG_SIGNAL in given or UCX_LIBRARY in MAPS_PATH.read_text():
+    if DEBUG_SIGNAL in given or UCX_LIBRARY.encode() in MAPS_PATH.read_bytes():
         return {}
     return {DEBUG_SIGNAL: "0"}
 
@@ -32,6 +35,18 @@ def restore(given: Mapping[str, str]) -> None:
     """Takes SIGHUP back from UCX, unless the user has `given` a signal. Any thread may call it."""
     if DEBUG_SIGNAL in given:
         return
+    try:
+        _restore()
+    except (OSError, AttributeError) as error:  # a UCX that is loaded or built in another way
+        log.warning(
+            "nixl: UCX keeps SIGHUP (%s): a closed terminal does not end this engine; start it with"
+            " %s=0 to change that",
+            error,
+            DEBUG_SIGNAL,
+        )
+
+
+def _restore() -> None:
     # UCX restores the handler that it has found. It may be that of another copy of UCX.
     previous = None
     handler = _handler()

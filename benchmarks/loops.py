@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from vllm_disagg.planner.simulation.workload import WorkloadSample
 
@@ -26,6 +27,16 @@ REQUEST_TIMEOUT_SECONDS = 60.0
 Lengths = tuple[int, int]  # tokens of a prompt and of its answer
 Times = tuple[float, float]  # TTFT and TPOT of a request, in seconds; (-1, -1) after a failure
 FAILED: Times = (-1.0, -1.0)
+
+
+class OpenRun(NamedTuple):
+    """Times of the requests of an open loop, and the greatest delay of a request at the client.
+
+    TTFT begins when the request is sent, so it lacks that delay.
+    """
+
+    times: list[Times]
+    lateness: float  # seconds
 
 
 def draw(kind: str) -> WorkloadSample:
@@ -56,7 +67,7 @@ def send(front: str, prompt: int, answer: int) -> Times:
     }
     address = front.removeprefix("http://")
     connection = http.client.HTTPConnection(address, timeout=REQUEST_TIMEOUT_SECONDS)
-    times = []
+    lines = []
     try:
         began = time.monotonic()
         headers = {"content-type": "application/json"}
@@ -65,45 +76,77 @@ def send(front: str, prompt: int, answer: int) -> Times:
         if reply.status != http.client.OK:
             return FAILED
         for line in reply:
-            if line.startswith(b"data: {") and b'"choices":[]' not in line:
-                times.append(time.monotonic() - began)
+            if line.startswith(b"data:"):
+                lines.append((time.monotonic() - began, line))
     except (OSError, http.client.HTTPException):
         return FAILED
     finally:
         connection.close()
-    if not times:
+    return times_of(lines, answer)
+
+
+def times_of(lines: Sequence[tuple[float, bytes]], answer: int) -> Times:
+    """Returns the times of a stream by its data lines, each with the seconds until it came.
+
+    FAILED after an error event, without the end of the stream, or with another number of tokens.
+    """
+    tokens = []
+    counted = 0
+    is_ended = False
+    for seconds, line in lines:
+        data = line.removeprefix(b"data:").strip()
+        if data == b"[DONE]":
+            is_ended = True
+            continue
+        try:
+            event = json.loads(data)
+        except ValueError:  # cut
+            return FAILED
+        if "choices" not in event:  # an error
+            return FAILED
+        if event["choices"]:
+            tokens.append(seconds)
+        else:
+            usage = event.get("usage") or {}
+            counted = usage.get("completion_tokens", 0)
+    if not is_ended or not tokens or counted != answer:
         return FAILED
-    return times[0], (times[-1] - times[0]) / (answer - 1)
+    return tokens[0], (tokens[-1] - tokens[0]) / (answer - 1)
 
 
-def closed_loop(front: str, requests: Iterator[Lengths], seconds: float) -> None:
-    """Sends requests for some seconds, of few clients and then of more."""
+def closed_loop(front: str, requests: Iterator[Lengths], seconds: float) -> int:
+    """Sends requests for some seconds, of few clients and then of more; returns the failed ones."""
     lock = threading.Lock()
+    failed: list[Lengths] = []
 
     def client(until: float) -> None:
         while time.monotonic() < until:
             with lock:
                 prompt, answer = next(requests)
-            send(front, prompt, answer)
+            if send(front, prompt, answer) == FAILED:
+                failed.append((prompt, answer))
 
     began = time.monotonic()
     for turn, count in enumerate(CLIENTS, 1):
         until = began + seconds * turn / len(CLIENTS)
         run_all([partial(client, until)] * count)
+    return len(failed)
 
 
-def open_loop(front: str, sample: WorkloadSample, rate: float) -> list[Times]:
+def open_loop(front: str, sample: WorkloadSample, rate: float) -> OpenRun:
     """Sends the requests of a sample at a rate; returns the times of each."""
     found = [FAILED] * len(sample)
+    delays = [0.0] * len(sample)
     began = time.monotonic()
 
     def request(r: int, at: float) -> None:
         time.sleep(max(0.0, began + at - time.monotonic()))
+        delays[r] = time.monotonic() - began - at
         found[r] = send(front, sample.prompts[r], sample.outputs[r])
 
     arrivals = sample.arrivals(rate)
     run_all([partial(request, r, at) for r, at in enumerate(arrivals)])
-    return found
+    return OpenRun(found, max(delays))
 
 
 def run_all(calls: Sequence[Callable[[], object]]) -> None:

@@ -1,4 +1,4 @@
-"""Predictions of runs from engines' own profiles, and rows of them beside what was measured."""
+"""Predictions of runs from engines' own profiles, and rows of them beside the measurements."""
 
 from __future__ import annotations
 
@@ -55,11 +55,12 @@ class Prediction(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """Requests that were sent at a rate, and what was measured of them."""
+    """Requests that were sent at a rate, and their measurements."""
 
     rate: float
     sent: WorkloadSample
     times: list[Times]
+    lateness: float  # seconds, of the request that was sent latest behind its time
     steps: StepKinds
     path: float  # seconds; NaN after too few steps
 
@@ -112,6 +113,7 @@ def row(run: Run, prediction: Prediction) -> dict[str, Any]:
         "met": met(run.times),
         "sequences": mean_sequences(run.steps.decodes),
         "path": run.path,
+        "lateness": run.lateness,
         **predicted(run, prediction),
     }
 
@@ -130,9 +132,9 @@ def predicted(run: Run, prediction: Prediction) -> dict[str, float]:
 
 
 def median(times: Sequence[Times]) -> float:
-    """Returns the median TTFT of the requests that were served."""
-    served = [ttft for ttft, _ in times if ttft >= 0]
-    return statistics.median(served) if served else math.nan
+    """Returns the median TTFT; NaN if it is that of a failed request, which counts as infinite."""
+    found = statistics.median(ttft if ttft >= 0 else math.inf for ttft, _ in times)
+    return found if math.isfinite(found) else math.nan
 
 
 def met(times: Sequence[Times]) -> int:

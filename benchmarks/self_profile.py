@@ -1,4 +1,4 @@
-"""Predictions from the engines' own step profiles, beside what is measured; and a profile's cost.
+"""Predictions from the engines' own step profiles, beside measurements; and a profile's cost.
 
     python benchmarks/self_profile.py MODEL [--only STACK ...] [--seconds N] [--save FILE]
     python benchmarks/self_profile.py --cost
@@ -8,23 +8,34 @@ Real CPU engines of a tiny model, with one core each for their model's threads:
   disaggregated  1 prefill and 1 decode engine with our connector, and the proxy
   colocated      2 engines with our connector behind the same proxy, which sends whole requests
 
-For each stack and each of three workloads: a closed loop of 1, 2 and 4 clients for N seconds, from
-which the engines' own profiles, the hand-off and the path are read; nothing is fitted to a run.
-They predict the goodput, and the median TTFT at three rates around it. Then requests are sent at
-these rates, for N seconds each, and measured. Goodput is where attainment falls to 90 %
-(`attainment.py`): more rates are sent, until the predicted and the measured attainment cross it
-between two rates close to each other. Those around the measured goodput are sent again, with other
-requests, 100 at least. Prediction and measurement have the same requests at each rate.
+Each stack has three workloads. A closed loop of 1, 2 and 4 clients runs for N seconds: the first
+window. The engines' own profiles, the hand-off and the path are read from it; nothing is fitted to
+a run. They predict the goodput, and the median TTFT at three rates around it. Runs follow at these
+rates, of N seconds each, but of at least 30 requests. Prediction and run have the same requests.
+
+Goodput is where attainment falls to 90 % (`attainment.py`). More rates follow, until the predicted
+and the measured attainment cross it between two rates within 15 %. The two around the measured
+goodput are sent again, with other requests, at least 100. More rates follow if that moves the
+goodput. A goodput below an eighth of the first predicted one is not sought, and not found. The 95 %
+of the printed interval are those of each rate, not of both ends together.
+
+Failed requests meet no objective, and count as infinite in the median TTFT. TTFT begins when the
+client sends a request. A run's line has the longest delay of that.
 
 Behind each run the closed loop runs again, for a quarter of N seconds with other requests. A shared
 machine may compute the same steps faster or slower by then. In the end the profile of all windows
-together predicts each run again, and these predictions are compared. A line has the least and the
-most seconds of a window's steps, as multiples of those by all windows: the drift.
+together predicts each run again. The first window, which alone chose the rates, weighs four times
+a later one there. The summary has the errors by all windows, and those by the first one alone. A
+line has the least and the most seconds of a window's steps, as multiples of those by all windows:
+the drift.
 
-The engines measure their steps in each run too. Behind a run stand the seconds of its steps as
-multiples of those that the profile gives steps of this composition, the mean sequences of a step
-that decodes and the path, and in brackets the last two in the profile's windows. With a multiple of
-1.0 the profile knows the steps of the run, and an error of the prediction is elsewhere.
+The engines measure their steps in each run too. A run's line has the seconds of its steps, as
+multiples of those that the profile gives steps of this composition. It has the mean sequences of a
+step that decodes and the path, too, with those of the windows in brackets. A multiple of 1.0 says
+that the profile has the mean of the run's steps; single steps may differ.
+
+Each workload is saved when it has ended. One that fails has its `reason`; the others follow, and
+the exit status is 1. Figures that are not known are null.
 
 `--cost` measures how long the connector takes for one step's composition and sums.
 """
@@ -38,7 +49,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +59,15 @@ from measured_stack import MeasuredStack
 from processes import free_port
 from profile_cost import print_cost
 from profile_windows import StackAddresses
-from stack import COMMAND, KEY_FILE, Stack, start_pair, start_proxy
+from stack import COMMAND, KEY_FILE, Stack, StartFailed, start_pair, start_proxy
+
+from vllm_disagg.errors import DisaggError
 
 STACKS = ("disaggregated", "colocated")
 # The targets of the planner: relative errors.
 MAX_GOODPUT_ERROR = 0.15
 MAX_TTFT_ERROR = 0.25
+LOG_END_CHARACTERS = 2000  # of an engine or a proxy that did not start
 
 
 def main() -> int:
@@ -77,37 +91,57 @@ def main() -> int:
     if not args.model:
         parser.error("name the folder of a model, or give --cost")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("self_profile: stopped"))
-    rows = []
+    rows: list[dict[str, Any]] = []
+
+    def keep(row: dict[str, Any]) -> None:
+        rows.append(row)
+        if args.save:
+            Path(args.save).write_text(json_text(rows, indent=1))
+
     with tempfile.TemporaryDirectory(prefix="self-profile") as folder:
         for name in args.only:
-            rows += run_stack(name, args, Path(folder))
-    if args.save:
-        Path(args.save).write_text(json.dumps(rows, indent=1) + "\n")
-    print(json.dumps(summary(rows)))
-    return 0
+            run_stack(name, args, Path(folder), keep)
+    print(json_text(summary(rows)), end="")
+    return 1 if any("reason" in row for row in rows) else 0
 
 
-def run_stack(name: str, args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Starts a stack and compares prediction and measurement for each workload."""
+def run_stack(
+    name: str, args: argparse.Namespace, folder: Path, keep: Callable[[dict[str, Any]], None]
+) -> None:
+    """Starts a stack, and keeps a row of each workload."""
     stack = Stack(name, args.dtype)
     logs = folder / name
     logs.mkdir()
     try:
-        if name == "disaggregated":
-            engines = list(start_pair(stack, args.model, logs, {}))
-            wait_all(stack, engines)
-            front = start_proxy(stack, logs, *engines)
-        else:
-            engines = start_both(stack, args.model, logs)
-            front = start_colocated_proxy(stack, logs, engines)
-        measured = MeasuredStack(StackAddresses(name == "disaggregated", front, engines))
-        rows = []
+        measured = start_measured(stack, args.model, logs)
         for kind in args.workloads:
             found = compare(measured, f"{name}, {kind}", draw(kind), args.model, args.seconds)
-            rows.append({"stack": name, "workload": kind, **found})
-        return rows
+            keep({"stack": name, "workload": kind, **found})
+    except (StartFailed, DisaggError) as error:  # of the start: `compare` raises neither
+        print(f"{name} has failed: {error}\n{log_ends(logs)}", flush=True)
+        for kind in args.workloads:
+            keep({"stack": name, "workload": kind, "reason": str(error)})
     finally:
         stack.stop()
+
+
+def log_ends(logs: Path) -> str:
+    """Returns the end of each log: their folder is removed."""
+    texts = {log.name: log.read_text(errors="replace") for log in sorted(logs.glob("*.log"))}
+    return "\n".join(f"{name}:\n{text[-LOG_END_CHARACTERS:]}" for name, text in texts.items())
+
+
+def start_measured(stack: Stack, model: str, logs: Path) -> MeasuredStack:
+    """Starts the engines and the proxy of a stack."""
+    is_disaggregated = stack.name == "disaggregated"
+    if is_disaggregated:
+        engines = list(start_pair(stack, model, logs, {}))
+        wait_all(stack, engines)
+        front = start_proxy(stack, logs, *engines)
+    else:
+        engines = start_both(stack, model, logs)
+        front = start_colocated_proxy(stack, logs, engines)
+    return MeasuredStack(StackAddresses(is_disaggregated, front, engines))
 
 
 def wait_all(stack: Stack, engines: Sequence[str]) -> None:
@@ -142,28 +176,70 @@ def start_colocated_proxy(stack: Stack, logs: Path, engines: Sequence[str]) -> s
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the worst errors and the shares within the targets."""
-    # A goodput that was not found misses its target.
-    goodputs = [abs(row["goodput"]["error"]) for row in rows]
-    found = [error for error in goodputs if math.isfinite(error)]
-    errors = [abs(rate["error"]) for row in rows for rate in row["rates"]]
-    ttfts = [error for error in errors if math.isfinite(error)]
+    """Returns the worst errors and the shares within the targets.
+
+    They are by all windows, and by the first one alone. Workloads that failed are counted only.
+    """
+    judged = [row for row in rows if "reason" not in row]
+    goodputs = [row["goodput"] for row in judged]
+    rates = [rate for row in judged for rate in row["rates"]]
+    runs = [run for row in rows for key in ("rates", "further_runs") for run in row.get(key, ())]
+    return {
+        **accuracy(goodputs, rates),
+        "first_window": accuracy(first_windows(goodputs), first_windows(rates)),
+        "goodput_intervals": sum(map(has_interval, goodputs)),
+        "workloads": len(rows),
+        "workloads_failed": len(rows) - len(judged),
+        "rates": len(rates),
+        "failed": sum(int(run["failed"]) for run in runs),
+        "failed_in_windows": sum(row["failed_in_windows"] for row in judged),
+    }
+
+
+def first_windows(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns goodputs or rates with the predictions of the first window alone."""
+    return [{**each, **each["first_window"]} for each in found]
+
+
+def accuracy(goodputs: list[dict[str, Any]], rates: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the worst errors, and how many are within the targets."""
+    # An error that is not known misses its target.
+    errors = [abs(each["error"]) for each in goodputs]
+    found = [error for error in errors if math.isfinite(error)]
+    ttfts = [abs(each["error"]) for each in rates]
+    known = [error for error in ttfts if math.isfinite(error)]
     return {
         "goodput_error_worst": round(max(found), 3) if found else None,
-        "goodput_not_found": len(goodputs) - len(found),
-        "goodput_within_target": sum(error <= MAX_GOODPUT_ERROR for error in goodputs),
-        "ttft_error_worst": round(max(ttfts), 3) if ttfts else None,
-        "ttft_within_target": sum(error <= MAX_TTFT_ERROR for error in ttfts),
-        "workloads": len(goodputs),
-        "rates": len(errors),
-        "failed": sum(int(rate["failed"]) for row in rows for rate in row["rates"]),
+        "goodput_not_found": len(errors) - len(found),
+        "goodput_within_target": sum(error <= MAX_GOODPUT_ERROR for error in found),
         "goodput_within_interval": sum(
-            row["goodput"]["interval"][0]
-            <= row["goodput"]["predicted"]
-            <= row["goodput"]["interval"][1]
-            for row in rows
+            has_interval(each) and each["interval"][0] <= each["predicted"] <= each["interval"][1]
+            for each in goodputs
         ),
+        "ttft_error_worst": round(max(known), 3) if known else None,
+        "ttft_not_found": len(ttfts) - len(known),
+        "ttft_within_target": sum(error <= MAX_TTFT_ERROR for error in known),
     }
+
+
+def has_interval(goodput: dict[str, Any]) -> bool:
+    """Whether runs bound a measured goodput from below and from above."""
+    low, high = goodput["interval"]
+    return bool(low > 0 and math.isfinite(high))
+
+
+def json_text(found: object, indent: int | None = None) -> str:
+    """Returns JSON, which has no NaN and no infinity: they are null."""
+    return json.dumps(without_nan(found), indent=indent, allow_nan=False) + "\n"
+
+
+def without_nan(found: Any) -> Any:
+    """Replaces numbers that are not finite by None."""
+    if isinstance(found, dict):
+        return {key: without_nan(value) for key, value in found.items()}
+    if isinstance(found, (list, tuple)):
+        return [without_nan(value) for value in found]
+    return None if isinstance(found, float) and not math.isfinite(found) else found
 
 
 if __name__ == "__main__":

@@ -24,6 +24,10 @@ KV_GIB = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "4")  # of each engine's KV ca
 KV_BYTES_ON_ONE_GPU = 12 << 30
 
 
+class StartFailed(SystemExit):
+    """An engine or a proxy did not start; it ends a benchmark that does not catch it."""
+
+
 @dataclass
 class Stack:
     """Running processes; `front` is the address for clients."""
@@ -86,12 +90,12 @@ class Stack:
         return f"http://127.0.0.1:{port}"
 
     def wait(self, url: str, path: str) -> None:
-        """Returns when the URL answers; exits if it does not in time, or a process ends."""
+        """Returns when the URL answers. Raises StartFailed: not in time, or a process has ended."""
         seconds = 900 if self.gpu else 180  # compiling, and capturing CUDA graphs
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if any(process.poll() is not None for process in self.processes):
-                raise SystemExit(f"{self.name}: a process ended at start, see the logs")
+                raise StartFailed(f"{self.name}: a process ended at start, see the logs")
             if (
                 subprocess.run(
                     ["curl", "-sf", "-o", "/dev/null", url + path], check=False
@@ -100,7 +104,7 @@ class Stack:
             ):
                 return
             time.sleep(0.5)
-        raise SystemExit(f"{self.name}: {url} did not come up in {seconds:.0f} s")
+        raise StartFailed(f"{self.name}: {url} did not come up in {seconds:.0f} s")
 
     def cpu_seconds(self) -> float:
         return cpu_seconds({process.pid for process in self.processes})

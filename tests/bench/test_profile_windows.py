@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import random
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from vllm_disagg.errors import ConfigError
+from vllm_disagg.errors import ConfigError, DisaggError
 from vllm_disagg.planner.commands import live
 from vllm_disagg.planner.commands.metric_page import MetricSamples, MetricWindow
 from vllm_disagg.planner.simulation.workload import WorkloadSample
@@ -92,21 +94,23 @@ class ScriptedStack:
     """Computes as its true step times say; only in the first window it is faster."""
 
     def __init__(self, bench: ModuleType) -> None:
+        self.bench = bench
         self.addresses = bench.StackAddresses(True, FRONT, [PREFILL, DECODE])
         true = bench.profile_of(self.addresses, [window(60.0, 1.0)])
         self.true = bench.prediction_of(true, MODEL, is_disaggregated=True)
         self.loops: list[str] = []
         self.lengths: list[tuple[int, int]] = []  # of requests of the windows
 
-    def closed(self, requests: Iterator[tuple[int, int]], seconds: float) -> Any:
+    def closed(self, requests: Iterator[tuple[int, int]], seconds: float) -> tuple[int, Any]:
         self.loops.append(f"closed {seconds:g}")
         self.lengths += islice(requests, round(10 * seconds))
         factor = FIRST if len(self.loops) <= 2 else 1.0
-        return window(seconds, factor, len(self.loops))
+        return 2, window(seconds, factor, len(self.loops))
 
-    def open(self, sent: WorkloadSample, rate: float) -> tuple[list[tuple[float, float]], Any]:
+    def open(self, sent: WorkloadSample, rate: float) -> tuple[Any, Any]:
         self.loops.append("open")
-        return self.true.times(sent, rate), window(SECONDS, 1.0, len(self.loops))
+        opened = self.bench.OpenRun(self.true.times(sent, rate), 0.025)
+        return opened, window(SECONDS, 1.0, len(self.loops))
 
 
 def sample() -> WorkloadSample:
@@ -155,23 +159,220 @@ def test_all_windows_judge_and_only_the_first_one_chooses_the_rates(
         assert before["prompt_steps_ratio"] == pytest.approx(1 / FIRST, rel=0.02)
 
     least, most = (end(each["prompts"] for each in drift) for end in (min, max))
-    assert f"each window took {least:.2f} to {most:.2f} times (prompts)" in capsys.readouterr().out
+    # Two requests of each window fail; the warm-up is in no profile.
+    assert found["failed_in_windows"] == 2 * (1 + len(runs))
+    assert all(each["lateness"] == 0.025 for each in runs)
+    printed = capsys.readouterr().out
+    assert f"each window took {least:.2f} to {most:.2f} times (prompts)" in printed
+    assert f"; {2 * (1 + len(runs))} of their requests failed\n" in printed
+    assert printed.count("sent up to 25 ms late, 0 failed\n") == 2 * len(runs)
+    lower, higher = goodput["between"]
+    assert lower <= goodput["measured"] <= higher
+    assert f" between runs at {lower:.2f} and {higher:.2f};" in printed
 
 
-def test_a_goodput_that_later_runs_move_below_all_rates_is_sought_there(bench: ModuleType) -> None:
+def served(count: int, share: float) -> list[tuple[float, float]]:
+    """Returns times of requests, of which a share meet the objective."""
+    met = round(share * count)
+    return [(0.1, 0.01)] * met + [(5.0, 0.01)] * (count - met)
+
+
+class ScriptedPrediction:
+    """Predicts that all requests meet the objective at up to 10 requests/s, and half above."""
+
+    def __init__(self, profile: Any, folder: str, *, is_disaggregated: bool) -> None:
+        self.profile = profile
+
+    def goodput(self, requests: WorkloadSample) -> float:
+        return 10.0
+
+    def times(self, sent: WorkloadSample, rate: float) -> list[tuple[float, float]]:
+        return served(len(sent), 1.0 if rate <= 10.0 else 0.5)
+
+
+class ScriptedRuns(ScriptedStack):
+    """Attains a share by the rate, and by whether a rate has been sent a second time yet."""
+
+    def __init__(self, bench: ModuleType, share: Callable[[float, bool], float]) -> None:
+        super().__init__(bench)
+        self.share = share
+        self.rates: list[float] = []
+        self.has_repeated = False
+
+    def open(self, sent: WorkloadSample, rate: float) -> tuple[Any, Any]:
+        _, found = super().open(sent, rate)
+        self.has_repeated |= rate in self.rates
+        self.rates.append(rate)
+        times = served(len(sent), self.share(rate, self.has_repeated))
+        return self.bench.OpenRun(times, 0.0), found
+
+
+def test_a_goodput_that_later_runs_move_is_sought_and_narrowed_again(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As in a dry run: 95 % attained at the lowest rate, and 73 % when it was sent again."""
-    stack = ScriptedStack(bench)
-    slower = bench.profile_of(stack.addresses, [window(60.0, 1.3)])
-    after = 7  # runs
+    monkeypatch.setattr(bench, "prediction_of", ScriptedPrediction)
 
-    class SlowsDown(ScriptedStack):
-        def open(self, sent: WorkloadSample, rate: float) -> Any:
-            if self.loops.count("open") == after:
-                self.true = bench.prediction_of(slower, MODEL, is_disaggregated=True)
-            return super().open(sent, rate)
+    def share(rate: float, has_repeated: bool) -> float:
+        if has_repeated:  # the machine has become slower
+            return 1.0 if rate <= 6 else 0.0
+        return 1.0 if rate <= 8 else 0.5
 
-    found = bench.compare(SlowsDown(bench), "scripted", sample(), MODEL, SECONDS)
-    assert math.isfinite(found["goodput"]["measured"])
+    stack = ScriptedRuns(bench, share)
+    found = bench.compare(stack, "scripted", sample(), MODEL, SECONDS)
+    first = [7, 9.5, 12.5, 8.155, 7.555, 10.897]
+    moved = [7.555, 7, 5, 5.916, 6.435]
+    assert stack.rates == pytest.approx([*first, *moved, 5.916, 6.435], rel=1e-3)
+    assert found["goodput"]["between"] == pytest.approx((5.916, 6.435), rel=1e-3)
+    assert [each["requests"] for each in found["further_runs"][-2:]] == [100, 100]
+
+
+def test_a_goodput_far_below_the_predicted_one_is_not_found(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "prediction_of", ScriptedPrediction)
+    stack = ScriptedRuns(bench, lambda rate, has_repeated: 0.0)
+    goodput = bench.compare(stack, "scripted", sample(), MODEL, SECONDS)["goodput"]
+    lower = [5, 3.571, 2.551, 1.822, 1.301]  # the next is less than an eighth of 10
+    assert stack.rates == pytest.approx([7, 9.5, 12.5, *lower], rel=1e-3)
+    assert goodput["between"] is None
+    assert math.isnan(goodput["measured"])
+    assert capsys.readouterr().out.endswith(" by the first window alone; not found in the runs\n")
+
+
+def test_a_workload_whose_engine_starts_again_keeps_its_runs_until_then(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "prediction_of", ScriptedPrediction)
+
+    class StartsAgain(ScriptedStack):
+        def open(self, sent: WorkloadSample, rate: float) -> tuple[Any, Any]:
+            opened, found = super().open(sent, rate)
+            if self.loops.count("open") == 3:
+                page = found[DECODE]
+                found[DECODE] = MetricWindow(page.after, page.before, page.seconds)
+            return opened, found
+
+    found = bench.compare(StartsAgain(bench), "scripted", sample(), MODEL, SECONDS)
+    assert "was restarted" in found["reason"]
+    assert [each["rate"] for each in found["rates"]] == [7.0, 9.5]
+    assert found["further_runs"] == []
+    assert "goodput" not in found
+    assert f"scripted has failed: {found['reason']}\n" in capsys.readouterr().out
+
+
+def test_failed_requests_count_in_the_median(bench: ModuleType) -> None:
+    predictions = importlib.import_module("predictions")
+    good = [(0.1, 0.0), (0.2, 0.0), (0.3, 0.0)]
+    failed = (-1.0, -1.0)
+    assert predictions.median(good) == 0.2
+    assert predictions.median([*good, failed, failed]) == 0.3
+    assert math.isnan(predictions.median([*good, failed, failed, failed]))
+    assert math.isnan(predictions.median([*good, *[failed] * 4]))
+
+
+def result(
+    predicted: float, first: float, interval: tuple[float, float], ttft: float
+) -> dict[str, Any]:
+    """Returns a workload with a measured goodput of 4 requests/s, and one rate."""
+    return {
+        "goodput": {
+            "predicted": predicted,
+            "error": predicted / 4 - 1,
+            "interval": interval,
+            "first_window": {"predicted": first, "error": first / 4 - 1},
+        },
+        "rates": [{"error": ttft, "first_window": {"error": 0.5}, "failed": 1}],
+        "further_runs": [{"failed": 2}],
+        "failed_in_windows": 3,
+    }
+
+
+def test_the_summary_has_the_errors_by_the_first_window_alone_too(bench: ModuleType) -> None:
+    self_profile = importlib.import_module("self_profile")
+    found = self_profile.summary(
+        [
+            result(4.4, 6.0, (3.0, 5.0), 0.1),
+            result(6.0, 4.2, (3.0, 7.0), -0.2),
+            result(4.2, 4.2, (0.0, math.inf), math.nan),  # no interval holds it
+            result(math.nan, math.nan, (3.0, math.inf), 0.3),
+            {"reason": "engines ended", "rates": [{"failed": 9}], "further_runs": []},
+        ]
+    )
+    first = found.pop("first_window")
+    assert found == {
+        "goodput_error_worst": 0.5,
+        "goodput_not_found": 1,
+        "goodput_within_target": 2,
+        "goodput_within_interval": 2,
+        "goodput_intervals": 2,
+        "ttft_error_worst": 0.3,
+        "ttft_not_found": 1,
+        "ttft_within_target": 2,
+        "workloads": 5,
+        "workloads_failed": 1,
+        "rates": 4,
+        "failed": 21,
+        "failed_in_windows": 12,
+    }
+    assert first == {
+        "goodput_error_worst": 0.5,
+        "goodput_not_found": 1,
+        "goodput_within_target": 2,
+        "goodput_within_interval": 1,
+        "ttft_error_worst": 0.5,
+        "ttft_not_found": 0,
+        "ttft_within_target": 0,
+    }
+
+
+def test_each_workload_is_saved_when_it_ends_and_failures_are_recorded(
+    bench: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    self_profile = importlib.import_module("self_profile")
+    file = tmp_path / "rows.json"
+    saved: list[int] = []  # rows, when each workload begins
+
+    def rows() -> Any:
+        # NaN and Infinity are no JSON.
+        return json.loads(file.read_text(), parse_constant=pytest.fail)
+
+    def start_measured(stack: Any, model: str, logs: Path) -> None:
+        if stack.name == "disaggregated":
+            (logs / "prefill.log").write_text("OSError: no such model")
+            raise self_profile.StartFailed("disaggregated: a process ended at start")
+
+    def compare(stack: Any, name: str, *_: object) -> dict[str, Any]:
+        saved.append(len(rows()))
+        if "long" in name:
+            return {"reason": "restarted", "rates": [], "further_runs": []}
+        return result(4.0, math.nan, (3.0, math.inf), 0.1)
+
+    monkeypatch.setattr(self_profile, "start_measured", start_measured)
+    monkeypatch.setattr(self_profile, "compare", compare)
+    monkeypatch.setattr(self_profile.Stack, "stop", lambda self: None)
+    monkeypatch.setattr(self_profile, "signal", SimpleNamespace(signal=lambda *_: None, SIGTERM=15))
+    words = ["self_profile", MODEL, "--workloads", "long prompts", "chat", "--save", str(file)]
+    monkeypatch.setattr(sys, "argv", words)
+    assert self_profile.main() == 1
+    assert saved == [2, 3]
+    assert [row.get("reason") for row in rows()] == [
+        *["disaggregated: a process ended at start"] * 2,
+        "restarted",
+        None,
+    ]
+    goodput = rows()[3]["goodput"]
+    assert goodput["interval"] == [3.0, None]
+    assert goodput["first_window"] == {"predicted": None, "error": None}
+    printed = capsys.readouterr().out
+    assert "prefill.log:\nOSError: no such model\n" in printed
+    assert json.loads(printed.splitlines()[-1])["workloads_failed"] == 3
+    monkeypatch.setattr(sys, "argv", [*words, "--only", "colocated"])
+    monkeypatch.setattr(self_profile, "compare", lambda *_: result(4.0, 4.0, (3.0, 5.0), 0.1))
+    assert self_profile.main() == 0
 
 
 def test_another_goodput_is_predicted_also_beyond_the_rates_that_were_sent(
@@ -185,6 +386,7 @@ def test_another_goodput_is_predicted_also_beyond_the_rates_that_were_sent(
     known = slow.true.goodput(bench.part(sample(), 0, 200))
     assert bench.goodput_of(found) == pytest.approx(known, rel=0.25)
     assert [count.rate for count in found][:2] == [0.5, 1.0]
+    assert all(count.sent >= bench.GOODPUT_REQUESTS for count in found[2:])
 
 
 def test_windows_add_up(bench: ModuleType) -> None:
@@ -236,17 +438,33 @@ def test_each_window_begins_where_the_last_one_ended(
         return {url: (10 * count, {name: count}) for url in (front, *engines)}
 
     monkeypatch.setattr(live, "read_pages", read_pages)
-    monkeypatch.setattr(stacks, "closed_loop", lambda *_: done.append("closed"))
-    monkeypatch.setattr(stacks, "open_loop", lambda *_: done.append("open") or [(0.1, 0.0)])
-    monkeypatch.setattr(stacks, "send", lambda *_: done.append("export"))
-    monkeypatch.setattr(stacks.time, "sleep", lambda seconds: None)
+    opened = bench.OpenRun([(0.1, 0.0)], 0.02)
+    monkeypatch.setattr(stacks, "closed_loop", lambda *_: done.append("closed") or 3)
+    monkeypatch.setattr(stacks, "open_loop", lambda *_: done.append("open") or opened)
+    monkeypatch.setattr(stacks, "send", lambda *_: done.append("export") or (0.1, 0.0))
+    clock = SimpleNamespace(sleep=lambda seconds: done.append(f"sleep {seconds}"))
+    monkeypatch.setattr(stacks, "time", clock)
     stack = stacks.MeasuredStack(bench.StackAddresses(True, FRONT, [PREFILL, DECODE]))
-    first = stack.closed(iter([]), 1.0)
-    times, second = stack.open(sample(), 1.0)
-    ended = ["export", "export", "read"]
+    failed, first = stack.closed(iter([]), 1.0)
+    found, second = stack.open(sample(), 1.0)
+    ended = ["sleep 1.2", "export", "export", "read"]  # engines export after a second
     assert done == ["read", "closed", *ended, "open", *ended]
-    assert times == [(0.1, 0.0)]
+    assert (failed, found) == (3, opened)
     assert list(first) == [FRONT, PREFILL, DECODE]
     for url, window in second.items():
         assert window.before == first[url].after
-        assert window.seconds == 40.0
+        assert window.seconds == 50.0
+
+
+def test_a_window_whose_export_failed_is_none(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stacks = importlib.import_module("measured_stack")
+    answers = iter([(0.1, 0.0), (-1.0, -1.0)])
+    monkeypatch.setattr(live, "read_pages", lambda front, engines: {})
+    monkeypatch.setattr(stacks, "closed_loop", lambda *_: 0)
+    monkeypatch.setattr(stacks, "send", lambda *_: next(answers))
+    monkeypatch.setattr(stacks, "time", SimpleNamespace(sleep=lambda seconds: None))
+    stack = stacks.MeasuredStack(bench.StackAddresses(True, FRONT, [PREFILL, DECODE]))
+    with pytest.raises(DisaggError, match="its sums are incomplete"):
+        stack.closed(iter([]), 1.0)

@@ -1,6 +1,6 @@
 """Goodput from the attainments of runs at several rates, and how far chance may move it.
 
-A run of 100 requests may be 6 points off, so attainment may rise from one rate to the next, where
+A run of 100 requests may be 6 points off. So attainment may rise from one rate to the next, where
 that of the deployment cannot. Such neighbours are pooled (isotonic regression). The goodput is
 where the pooled attainment falls to the objective, on a line between two rates.
 """

@@ -29,10 +29,10 @@ a later one there. The summary has the errors by all windows, and those by the f
 line has the least and the most seconds of a window's steps, as multiples of those by all windows:
 the drift.
 
-The engines measure their steps in each run too. A run's line has the seconds of its steps, as
-multiples of those that the profile gives steps of this composition. It has the mean sequences of a
-step that decodes and the path, too, with those of the windows in brackets. A multiple of 1.0 says
-that the profile has the mean of the run's steps; single steps may differ.
+The engines measure their steps in each run too. A run's line has their seconds as multiples of
+those that the profile gives steps of this composition. It has the path and the mean sequences of a
+step that decodes, too, and in brackets those of the windows. A multiple of 1.0 says that the
+profile has the mean of the run's steps; single steps may differ.
 
 Each workload is saved when it has ended. One that fails has its `reason`; the others follow, and
 the exit status is 1. Figures that are not known are null.

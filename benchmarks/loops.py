@@ -20,7 +20,7 @@ WORKLOADS = {
     "long prompts": ((500, 0.4), (8, 0.4)),
     "long answers": ((100, 0.4), (48, 0.4)),
 }
-CLIENTS = (1, 2, 4)  # of the closed loop, one after the other
+CLIENTS = (1, 2, 4)  # of the closed loop in turn, for each engine that decodes
 SAMPLE_REQUESTS = 8000
 REQUEST_TIMEOUT_SECONDS = 60.0
 
@@ -114,8 +114,11 @@ def times_of(lines: Sequence[tuple[float, bytes]], answer: int) -> Times:
     return tokens[0], (tokens[-1] - tokens[0]) / (answer - 1)
 
 
-def closed_loop(front: str, requests: Iterator[Lengths], seconds: float) -> int:
-    """Sends requests for some seconds, of few clients and then of more; returns the failed ones."""
+def closed_loop(front: str, requests: Iterator[Lengths], seconds: float, decoding: int) -> int:
+    """Sends requests for some seconds, of few clients and then of more; returns the failed ones.
+
+    `decoding`: how many engines decode.
+    """
     lock = threading.Lock()
     failed: list[Lengths] = []
 
@@ -129,7 +132,7 @@ def closed_loop(front: str, requests: Iterator[Lengths], seconds: float) -> int:
     began = time.monotonic()
     for turn, count in enumerate(CLIENTS, 1):
         until = began + seconds * turn / len(CLIENTS)
-        run_all([partial(client, until)] * count)
+        run_all([partial(client, until)] * (count * decoding))
     return len(failed)
 
 

@@ -25,7 +25,8 @@ class MeasuredStack:
 
     def closed(self, requests: Iterator[Lengths], seconds: float) -> tuple[int, StackWindow]:
         """Runs a closed loop for some seconds; returns its failed requests, and its window."""
-        failed = closed_loop(self.addresses.front, requests, seconds)
+        decoding = 1 if self.addresses.is_disaggregated else len(self.addresses.engines)
+        failed = closed_loop(self.addresses.front, requests, seconds, decoding)
         return failed, self._window()
 
     def open(self, sent: WorkloadSample, rate: float) -> tuple[OpenRun, StackWindow]:

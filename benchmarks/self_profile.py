@@ -8,9 +8,9 @@ Real CPU engines of a tiny model, with one core each for their model's threads:
   disaggregated  1 prefill and 1 decode engine with our connector, and the proxy
   colocated      2 engines with our connector behind the same proxy, which sends whole requests
 
-Each stack has three workloads. A closed loop of 1, 2 and 4 clients runs for N seconds: the first
-window. The engines' own profiles, the hand-off and the path are read from it; nothing is fitted to
-a run. They predict the goodput, and the median TTFT at three rates around it. Runs follow at these
+Each stack has three workloads. A closed loop runs for N seconds, with 1, 2 and 4 clients for each
+engine that decodes: the first window. The engines' own profiles, the hand-off and the path are read
+from it; nothing is fitted to a run. They predict the goodput, and the median TTFT at three rates around it. Runs follow at these
 rates, of N seconds each, but of at least 30 requests. Prediction and run have the same requests.
 
 Goodput is where attainment falls to 90 % (`attainment.py`). More rates follow, until the predicted

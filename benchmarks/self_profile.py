@@ -10,8 +10,9 @@ Real CPU engines of a tiny model, with one core each for their model's threads:
 
 Each stack has three workloads. A closed loop runs for N seconds, with 1, 2 and 4 clients for each
 engine that decodes: the first window. The engines' own profiles, the hand-off and the path are read
-from it; nothing is fitted to a run. They predict the goodput, and the median TTFT at three rates around it. Runs follow at these
-rates, of N seconds each, but of at least 30 requests. Prediction and run have the same requests.
+from it; nothing is fitted to a run. They predict the goodput, and the median TTFT at three rates
+around it. Runs follow at these rates, of N seconds each, but of at least 30 requests. Prediction
+and run have the same requests.
 
 Goodput is where attainment falls to 90 % (`attainment.py`). More rates follow, until the predicted
 and the measured attainment cross it between two rates within 15 %. The two around the measured

@@ -80,6 +80,11 @@ class Ended:
         return not self.was_cut and self.status != 0
 
 
+def _heed_interrupts() -> None:
+    """Has a new process end at SIGINT, which a shell's background processes ignore."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Command:
     """A running command; all that it prints goes to a file."""
 
@@ -94,6 +99,7 @@ class Command:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 process_group=0,
+                preexec_fn=_heed_interrupts,  # noqa: PLW1509 - no threads run here
             )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -146,9 +147,12 @@ except KeyboardInterrupt:
 def test_a_command_whose_time_is_up_ends(
     script: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # As for a process that a shell runs in the background.
+    former = signal.signal(signal.SIGINT, signal.SIG_IGN)
     if script == STUBBORN:
         monkeypatch.setattr(silicon, "END_SECONDS", 0.1)
     command = silicon.Command(tmp_path / "log", sys.executable, "-c", script)
+    signal.signal(signal.SIGINT, former)
     while command.runs and "began" not in command.log.read_text():
         time.sleep(0.01)
     ended = command.wait(0.0)

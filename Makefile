@@ -165,12 +165,12 @@ versions-python: .venv-$(UNBUILT)/.done
 	@echo "versions: prefill and decode engines of $(UNBUILT) and $(VLLM)"
 	DISAGG_OTHER_VLLM=$(CURDIR)/.venv-$(UNBUILT) $(BIN)/python -m pytest -W default tests/engine/test_versions.py
 
-# With Triton's interpreter and compiler, which vLLM's dependencies bring.
 # Of the environment that is active: setup would install vLLM's CPU build.
 MINUTES ?= 10
 gpu:
 	python tests/gpu/silicon.py --minutes $(MINUTES)
 
+# With Triton's interpreter and compiler, which vLLM's dependencies bring.
 gpu-proof: setup
 	$(BIN)/python tests/gpu/proof.py
 

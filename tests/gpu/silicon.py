@@ -64,7 +64,7 @@ POLL_SECONDS = 0.2
 DOCTOR_WARNS = 1  # its exit status if nothing has failed
 ANSWERS = re.compile(r"answers compared: (\d+) exact, (\d+) clean, (\d+) wrong")
 FAILED_TEST = re.compile(r"^(?:FAILED|ERROR) ", re.MULTILINE)
-CELL = re.compile(r"^  (.+?) +(\d+) tokens x(\d+): +([\d.]+) ms", re.MULTILINE)
+CELL = re.compile(r"^  (.+?) +(\d+) tokens x(\d+): +([\d.]+|inf) ms", re.MULTILINE)
 
 
 @dataclass
@@ -210,21 +210,23 @@ class Run:
         command += ["--rounds", "1", "--repeats", "8", "--lengths", "500", "2000", "3900"]
         command += ["--router", router or "vllm-router", "--stacks", *stacks]
         ended = self.start("handoff", *command).wait(self.left())
-        cells = CELL.findall(ended.output)
-        self.result["handoff"] = {
-            f"{name}, {tokens} tokens x{together}": float(ms)
-            for name, tokens, together, ms in cells
+        # No number, and so no JSON, where most streams of a cell ended without a token.
+        cells = {
+            f"{name}, {tokens} tokens x{together}": None if ms == "inf" else float(ms)
+            for name, tokens, together, ms in CELL.findall(ended.output)
         }
-        if ended.has_failed or not cells:
+        self.result["handoff"] = cells
+        if ended.has_failed or not cells or None in cells.values():
             self.failures.append("handoff")
 
     def take(self, name: str, ended: Ended, worst: int = 0) -> None:
         """Keeps the JSON object of a command's last line. `worst`: its last good exit status."""
         lines = ended.output.strip().splitlines()
         try:
-            self.result[name] = json.loads(lines[-1] if lines else "")
+            read = json.loads(lines[-1] if lines else "")
         except ValueError:
-            self.result[name] = None
+            read = None
+        self.result[name] = read if isinstance(read, dict) else None
         if self.result[name] is None or (ended.has_failed and ended.status > worst):
             self.failures.append(name)
         self.say(f"{name}: {'its time was up' if ended.was_cut else f'exit status {ended.status}'}")

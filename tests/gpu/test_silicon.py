@@ -115,10 +115,23 @@ def test_figures_reached_before_the_time_was_up_count(
     assert found["handoff"] == {"ours, 500 tokens x1": 55.7, "late first, 500 tokens x8": 39.9}
 
 
-def test_a_command_without_a_result_fails_it(
+def test_streams_without_a_token_fail_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    outputs(monkeypatch, doctor=cut("one line\n"))
+    outputs(monkeypatch, handoff=cut(CELLS.replace("39.9", "inf")))
+    status, found = result(monkeypatch, capsys, tmp_path, "handoff")
+    assert status == 1 and found["failed"] == ["handoff"]
+    assert found["handoff"]["late first, 500 tokens x8"] is None
+
+
+@pytest.mark.parametrize("output", ["one line\n", "7\n", ""])
+def test_a_command_without_a_result_fails_it(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    output: str,
+) -> None:
+    outputs(monkeypatch, doctor=cut(output))
     assert result(monkeypatch, capsys, tmp_path, "doctor") == (
         1,
         {"doctor": None, "failed": ["doctor"]},

@@ -2,7 +2,10 @@
 
 The first window alone chooses the rates. A shorter one follows each run. In the end each run is
 predicted again from all windows together, the first one too, and judged by that. No run is in a
-profile: windows have the few clients of their closed loop, and other requests.
+profile: windows have the clients of their closed loop, and other requests.
+
+Steps of few sequences do not show how those of many grow. So a window has about as many clients as
+requests decode at the goodput that it predicts; else another one with more takes its place.
 """
 
 from __future__ import annotations
@@ -52,6 +55,9 @@ MAX_RUNS = len(RATE_RATIOS) + MAX_FURTHER_RATES + REPEATED_RUNS
 MIN_REPEATED_REQUESTS = 100  # of a run of a rate around the measured goodput
 GOODPUT_REQUESTS = 200  # of a simulation for a goodput, or more
 WARM_UP_SECONDS = 3.0
+CLIENTS = (1, 2, 4)  # of a closed loop in turn, for each engine that decodes; more if need be
+MAX_DECODING_RATIO = 1.5  # of the requests that decode at a goodput, to the clients of its window
+MAX_OTHER_FIRST_WINDOWS = 3
 # Of the first window. With a third the windows would take more than a quarter of the time before.
 LATER_WINDOW_SHARE = 0.25
 
@@ -61,7 +67,9 @@ class Loops(Protocol):
 
     addresses: StackAddresses
 
-    def closed(self, requests: Iterator[Lengths], seconds: float) -> tuple[int, StackWindow]:
+    def closed(
+        self, requests: Iterator[Lengths], seconds: float, clients: Sequence[int]
+    ) -> tuple[int, StackWindow]:
         """Runs a closed loop for some seconds; returns its failed requests, too."""
 
     def open(self, sent: WorkloadSample, rate: float) -> tuple[OpenRun, StackWindow]:
@@ -78,14 +86,30 @@ class Comparison:
         self._folder = folder
         self._seconds = seconds
         self._requests = requests_of_windows(sample)
-        stack.closed(self._requests, WARM_UP_SECONDS)
+        at = stack.addresses
+        engines = 1 if at.is_disaggregated else len(at.engines)
+        self.clients = [count * engines for count in CLIENTS]
+        stack.closed(self._requests, WARM_UP_SECONDS, self.clients)
         self._windows: list[StackWindow] = []
         self._failed_in_windows = 0  # requests
-        self._add_window(seconds)
         self._runs: list[Run] = []
         self.rows: list[dict[str, Any]] = []  # by the first window
+        decoding = self._measure_first()
+        for _ in range(MAX_OTHER_FIRST_WINDOWS):
+            if decoding <= MAX_DECODING_RATIO * self.clients[-1]:
+                break
+            print(f"  {self.clients[-1]} clients; at the goodput {decoding:.0f} requests decode")
+            self.clients = [math.ceil(decoding / share) for share in (4, 2, 1)]
+            decoding = self._measure_first()
+
+    def _measure_first(self) -> float:
+        """Measures the first window; returns how many requests decode at the predicted goodput."""
+        self._windows = []
+        self._add_window(self._seconds)
         self.first = self._predict()
-        self.goodput = self.first.goodput(part(sample, 0, GOODPUT_REQUESTS))
+        requests = part(self._sample, 0, GOODPUT_REQUESTS)
+        self.goodput = self.first.goodput(requests)
+        return self.first.decoding(requests, self.goodput)
 
     def _predict(self) -> Prediction:
         """Returns the prediction from all windows so far."""
@@ -147,7 +171,7 @@ class Comparison:
 
     def _add_window(self, seconds: float) -> None:
         """Runs the closed loop, and adds its window."""
-        failed, window = self._stack.closed(self._requests, seconds)
+        failed, window = self._stack.closed(self._requests, seconds, self.clients)
         self._failed_in_windows += failed
         self._windows.append(window)
 
@@ -172,6 +196,7 @@ class Comparison:
             "goodput": found,
             **first_and_further(rows),
             "failed_in_windows": self._failed_in_windows,
+            "clients": self.clients,
             "drift": drift,
             "profile": engine_profiles.facts(joint.profile),
             "first_window_profile": engine_profiles.facts(self.first.profile),
@@ -205,7 +230,11 @@ def compare(
         comparison = Comparison(stack, sample, folder, seconds)
         rows = comparison.rows
         first = words(comparison.first.profile)
-        print(f"{name}: {first}; predicted {comparison.goodput:.2f} req/s", flush=True)
+        print(
+            f"{name}: {first}, {comparison.clients[-1]} clients;"
+            f" predicted {comparison.goodput:.2f} req/s",
+            flush=True,
+        )
         comparison.measure()
         return comparison.judged()
     except DisaggError as error:

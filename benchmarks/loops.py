@@ -20,7 +20,6 @@ WORKLOADS = {
     "long prompts": ((500, 0.4), (8, 0.4)),
     "long answers": ((100, 0.4), (48, 0.4)),
 }
-CLIENTS = (1, 2, 4)  # of the closed loop in turn, for each engine that decodes
 SAMPLE_REQUESTS = 8000
 REQUEST_TIMEOUT_SECONDS = 60.0
 
@@ -114,11 +113,10 @@ def times_of(lines: Sequence[tuple[float, bytes]], answer: int) -> Times:
     return tokens[0], (tokens[-1] - tokens[0]) / (answer - 1)
 
 
-def closed_loop(front: str, requests: Iterator[Lengths], seconds: float, decoding: int) -> int:
-    """Sends requests for some seconds, of few clients and then of more; returns the failed ones.
-
-    `decoding`: how many engines decode.
-    """
+def closed_loop(
+    front: str, requests: Iterator[Lengths], seconds: float, clients: Sequence[int]
+) -> int:
+    """Sends requests for some seconds, in turn of so many clients; returns the failed ones."""
     lock = threading.Lock()
     failed: list[Lengths] = []
 
@@ -130,9 +128,9 @@ def closed_loop(front: str, requests: Iterator[Lengths], seconds: float, decodin
                 failed.append((prompt, answer))
 
     began = time.monotonic()
-    for turn, count in enumerate(CLIENTS, 1):
-        until = began + seconds * turn / len(CLIENTS)
-        run_all([partial(client, until)] * (count * decoding))
+    for turn, count in enumerate(clients, 1):
+        until = began + seconds * turn / len(clients)
+        run_all([partial(client, until)] * count)
     return len(failed)
 
 

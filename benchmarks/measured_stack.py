@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from loops import FAILED, Lengths, OpenRun, Times, closed_loop, open_loop, run_all, send
 from profile_windows import StackAddresses, StackWindow
@@ -23,10 +23,11 @@ class MeasuredStack:
         self.addresses = addresses
         self._pages = live.read_pages(addresses.front, addresses.engines)
 
-    def closed(self, requests: Iterator[Lengths], seconds: float) -> tuple[int, StackWindow]:
+    def closed(
+        self, requests: Iterator[Lengths], seconds: float, clients: Sequence[int]
+    ) -> tuple[int, StackWindow]:
         """Runs a closed loop for some seconds; returns its failed requests, and its window."""
-        decoding = 1 if self.addresses.is_disaggregated else len(self.addresses.engines)
-        failed = closed_loop(self.addresses.front, requests, seconds, decoding)
+        failed = closed_loop(self.addresses.front, requests, seconds, clients)
         return failed, self._window()
 
     def open(self, sent: WorkloadSample, rate: float) -> tuple[OpenRun, StackWindow]:

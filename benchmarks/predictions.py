@@ -52,6 +52,12 @@ class Prediction(NamedTuple):
                 high = rate
         return low
 
+    def decoding(self, sample: WorkloadSample, rate: float) -> float:
+        """Returns the mean number of requests that decode at a rate, by Little's law."""
+        result = simulate(self.deployment, sample, rate)
+        times = zip(result.latency, result.ttft, strict=True)
+        return rate * statistics.fmean(latency - ttft for latency, ttft in times if ttft >= 0)
+
 
 @dataclass(frozen=True)
 class Run:

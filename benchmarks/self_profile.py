@@ -14,6 +14,9 @@ from it; nothing is fitted to a run. They predict the goodput, and the median TT
 around it. Runs follow at these rates, of N seconds each, but of at least 30 requests. Prediction
 and run have the same requests.
 
+At the predicted goodput more than 1.5 times as many requests may decode as the window has clients.
+It does not show such steps: a first window with so many clients takes its place, up to three times.
+
 Goodput is where attainment falls to 90 % (`attainment.py`). More rates follow, until the predicted
 and the measured attainment cross it between two rates within 15 %. The two around the measured
 goodput are sent again, with other requests, at least 100. More rates follow if that moves the

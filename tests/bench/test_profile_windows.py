@@ -7,7 +7,7 @@ import json
 import math
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -99,10 +99,14 @@ class ScriptedStack:
         true = bench.profile_of(self.addresses, [window(60.0, 1.0)])
         self.true = bench.prediction_of(true, MODEL, is_disaggregated=True)
         self.loops: list[str] = []
+        self.clients: list[list[int]] = []  # of each closed loop
         self.lengths: list[tuple[int, int]] = []  # of requests of the windows
 
-    def closed(self, requests: Iterator[tuple[int, int]], seconds: float) -> tuple[int, Any]:
+    def closed(
+        self, requests: Iterator[tuple[int, int]], seconds: float, clients: Sequence[int]
+    ) -> tuple[int, Any]:
         self.loops.append(f"closed {seconds:g}")
+        self.clients.append(list(clients))
         self.lengths += islice(requests, round(10 * seconds))
         factor = FIRST if len(self.loops) <= 2 else 1.0
         return 2, window(seconds, factor, len(self.loops))
@@ -186,8 +190,35 @@ class ScriptedPrediction:
     def goodput(self, requests: WorkloadSample) -> float:
         return 10.0
 
+    def decoding(self, requests: WorkloadSample, rate: float) -> float:
+        return 4.0
+
     def times(self, sent: WorkloadSample, rate: float) -> list[tuple[float, float]]:
         return served(len(sent), 1.0 if rate <= 10.0 else 0.5)
+
+
+@pytest.mark.parametrize(
+    ("most", "clients"), [(41.0, [[1, 2, 4], [11, 21, 41]]), (6.0, [[1, 2, 4]])]
+)
+def test_windows_have_as_many_clients_as_requests_decode_at_the_goodput(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, most: float, clients: list[list[int]]
+) -> None:
+    monkeypatch.setattr(bench, "prediction_of", ScriptedPrediction)
+    monkeypatch.setattr(ScriptedPrediction, "decoding", lambda self, requests, rate: most)
+    stack = ScriptedStack(bench)
+    found = bench.compare(stack, "scripted", sample(), MODEL, SECONDS)
+    # The warm-up comes first. A window of too few clients is in no profile.
+    assert stack.clients[: 1 + len(clients)] == [[1, 2, 4], *clients]
+    assert all(later == clients[-1] for later in stack.clients[1 + len(clients) :])
+    assert found["clients"] == clients[-1]
+    assert len(found["drift"]) == len(stack.clients) - len(clients)
+
+
+def test_as_many_requests_decode_as_come_while_one_does(bench: ModuleType) -> None:
+    true = ScriptedStack(bench).true
+    lone = WorkloadSample([100] * 50, [11] * 50, [0.0] + [1.0] * 49)
+    ((_, tpot), *_) = true.times(lone, 0.1)
+    assert true.decoding(lone, 0.1) == pytest.approx(0.1 * 10 * tpot, rel=0.01)
 
 
 class ScriptedRuns(ScriptedStack):
@@ -445,7 +476,7 @@ def test_each_window_begins_where_the_last_one_ended(
     clock = SimpleNamespace(sleep=lambda seconds: done.append(f"sleep {seconds}"))
     monkeypatch.setattr(stacks, "time", clock)
     stack = stacks.MeasuredStack(bench.StackAddresses(True, FRONT, [PREFILL, DECODE]))
-    failed, first = stack.closed(iter([]), 1.0)
+    failed, first = stack.closed(iter([]), 1.0, (1,))
     found, second = stack.open(sample(), 1.0)
     ended = ["sleep 1.2", "export", "export", "read"]  # engines export after a second
     assert done == ["read", "closed", *ended, "open", *ended]
@@ -467,4 +498,4 @@ def test_a_window_whose_export_failed_is_none(
     monkeypatch.setattr(stacks, "time", SimpleNamespace(sleep=lambda seconds: None))
     stack = stacks.MeasuredStack(bench.StackAddresses(True, FRONT, [PREFILL, DECODE]))
     with pytest.raises(DisaggError, match="its sums are incomplete"):
-        stack.closed(iter([]), 1.0)
+        stack.closed(iter([]), 1.0, (1,))

@@ -312,13 +312,13 @@ def test_a_fleet_that_holds_many_times_its_rate_is_judged_by_longer_samples(
     parser = argparse.ArgumentParser()
     flags.add_arguments(parser)
     words = ["--coefficients", "distserve-a100", "--model", "opt-13b", "--workload", "60:8"]
-    scenario = flags.read(parser.parse_args([*words, "--requests", "20"]), 3, "").scenario
+    scenario = flags.read(parser.parse_args([*words, "--requests", "50"]), 3, "").scenario
     scenario = msgspec.structs.replace(scenario, seeds=2)
     present = Placement(ReplicaGroup(1, 1, 1), ReplicaGroup(1, 1, 2))
     traffic = ObservedTraffic(60.0, 60, 1.0, 60.0, 8.0, 0.1, 0.02)
     short = live_verdict.judge(scenario, present, traffic, 1, may_grow=False)
     assert [said.partition(";")[0] for said in short["remarks"]] == [
-        "20 requests are a burst at these goodputs, in which no queue has time to grow"
+        "50 requests are a burst at these goodputs, in which no queue has time to grow"
     ]
     long = live_verdict.judge(scenario, present, traffic, 1, [scenario])
     assert long["setting"]["requests"] > 60 and long["remarks"] == []

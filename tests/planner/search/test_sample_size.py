@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from distserve_scenario import distserve_scenario
 
+from vllm_disagg.errors import ConfigError
 from vllm_disagg.planner.search import optimizer, sample_size
 from vllm_disagg.planner.search.optimizer import PlacementScore, RateBisection
 from vllm_disagg.planner.search.scenario import Placement, ReplicaGroup, Scenario
@@ -53,6 +54,62 @@ def test_misses_at_the_edges_stop_no_simulation() -> None:
     all_count = msgspec.structs.replace(late_edges, edge=0)
     assert simulate(deployment, all_count, 0.01, scenario.objective).stopped
     assert scenario.infeasible(ONE_EACH, all_count) == "ttft"
+
+
+def with_attainment(attainment: float, requests: int = 1000) -> Scenario:
+    scenario = vllm_scenario(requests)
+    objective = msgspec.structs.replace(scenario.objective, attainment=attainment)
+    return msgspec.structs.replace(scenario, objective=objective)
+
+
+@pytest.mark.parametrize(
+    ("attainment", "requests"), [(0.9, 63), (0.99, 625), (0.999, 6250), (0.9999, 62_500)]
+)
+def test_five_requests_that_count_may_miss(attainment: float, requests: int) -> None:
+    scenario = with_attainment(attainment)
+    assert sample_size.requests_showing(scenario) == requests
+    # A low rate alone takes fewer.
+    assert sample_size.lasting(scenario, 1.0).requests == max(1000, requests)
+    assert sample_size.requests_at(scenario, 0.01, 0.1) == requests
+    assert sample_size.requests_at(scenario, 1000.0, 0.1) == max(75_000, requests)
+    all_count = msgspec.structs.replace(scenario, distserve=True)
+    assert sample_size.requests_showing(all_count) == round(0.8 * requests)
+
+
+def test_a_search_for_a_high_attainment_has_samples_that_show_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Searches are scripted: each finds a rate at which a short sample lasts long enough."""
+    searched: list[int] = []
+
+    def search(scenario: Scenario, *_: object) -> sample_size.SearchResult:
+        searched.append(scenario.requests)
+        return sample_size.SearchResult(scenario, [PlacementScore(ONE_EACH, [0.25])], [])
+
+    monkeypatch.setattr(sample_size, "search_fixed", search)
+    monkeypatch.setattr(sample_size, "_search", search)
+    for attainment, sizes in ((0.998, [3125]), (0.9995, [5000, 15_625])):
+        searched.clear()
+        scenario = msgspec.structs.replace(with_attainment(attainment), seeds=1, gpus=2)
+        assert not sample_size.search_sized(scenario, 1, 1, quiet).missing
+        assert searched == sizes
+    scenario = with_attainment(0.998)
+    short = search(scenario)
+    assert short.missing == 3125
+    assert sample_size.shortage(scenario, short.missing, "these rates") == (
+        "1000 requests are too few for an attainment of 0.998, which 5 of them may miss;"
+        " 3125 are needed: give more --requests"
+    )
+
+
+def test_an_attainment_that_no_sample_shows_is_refused() -> None:
+    sample_size.check_attainment(with_attainment(0.9999))
+    with pytest.raises(ConfigError) as refused:
+        sample_size.check_attainment(with_attainment(0.99999))
+    assert str(refused.value) == (
+        "--attainment: 0.99999 takes samples of 625000 requests: give a lower one, or --requests"
+        " 625000"
+    )
 
 
 def test_distserve_counts_all_requests() -> None:

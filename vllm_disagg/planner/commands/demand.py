@@ -161,10 +161,7 @@ def _text(result: DemandResult, chosen: DemandScore, document: dict[str, Any]) -
     cost = _cost(scenario, chosen.placement)
     verdict = f"{document['recommendation']}: {words}: {cost} for {result.rate:g} req/s"
     if result.missing:
-        verdict = (
-            f"cannot tell: {scenario.requests} requests are a burst at this rate, in which no queue"
-            f" has time to grow; {result.missing} are needed: {scenario.longer_sample()}"
-        )
+        verdict = f"cannot tell: {sample_size.shortage(scenario, result.missing, 'this rate')}"
     columns = "".join(f"{f'{name.upper()} p90':>10}{'p99':>8}" for name in _times(scenario))
     lines = [
         output.made_line(document),

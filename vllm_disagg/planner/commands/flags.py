@@ -331,6 +331,8 @@ def read(
         nics=_links_per_gpu(args, prefill),
         decode_nics=_links_per_gpu(args, decode),
     )
+    if not args.requests:
+        sample_size.check_attainment(scenario)
     if (args.min_prompt_bytes or args.spill) and (reason := scenario.no_proxy_flags):
         raise ConfigError(f"--min-prompt-bytes and --spill cannot be simulated: {reason}")
     return PlanInputs(scenario, known_models.servable_name(args.model or prefill.served), fits)

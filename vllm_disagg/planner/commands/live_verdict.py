@@ -73,14 +73,11 @@ def judge(
     verdict, why = verdict_of(interval)
     remarks = [ONE_SAMPLE] if len(best.rates) == 1 else []
     if missing:
-        burst = (
-            f"{scenario.requests} requests are a burst at these goodputs, in which no queue has"
-            f" time to grow; {missing} are needed: {scenario.longer_sample()}"
-        )
+        shortage = sample_size.shortage(scenario, missing, "these goodputs")
         if may_grow:
-            verdict, why = "cannot tell", burst
+            verdict, why = "cannot tell", shortage
         else:
-            remarks.append(burst)
+            remarks.append(shortage)
     present_goodput = now.goodput * present.gpus if now else 0.0
     return {
         "verdict": verdict,

@@ -16,6 +16,7 @@ from ...errors import ConfigError
 from ..cost.profile import LatencyFit
 from ..search.advice import MIN_GAIN_RATIO, Advice, RateCurve
 from ..search.optimizer import disaggregated
+from ..search.sample_size import shortage
 from . import profile_range, rate_table
 from .output import made_line, part_lines
 
@@ -155,11 +156,7 @@ def _verdict(found: Advice) -> str:
     per = f"req/s per {scenario.criterion.unit}"
     units = scenario.criterion.units
     if found.missing:
-        return (
-            f"cannot tell: {found.scenario.requests} requests are a burst at these rates, in which"
-            f" no queue has time to grow: the rates are too high; {found.missing} are needed:"
-            f" {found.scenario.longer_sample()}"
-        )
+        return f"cannot tell: {shortage(scenario, found.missing, 'these rates')}"
     ratio = ""
     if found.ratio:
         interval = "one sample"

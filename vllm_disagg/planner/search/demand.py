@@ -91,10 +91,8 @@ def _requests_needed(result: DemandResult) -> int:
     for score in (result.split, result.together):
         if score:
             served = [s for found in score.results for s in found.latency if s >= 0]
-            seconds = sample_size.MIN_LATENCIES * sum(served) / len(served)
-            lasting = max(sample_size.MIN_SECONDS, seconds)
-            needed = sample_size.requests_lasting(result.scenario, result.rate, lasting)
-            least = max(least, needed)
+            latency = sum(served) / len(served)
+            least = max(least, sample_size.requests_at(result.scenario, result.rate, latency))
     return least
 
 

@@ -2,7 +2,8 @@
 
 A sample that is too short is a burst. A queue has no time to grow in it, so rates are found that
 no deployment holds, and more so for colocated placements. Between its edges a sample must last
-MIN_SECONDS, and MIN_LATENCIES times as long as a request takes.
+MIN_SECONDS, and MIN_LATENCIES times as long as a request takes. MIN_MISSES of its requests may miss
+the objective: of 2,500 requests the share 0.9999 is that of all.
 
 The rate, and so the number of requests, is known only after a search. So the first search, of all
 placements, has one sample as long as the closed form suggests. The second has all samples, of the
@@ -17,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from ...errors import ConfigError
 from ..simulation import workload
 from ..simulation.simulator import simulate
 from .bounds import CapacityBounds
@@ -37,6 +39,7 @@ from .scenario import EDGE_SHARE, Placement, Scenario
 
 MIN_SECONDS = 60.0
 MIN_LATENCIES = 10.0
+MIN_MISSES = 5
 MARGIN_RATIO = 1.25  # of the requests that a sample needs: the next rate found differs a little
 MIN_REQUESTS = 1000  # of a sample whose size is chosen here
 MAX_REQUESTS = 100_000  # of a sample whose size is chosen here: more take minutes
@@ -114,7 +117,7 @@ def search_sized(
     rate = _first_rate(scenario)
     parts = parts_of(scenario, rate)
     scenario = msgspec.structs.replace(scenario, gpus=scenario.gpus // parts)
-    guess = requests_lasting(scenario, rate / parts, MIN_SECONDS)
+    guess = _requests_for(scenario, rate / parts, MIN_SECONDS)
     first = grown(scenario, max(MIN_REQUESTS, min(guess, MAX_SCREENED_REQUESTS)))
     first = msgspec.structs.replace(first, seeds=1)
     finalists = FINALISTS
@@ -168,7 +171,7 @@ def _near_rates(scenario: Scenario, scores: Sequence[PlacementScore]) -> dict[Pl
 
 def parts_of(scenario: Scenario, rate: float) -> int:
     """Returns the equal parts of a deployment whose samples have no more than MAX_REQUESTS each."""
-    requests = MARGIN_RATIO * requests_lasting(scenario, rate, MIN_SECONDS)
+    requests = MARGIN_RATIO * _requests_lasting(scenario, rate, MIN_SECONDS)
     wanted = math.ceil(requests / max(MAX_REQUESTS, scenario.requests))
     least = 0  # GPUs of one prefill and one decode instance
     for source in (scenario.prefill, scenario.decode):
@@ -178,7 +181,7 @@ def parts_of(scenario: Scenario, rate: float) -> int:
 
 def lasting(scenario: Scenario, rate: float) -> Scenario:
     """Returns the scenario with samples that last long enough at a rate, in requests/s."""
-    requests = requests_lasting(scenario, rate, MIN_SECONDS)
+    requests = _requests_for(scenario, rate, MIN_SECONDS)
     return grown(scenario, max(scenario.requests, requests))
 
 
@@ -194,7 +197,7 @@ def grown(scenario: Scenario, requests: int) -> Scenario:
 
 def requests_needed(scenario: Scenario, score: PlacementScore) -> int:
     """Returns the requests that a sample needs at the rate found."""
-    return requests_lasting(scenario, score.total, seconds_needed(scenario, score))
+    return requests_at(scenario, score.total, _latency(scenario, score))
 
 
 def requests_within_capacity(scenario: Scenario, scores: Sequence[PlacementScore]) -> int:
@@ -206,23 +209,66 @@ def requests_within_capacity(scenario: Scenario, scores: Sequence[PlacementScore
     needed = 0
     for score in scores:
         rate = min(score.total, bounds.capacity(score.placement))
-        needed = max(needed, requests_lasting(scenario, rate, seconds_needed(scenario, score)))
+        needed = max(needed, requests_at(scenario, rate, _latency(scenario, score)))
     return needed
 
 
-def seconds_needed(scenario: Scenario, score: PlacementScore) -> float:
-    """Returns the seconds that a sample must last between its edges, at the rate found."""
+def _latency(scenario: Scenario, score: PlacementScore) -> float:
+    """Returns the mean seconds of a request at the rate found."""
     requests = min(scenario.requests, MAX_SCREENED_REQUESTS)  # enough for a mean
     sample = msgspec.structs.replace(scenario, requests=requests).samples()[0]
     result = simulate(scenario.deployment(score.placement), sample, score.total)
     served = [seconds for seconds in result.latency if seconds >= 0]
-    return max(MIN_SECONDS, MIN_LATENCIES * sum(served) / len(served))
+    return sum(served) / len(served)
 
 
-def requests_lasting(scenario: Scenario, rate: float, seconds: float) -> int:
+def requests_at(scenario: Scenario, rate: float, latency: float) -> int:
+    """Returns the requests that a sample needs at a rate, where a request takes so many seconds."""
+    return _requests_for(scenario, rate, max(MIN_SECONDS, MIN_LATENCIES * latency))
+
+
+def _requests_for(scenario: Scenario, rate: float, seconds: float) -> int:
+    """Returns the requests of a sample that lasts so long, and shows the attainment."""
+    return max(_requests_lasting(scenario, rate, seconds), requests_showing(scenario))
+
+
+def _requests_lasting(scenario: Scenario, rate: float, seconds: float) -> int:
     """Returns the requests of a sample that lasts so long between its edges."""
-    counted_share = 1.0 if scenario.distserve else 1 - 2 * EDGE_SHARE
-    return math.ceil(rate * seconds / counted_share)
+    return math.ceil(rate * seconds / _counted_share(scenario))
+
+
+def requests_showing(scenario: Scenario) -> int:
+    """Returns the requests of a sample of which MIN_MISSES may miss the objective."""
+    counted = MIN_MISSES / (1 - scenario.objective.attainment)
+    # Of 50.000000001 the ceiling is 50: shares as 0.9 are rounded numbers.
+    return math.ceil(counted / _counted_share(scenario) * (1 - 1e-9))
+
+
+def _counted_share(scenario: Scenario) -> float:
+    """Returns the share of a sample's requests that count: without its edges."""
+    return 1.0 if scenario.distserve else 1 - 2 * EDGE_SHARE
+
+
+def check_attainment(scenario: Scenario) -> None:
+    """Raises ConfigError if no sample whose size is chosen here shows the attainment."""
+    needed = requests_showing(scenario)
+    if needed > MAX_REQUESTS:
+        raise ConfigError(
+            f"--attainment: {scenario.objective.attainment} takes samples of {needed} requests:"
+            f" give a lower one, or --requests {needed}"
+        )
+
+
+def shortage(scenario: Scenario, missing: int, rates: str) -> str:
+    """Returns why samples give no verdict; `missing`: as of a result, `rates`: words for them."""
+    if scenario.requests < requests_showing(scenario):
+        why = (
+            f"are too few for an attainment of {scenario.objective.attainment}, which"
+            f" {MIN_MISSES} of them may miss"
+        )
+    else:
+        why = f"are a burst at {rates}, in which no queue has time to grow"
+    return f"{scenario.requests} requests {why}; {missing} are needed: {scenario.longer_sample()}"
 
 
 def _first_rate(scenario: Scenario) -> float:

@@ -20,15 +20,11 @@ from vllm_disagg.planner.cost import distserve, model, queueing
 from vllm_disagg.planner.cost.hardware import GIB, LINKS
 from vllm_disagg.planner.cost.latency import LinearLatency, unloaded_prefill
 from vllm_disagg.planner.search import optimizer
-from vllm_disagg.planner.search.scenario import Placement, ReplicaGroup
+from vllm_disagg.planner.search.placement import Placement, ReplicaGroup
 from vllm_disagg.planner.simulation import workload
+from vllm_disagg.planner.simulation.deployment import Deployment, Handoff, ReplicaPool
 from vllm_disagg.planner.simulation.replica import SchedulingRules
-from vllm_disagg.planner.simulation.simulator import (
-    Deployment,
-    Handoff,
-    ReplicaPool,
-    simulate,
-)
+from vllm_disagg.planner.simulation.simulator import simulate
 from vllm_disagg.planner.simulation.workload import Arrivals, WorkloadSample
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

@@ -32,8 +32,9 @@ from vllm_disagg.planner.cost import families, hardware, latency
 from vllm_disagg.planner.cost.known_models import MODELS
 from vllm_disagg.planner.cost.latency import InstanceShape, LatencyModel, PathDelay, RooflineLatency
 from vllm_disagg.planner.cost.sizes import ModelCosts, touched
+from vllm_disagg.planner.simulation.deployment import Deployment, ReplicaPool
 from vllm_disagg.planner.simulation.replica import SchedulingRules
-from vllm_disagg.planner.simulation.simulator import Deployment, ReplicaPool, simulate_closed
+from vllm_disagg.planner.simulation.simulator import simulate_closed
 from vllm_disagg.planner.simulation.workload import WorkloadSample
 
 DATA = Path(__file__).resolve().parent / "silicon" / "measured_runs.csv"

@@ -14,13 +14,12 @@ from profile_windows import StepKinds, mean_sequences, multiples
 from vllm_disagg.planner.commands import engine_profiles, live
 from vllm_disagg.planner.cost import model
 from vllm_disagg.planner.cost.hardware import LINKS
-from vllm_disagg.planner.search.scenario import (
-    PerformanceSource,
-    Placement,
-    ReplicaGroup,
-    Scenario,
-)
-from vllm_disagg.planner.simulation.simulator import Deployment, Objective, simulate
+from vllm_disagg.planner.search.performance_source import PerformanceSource
+from vllm_disagg.planner.search.placement import Placement, ReplicaGroup
+from vllm_disagg.planner.search.scenario import Scenario
+from vllm_disagg.planner.simulation.deployment import Deployment
+from vllm_disagg.planner.simulation.objective import Objective
+from vllm_disagg.planner.simulation.simulator import simulate
 from vllm_disagg.planner.simulation.workload import Arrivals, Workload, WorkloadSample
 
 OBJECTIVE = Objective(ttft=1.0, tpot=0.1, attainment=0.9)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from vllm_disagg.planner.cost import model
 from vllm_disagg.planner.cost.hardware import LINKS
-from vllm_disagg.planner.search.scenario import PerformanceSource, Scenario
+from vllm_disagg.planner.search.performance_source import PerformanceSource
+from vllm_disagg.planner.search.scenario import Scenario
 from vllm_disagg.planner.simulation import workload
-from vllm_disagg.planner.simulation.simulator import Objective
+from vllm_disagg.planner.simulation.objective import Objective
 from vllm_disagg.planner.simulation.workload import Arrivals
 
 TPOT_SECONDS = 0.1

@@ -15,13 +15,9 @@ from hypothesis import strategies as st
 from vllm_disagg.fleet.conventions import POLICY_NAMES
 from vllm_disagg.planner.cost.hardware import NetworkLink
 from vllm_disagg.planner.cost.latency import LinearLatency
+from vllm_disagg.planner.simulation.deployment import Deployment, Handoff, ReplicaPool
 from vllm_disagg.planner.simulation.replica import Replica, SchedulingRules
-from vllm_disagg.planner.simulation.simulator import (
-    Deployment,
-    Handoff,
-    ReplicaPool,
-    Simulation,
-)
+from vllm_disagg.planner.simulation.simulator import Simulation
 from vllm_disagg.planner.simulation.workload import WorkloadSample
 
 # All times are multiples of a power of two, so sums of them are exact: whatever comes at one moment

@@ -13,14 +13,12 @@ from vllm_disagg.planner.cost.latency import LinearLatency
 from vllm_disagg.planner.search import demand, optimizer
 from vllm_disagg.planner.search.bounds import CapacityBounds
 from vllm_disagg.planner.search.demand import DemandScore
-from vllm_disagg.planner.search.scenario import (
-    Criterion,
-    PerformanceSource,
-    Placement,
-    Scenario,
-)
+from vllm_disagg.planner.search.performance_source import PerformanceSource
+from vllm_disagg.planner.search.placement import Criterion, Placement
+from vllm_disagg.planner.search.scenario import Scenario
 from vllm_disagg.planner.simulation import workload
-from vllm_disagg.planner.simulation.simulator import Objective, SimulationResult, simulate
+from vllm_disagg.planner.simulation.objective import Objective, SimulationResult
+from vllm_disagg.planner.simulation.simulator import simulate
 from vllm_disagg.planner.simulation.workload import Arrivals
 
 SEEDS = range(10)

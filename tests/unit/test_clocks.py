@@ -7,7 +7,7 @@ ROOT = Path(__file__).parents[2]
 
 # Where it is read, and for what. All else goes by the monotonic clock.
 USES = {
-    "vllm_disagg/planner/commands/output.py": "the date of a plan",
+    "vllm_disagg/planner/commands/documents.py": "the date of a plan",
     "vllm_disagg/workloads/traces.py": "the arrivals of a recorded trace",
     "vllm_disagg/proxy/main.py": "moments on the status page",
     "vllm_disagg/proxy/requests/api.py": "moments in /disagg/instances",

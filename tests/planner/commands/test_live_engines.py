@@ -17,7 +17,9 @@ from vllm_disagg.planner.commands import engine_profiles, flags, live, live_text
 from vllm_disagg.planner.commands.engine_profiles import EngineWindow
 from vllm_disagg.planner.commands.metric_page import MetricSamples, MetricWindow, parse
 from vllm_disagg.planner.cost import hardware
-from vllm_disagg.planner.search import scenario
+from vllm_disagg.planner.search import performance_source
+from vllm_disagg.planner.search.placement import Placement, ReplicaGroup
+from vllm_disagg.planner.search.scenario import Scenario
 from vllm_disagg.product_sums import (
     HANDOFF_QUANTITIES,
     STEP_QUANTITIES,
@@ -254,12 +256,12 @@ def test_limits_of_a_step_are_assumed_in_words_and_decide_nothing(
     assert assumed in capsys.readouterr().out
     given = answer(capsys, "--max-num-batched-tokens", "4096", "--max-num-seqs", "16")
     assert given["assumed"] == {} and given["verdict"] != "cannot tell"
-    monkeypatch.setattr(scenario, "CPU_DEFAULTS", hardware.EngineDefaults(2048, 16))
+    monkeypatch.setattr(performance_source, "CPU_DEFAULTS", hardware.EngineDefaults(2048, 16))
     found = answer(capsys)
     assert found["verdict"] == "cannot tell" and "default of --max-num-seqs" in found["why"]
 
 
-def _scenario(*words: str) -> scenario.Scenario:
+def _scenario(*words: str) -> Scenario:
     parser = argparse.ArgumentParser()
     flags.add_arguments(parser)
     return flags.read(parser.parse_args(words), 2, "--gpus", live.UNMEASURED).scenario
@@ -276,8 +278,8 @@ def test_a_measured_path_has_the_notice_of_a_handoff(path: float) -> None:
     found = engine_profiles.disaggregated(proxy_window(parts + path), engines[:1], engines[1:])
     assert found.path == pytest.approx(path)
     measured = engine_profiles.scenario_of(_scenario("--link", "none"), found, 1)
-    one = scenario.ReplicaGroup(1, 1, 1)
-    deployment = measured.deployment(scenario.Placement(one, one))
+    one = ReplicaGroup(1, 1, 1)
+    deployment = measured.deployment(Placement(one, one))
     assert deployment.path.of(PROMPT) + deployment.handoff.notice == pytest.approx(path, abs=1e-9)
 
 

@@ -17,14 +17,15 @@ from distserve_scenario import distserve_scenario
 
 from vllm_disagg import cli
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.planner.commands import flags, output, plan, report
+from vllm_disagg.planner.commands import documents, flags, launch_commands, plan, report
 from vllm_disagg.planner.cost import hardware, known_models, speculative
 from vllm_disagg.planner.cost import model as known_model
 from vllm_disagg.planner.cost.latency import unloaded_prefill
 from vllm_disagg.planner.search import advice
 from vllm_disagg.planner.search.optimizer import PlacementScore
-from vllm_disagg.planner.search.scenario import PerformanceSource, Placement, ReplicaGroup
-from vllm_disagg.planner.simulation.simulator import Objective
+from vllm_disagg.planner.search.performance_source import PerformanceSource
+from vllm_disagg.planner.search.placement import Placement, ReplicaGroup
+from vllm_disagg.planner.simulation.objective import Objective
 
 PATH = {"seconds": 0.005, "seconds_per_token": 0.0}
 BASE = ["--coefficients", "distserve-a100", "--model", "opt-13b", "--ttft", "0.2", "--tpot", "0.1"]
@@ -156,7 +157,7 @@ def test_a_ratio_on_both_sides_of_the_limit_cannot_tell(
     )
     words = report._verdict(found)
     assert words.startswith(expected) and f"({interval[0]:.2f} to {interval[1]:.2f})" in words
-    document = output.as_json(found, "m")
+    document = documents.as_json(found, "m")
     assert document["recommendation"] == expected.partition(":")[0]
     assert bool(document["commands"]) == (document["recommendation"] != "cannot tell")
 
@@ -468,24 +469,26 @@ def test_an_answer_names_the_versions_that_it_is_of(
     monkeypatch.chdir(tmp_path)
     _points_file(tmp_path / "p.json", vllm="0.32.0")
     scenario = _planned(*words).scenario
-    document = {"made": output.made(scenario, "m")}
-    line = output.made_line(document)
+    document = {"made": documents.made(scenario, "m")}
+    line = documents.made_line(document)
     assert made in line and ("defaults of" in line) == (not scenario.distserve)
 
 
 def test_what_a_split_is_not_simulated_with_is_said() -> None:
     scenario = _planned("--gpu", "h100", "--model", "llama-3.1-8b").scenario
     one = ReplicaGroup(1, 1, 1)
-    found = output.remarks(scenario, Placement(one, one))
+    found = launch_commands.remarks(scenario, Placement(one, one))
     assert any("--max-concurrent-requests" in note and "compress" in note for note in found)
-    assert not any("not simulated" in note for note in output.remarks(scenario, Placement(one)))
+    assert not any(
+        "not simulated" in note for note in launch_commands.remarks(scenario, Placement(one))
+    )
 
 
 def test_a_profile_of_several_gpus_is_served_with_as_many(tmp_path: Path) -> None:
     path = _points_file(tmp_path / "p.json", tensor_parallel_size=2, gpu="NVIDIA H100")
     planned = _planned("--profile", path, "--link", "none")
     one = ReplicaGroup(2, 1, 1)
-    lines = output.commands(planned.scenario, Placement(one, one), "org/m")
+    lines = launch_commands.commands(planned.scenario, Placement(one, one), "org/m")
     served = [line for line in lines if "serve" in line or " up " in line]
     assert len(served) == 3 and all("--tensor-parallel-size 2" in line for line in served)
 
@@ -779,7 +782,7 @@ def test_commands_start_engines_that_draft() -> None:
     split = Placement(ReplicaGroup(1, 1, 1), ReplicaGroup(1, 1, 1))
     together = Placement(ReplicaGroup(1, 1, 1), budget=8192)
     for placement, engines in ((split, 2), (together, 1)):
-        lines = output.commands(scenario, placement, "m")
+        lines = launch_commands.commands(scenario, placement, "m")
         served = [line for line in lines if " vllm serve " in f" {line}"]
         assert len(served) == engines
         assert all(f"--speculative-config '{DRAFTS}'" in line for line in served)

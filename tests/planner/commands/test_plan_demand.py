@@ -14,18 +14,15 @@ from distserve_scenario import distserve_scenario
 
 from vllm_disagg import __version__, cli
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.planner.commands import criteria, flags, output, report
+from vllm_disagg.planner.commands import criteria, documents, flags, launch_commands, report
 from vllm_disagg.planner.cost import hardware, model
 from vllm_disagg.planner.search import sample_size
-from vllm_disagg.planner.search.scenario import (
-    Criterion,
-    PerformanceSource,
-    Placement,
-    ReplicaGroup,
-    Scenario,
-)
+from vllm_disagg.planner.search.performance_source import PerformanceSource
+from vllm_disagg.planner.search.placement import Criterion, Placement, ReplicaGroup
+from vllm_disagg.planner.search.scenario import Scenario
 from vllm_disagg.planner.simulation import workload
-from vllm_disagg.planner.simulation.simulator import Objective, simulate
+from vllm_disagg.planner.simulation.objective import Objective
+from vllm_disagg.planner.simulation.simulator import simulate
 
 BASE = ["plan", "--coefficients", "distserve-a100", "--model", "opt-13b", "--ttft", "0.2"]
 BASE += ["--tpot", "0.1", "--workload", "700:20", "--seeds", "1"]
@@ -174,7 +171,7 @@ def test_prices_and_power_are_those_of_each_sides_gpus(tmp_path: Path) -> None:
     assert scenario.criterion.units(together) == pytest.approx(4 * 0.5)
     powered = _two_types({"h100": 2.5, "l4": 0.5}, tmp_path, "power")
     assert powered.criterion.units(pair) == pytest.approx((2 * 700 + 3 * 72) / 1000)
-    document = output.placement_document(scenario, pair)
+    document = documents.placement_document(scenario, pair)
     assert document["cost_per_hour"] == pytest.approx(6.5)
     assert document["kilowatts"] == pytest.approx(1.616)
     assert (document["prefill"]["gpu"], document["decode"]["gpu"]) == ("h100", "l4")
@@ -299,14 +296,16 @@ def test_an_instance_has_the_links_of_its_gpus() -> None:
 def test_commands_of_parallel_experts_have_their_flags_and_a_warning(tmp_path: Path) -> None:
     scenario = msgspec.structs.replace(_two_types({}, tmp_path), distserve=False)
     wide = Placement(ReplicaGroup(1, 1, 1, 16), ReplicaGroup(1, 1, 1))
-    lines = output.commands(scenario, wide, "m")
+    lines = launch_commands.commands(scenario, wide, "m")
     assert "--data-parallel-size 16 --enable-expert-parallel" in lines[1]
     assert "--prefill-concurrency 8 " in lines[-1], "each rank is an instance with 8 legs"
     ranks = "".join(f" --prefill http://127.0.0.1:8100@{rank}" for rank in range(16))
     assert lines[-1].endswith(f"{ranks} --decode http://127.0.0.1:8200")
-    assert "experts with data parallelism on CPUs only" in output.remarks(scenario, wide)[0]
-    assert output.placement_document(scenario, wide)["prefill"]["ep"] == 16
-    narrow = output.remarks(scenario, ONE_EACH)
+    assert (
+        "experts with data parallelism on CPUs only" in launch_commands.remarks(scenario, wide)[0]
+    )
+    assert documents.placement_document(scenario, wide)["prefill"]["ep"] == 16
+    narrow = launch_commands.remarks(scenario, ONE_EACH)
     assert not any("data parallelism" in remark for remark in narrow)
 
 

@@ -16,13 +16,10 @@ from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet.role_control import RoleRules
 from vllm_disagg.planner.commands import replay
 from vllm_disagg.planner.cost.latency import LinearLatency
+from vllm_disagg.planner.simulation.deployment import Deployment, ReplicaPool
+from vllm_disagg.planner.simulation.objective import Objective
 from vllm_disagg.planner.simulation.role_simulation import RoleReplay, simulate_roles
-from vllm_disagg.planner.simulation.simulator import (
-    Deployment,
-    Objective,
-    ReplicaPool,
-    simulate,
-)
+from vllm_disagg.planner.simulation.simulator import simulate
 from vllm_disagg.workloads.traces import Trace, TraceRequest
 
 BASE = ["plan", "--gpu", "a100", "--model", "llama-3.1-8b", "--gpus", "4"]

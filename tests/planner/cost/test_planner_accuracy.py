@@ -13,7 +13,7 @@ import pytest
 from benchmarks import planner_accuracy as accuracy
 from vllm_disagg.planner.cost import kernels
 from vllm_disagg.planner.cost.latency import FITTED, FITTED_GPUS, FITTED_PATH, FITTED_VLLM
-from vllm_disagg.planner.search.scenario import PerformanceSource
+from vllm_disagg.planner.search.performance_source import PerformanceSource
 
 EVERY = 13  # of the runs that are simulated here; `make planner-accuracy` simulates all
 

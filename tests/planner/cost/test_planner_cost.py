@@ -29,7 +29,8 @@ from vllm_disagg.planner.cost.latency import (
     unloaded_decode,
     unloaded_prefill,
 )
-from vllm_disagg.planner.search.scenario import PerformanceSource, ReplicaGroup
+from vllm_disagg.planner.search.performance_source import PerformanceSource
+from vllm_disagg.planner.search.placement import ReplicaGroup
 
 
 @pytest.mark.parametrize(

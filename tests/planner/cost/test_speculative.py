@@ -11,14 +11,11 @@ from vllm_disagg.errors import ConfigError
 from vllm_disagg.planner.cost import hardware, model, speculative
 from vllm_disagg.planner.cost.latency import InstanceShape, RooflineLatency
 from vllm_disagg.planner.cost.speculative import SpeculativeDecoding, SpeculativeLatency
-from vllm_disagg.planner.search.scenario import (
-    PerformanceSource,
-    Placement,
-    ReplicaGroup,
-    Scenario,
-)
+from vllm_disagg.planner.search.performance_source import PerformanceSource
+from vllm_disagg.planner.search.placement import Placement, ReplicaGroup
+from vllm_disagg.planner.search.scenario import Scenario
 from vllm_disagg.planner.simulation import workload
-from vllm_disagg.planner.simulation.simulator import Objective
+from vllm_disagg.planner.simulation.objective import Objective
 from vllm_disagg.planner.simulation.workload import Arrivals
 
 CONFIG = '{"method": "mtp", "num_speculative_tokens": 3}'

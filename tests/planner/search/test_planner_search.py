@@ -13,20 +13,16 @@ from distserve_scenario import distserve_scenario
 
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet.conventions import QUIET_ACCESS_LOG_FLAG
-from vllm_disagg.planner.commands import flags, output
+from vllm_disagg.planner.commands import documents, flags, launch_commands
 from vllm_disagg.planner.cost import hardware, model
 from vllm_disagg.planner.search import advice, optimizer
 from vllm_disagg.planner.search.optimizer import RateBisection
+from vllm_disagg.planner.search.performance_source import PerformanceSource, check_model
+from vllm_disagg.planner.search.placement import Placement, ReplicaGroup
 from vllm_disagg.planner.search.sample_size import SearchResult
-from vllm_disagg.planner.search.scenario import (
-    PerformanceSource,
-    Placement,
-    ReplicaGroup,
-    Scenario,
-    check_model,
-)
+from vllm_disagg.planner.search.scenario import Scenario
 from vllm_disagg.planner.simulation import workload
-from vllm_disagg.planner.simulation.simulator import Objective
+from vllm_disagg.planner.simulation.objective import Objective
 from vllm_disagg.planner.simulation.workload import Arrivals
 from vllm_disagg.proxy import flags as proxy_flags
 
@@ -222,7 +218,7 @@ def test_advice_on_tight_tokens_and_loose_first_tokens_and_the_other_way_round()
     assert not loose.disaggregate
     for found_advice in (tight, loose):
         # Enough to compare the two, and no verdict for users: 80 requests are a burst.
-        document = output.as_json(found_advice, "qwen3-32b")
+        document = documents.as_json(found_advice, "qwen3-32b")
         assert document["recommendation"] == "cannot tell" and not document["commands"]
 
 
@@ -242,14 +238,16 @@ def test_gaps_limit_batches_and_have_a_crossover() -> None:
     found = advice.advise(SearchResult(scenario, split, together))
     assert list(found.crossovers) == ["tpot", "ttft", "itl"]
     assert found.crossovers["itl"].words.startswith("ITL ")
-    assert "by_rate" in output.as_json(found, "m") and not output.as_json(found, "m")["by_rate"]
-    rows = output.as_json(found, "m", with_rates=True)["by_rate"]
+    assert (
+        "by_rate" in documents.as_json(found, "m") and not documents.as_json(found, "m")["by_rate"]
+    )
+    rows = documents.as_json(found, "m", with_rates=True)["by_rate"]
     assert all(row["itl_p50"] > 0 for row in rows if row["ttft_p50"])
 
 
 def test_commands_start_what_was_planned() -> None:
     scenario = distserve_scenario("opt-13b", 0.2, 4, 10, 1)
-    same = output.commands(
+    same = launch_commands.commands(
         scenario, Placement(ReplicaGroup(2, 1, 2), ReplicaGroup(2, 1, 1)), "facebook/opt-13b"
     )
     assert (
@@ -263,10 +261,14 @@ def test_commands_start_what_was_planned() -> None:
     )
     assert same[-1].count("--prefill") == 2 and same[-1].count("--decode") == 1
     mixed = Placement(ReplicaGroup(2, 1, 1), ReplicaGroup(1, 1, 1))
-    assert not any("vllm-disagg up" in line for line in output.commands(scenario, mixed, "m"))
-    remark = output.remarks(scenario, mixed)[0]
+    assert not any(
+        "vllm-disagg up" in line for line in launch_commands.commands(scenario, mixed, "m")
+    )
+    remark = launch_commands.remarks(scenario, mixed)[0]
     assert "differ in parallelism" in remark and "see the compatibility matrix" in remark
-    colocated = output.commands(scenario, Placement(ReplicaGroup(2, 1, 2), None, 2048), "m")
+    colocated = launch_commands.commands(
+        scenario, Placement(ReplicaGroup(2, 1, 2), None, 2048), "m"
+    )
     assert "--max-num-batched-tokens 2048" in colocated[0] and colocated[-1].count("--decode") == 2
 
 
@@ -279,14 +281,16 @@ def test_the_closed_form_takes_a_prompt_through_one_rank() -> None:
     plain = distserve_scenario("opt-13b", 0.2, 32, 20, 1)
     scenario = msgspec.structs.replace(plain, prefill=source, decode=source, distserve=False)
     ranks = ReplicaGroup(1, 1, 1, 16)
-    form = output.closed_form(scenario, Placement(ranks, ranks))
+    form = documents.closed_form(scenario, Placement(ranks, ranks))
     assert form["ttft_mean_half_load"] == pytest.approx(16 / form["prefill"] * 1.5)
 
 
 def test_commands_give_each_instance_gpus_of_its_own() -> None:
     scenario = distserve_scenario("opt-13b", 0.2, 4, 10, 1)
     pair = Placement(ReplicaGroup(2, 1, 2), ReplicaGroup(1, 1, 1))
-    engines = [line for line in output.commands(scenario, pair, "m") if "vllm serve" in line]
+    engines = [
+        line for line in launch_commands.commands(scenario, pair, "m") if "vllm serve" in line
+    ]
     assert [line.partition(" ")[0] for line in engines] == [
         "CUDA_VISIBLE_DEVICES=0,1",
         "CUDA_VISIBLE_DEVICES=2,3",
@@ -294,12 +298,12 @@ def test_commands_give_each_instance_gpus_of_its_own() -> None:
     ]
     assert all(f" {QUIET_ACCESS_LOG_FLAG} " in line for line in engines)
     two = Placement(ReplicaGroup(1, 1, 2), None)
-    second = output.commands(scenario, two, "m")[1]
+    second = launch_commands.commands(scenario, two, "m")[1]
     assert second.startswith("CUDA_VISIBLE_DEVICES=1 vllm serve")
     one = Placement(ReplicaGroup(1, 1, 1), None)
-    assert output.commands(scenario, one, "m")[0].startswith("vllm serve")
+    assert launch_commands.commands(scenario, one, "m")[0].startswith("vllm serve")
     large = Placement(ReplicaGroup(8, 1, 1), ReplicaGroup(8, 1, 1))
-    assert "on each machine begin" in output.remarks(scenario, large)[0]
+    assert "on each machine begin" in launch_commands.remarks(scenario, large)[0]
 
 
 @pytest.mark.parametrize(
@@ -313,7 +317,7 @@ def test_remarks_have_the_gpus_of_a_machine_of_the_type(words: str, fits: int) -
     scenario = flags.read(parser.parse_args(argv), 8, "--gpus").scenario
     for tensor in (fits, 2 * fits):
         one = Placement(ReplicaGroup(tensor, 1, 1), None, 2048)
-        found = output.remarks(scenario, one)
+        found = launch_commands.remarks(scenario, one)
         assert any("spans machines" in note for note in found) == (tensor > fits)
         assert any("on each machine begin" in note for note in found) == (tensor > fits)
 
@@ -324,9 +328,11 @@ def test_gpus_of_two_types_are_on_two_machines() -> None:
     argv = ["--model", "llama-3.1-8b", "--gpu", "h100", "--decode-gpu", "l40s"]
     scenario = flags.read(parser.parse_args(argv), 8, "--gpus").scenario
     pair = Placement(ReplicaGroup(1, 1, 1), ReplicaGroup(1, 1, 1))
-    assert any("on each machine begin" in note for note in output.remarks(scenario, pair))
+    assert any("on each machine begin" in note for note in launch_commands.remarks(scenario, pair))
     alone = Placement(ReplicaGroup(1, 1, 2), None, 2048)
-    assert not any("on each machine begin" in note for note in output.remarks(scenario, alone))
+    assert not any(
+        "on each machine begin" in note for note in launch_commands.remarks(scenario, alone)
+    )
 
 
 def test_an_interval_has_what_the_bisections_left_open() -> None:
@@ -354,8 +360,8 @@ def test_commands_of_a_profile_name_no_gpu() -> None:
     source = msgspec.structs.replace(scenario.prefill, kind="profile")
     measured = msgspec.structs.replace(scenario, prefill=source)
     pair = Placement(ReplicaGroup(1, 1, 1), ReplicaGroup(1, 1, 1))
-    assert not any("CUDA" in line for line in output.commands(measured, pair, "m"))
-    assert "put CUDA_VISIBLE_DEVICES=N" in output.remarks(measured, pair)[0]
+    assert not any("CUDA" in line for line in launch_commands.commands(measured, pair, "m"))
+    assert "put CUDA_VISIBLE_DEVICES=N" in launch_commands.remarks(measured, pair)[0]
 
 
 def test_commands_give_all_flags_of_the_simulation() -> None:
@@ -364,24 +370,26 @@ def test_commands_give_all_flags_of_the_simulation() -> None:
     scenario = msgspec.structs.replace(
         distserve_scenario("opt-13b", 0.2, 2, 10, 1), distserve=False, sequences=64, budget=4096
     )
-    up, _, prefill, decode, proxy = output.commands(scenario, placement, "m")
+    up, _, prefill, decode, proxy = launch_commands.commands(scenario, placement, "m")
     scheduler = "--max-num-batched-tokens 4096 --max-num-seqs 64 --gpu-memory-utilization 0.94"
     assert up.endswith(f"-- {scheduler}") and scheduler in prefill and scheduler in decode
     assert "--policy prefix_aware --prefill-concurrency 8" in proxy
     other = msgspec.structs.replace(scenario, policy="round_robin", concurrency=4)
-    lines = output.commands(other, placement, "m")
+    lines = launch_commands.commands(other, placement, "m")
     assert not any(" up " in line for line in lines)
     assert "--policy round_robin --prefill-concurrency 4" in lines[-1]
-    assert output.describe(other)["policy"] == "round_robin"
+    assert documents.describe(other)["policy"] == "round_robin"
     theirs = msgspec.structs.replace(other, distserve=True)
-    assert not any(" up " in line for line in output.commands(theirs, placement, "m"))
+    assert not any(" up " in line for line in launch_commands.commands(theirs, placement, "m"))
     small = msgspec.structs.replace(scenario, budget=32)
     assert (
-        "--max-num-batched-tokens 32 --max-num-seqs 32" in output.commands(small, placement, "m")[0]
+        "--max-num-batched-tokens 32 --max-num-seqs 32"
+        in launch_commands.commands(small, placement, "m")[0]
     )
     colocated = Placement(ReplicaGroup(1, 1, 1), None, chunked=True, budget=32)
     assert (
-        "--max-num-batched-tokens 32 --max-num-seqs 32" in output.commands(small, colocated, "m")[0]
+        "--max-num-batched-tokens 32 --max-num-seqs 32"
+        in launch_commands.commands(small, colocated, "m")[0]
     )
 
 
@@ -403,7 +411,7 @@ def _of_gpus(prefill: str, decode: str) -> Scenario:
 def test_commands_have_the_defaults_of_each_gpu_as_they_were_simulated() -> None:
     placement = Placement(ReplicaGroup(1, 1, 1), ReplicaGroup(1, 1, 1))
     scenario = _of_gpus("b200", "a100")
-    _, prefill, decode, _ = output.commands(scenario, placement, "m")
+    _, prefill, decode, _ = launch_commands.commands(scenario, placement, "m")
     large = "--max-num-batched-tokens 16384 --max-num-seqs 1024 --gpu-memory-utilization 0.92"
     small = "--max-num-batched-tokens 2048 --max-num-seqs 256 --gpu-memory-utilization 0.92"
     assert large in prefill and small in decode, "two kinds of GPU are no `up`"
@@ -411,8 +419,8 @@ def test_commands_have_the_defaults_of_each_gpu_as_they_were_simulated() -> None
     assert deployment.decode
     assert (deployment.prefill.rules.budget, deployment.prefill.rules.sequences) == (16_384, 1024)
     assert (deployment.decode.rules.budget, deployment.decode.rules.sequences) == (2048, 256)
-    assert output.describe(scenario)["engines"]["decode"]["max_num_seqs"] == 256
-    equal = output.commands(_of_gpus("b200", "b200"), placement, "m")
+    assert documents.describe(scenario)["engines"]["decode"]["max_num_seqs"] == 256
+    equal = launch_commands.commands(_of_gpus("b200", "b200"), placement, "m")
     assert equal[0].startswith("vllm-disagg up") and equal[0].endswith(large)
 
 
@@ -421,7 +429,7 @@ def test_more_sequences_than_tokens_of_a_step_are_not_simulated() -> None:
     small = Placement(ReplicaGroup(1, 1, 1), None, 512)
     scenario = _of_gpus("h100", "h100")
     assert scenario.deployment(small).prefill.rules.sequences == 512
-    assert "--max-num-seqs 512" in output.commands(scenario, small, "m")[0]
+    assert "--max-num-seqs 512" in launch_commands.commands(scenario, small, "m")[0]
 
 
 def test_commands_without_chunks_have_steps_for_the_longest_request() -> None:
@@ -430,14 +438,18 @@ def test_commands_without_chunks_have_steps_for_the_longest_request() -> None:
         _of_gpus("h100", "h100"), workload=workload.load("9000:1000"), distserve=True
     )
     flag = "--no-enable-chunked-prefill --max-num-batched-tokens"
-    assert f"{flag} 10000 --max-model-len 10000 " in output.commands(scenario, whole, "m")[0]
+    assert (
+        f"{flag} 10000 --max-model-len 10000 " in launch_commands.commands(scenario, whole, "m")[0]
+    )
     for given, limits in (
         (16_000, "16000 --max-model-len 16000 "),
         (4000, "8192 --max-model-len 4000 "),
     ):
         limited = msgspec.structs.replace(scenario, max_model_len=given)
-        assert f"{flag} {limits}" in output.commands(limited, whole, "m")[0]
-    assert any("prefill first is a schedule" in line for line in output.remarks(scenario, whole))
+        assert f"{flag} {limits}" in launch_commands.commands(limited, whole, "m")[0]
+    assert any(
+        "prefill first is a schedule" in line for line in launch_commands.remarks(scenario, whole)
+    )
 
 
 def test_prefill_first_is_a_schedule_of_distserves_rules() -> None:
@@ -459,23 +471,25 @@ def test_commands_limit_requests_where_the_kv_holds_none_of_the_models_length() 
         (("h100", "l4"), f" --max-model-len {fits} "),  # both sides take the same requests
     ):
         scenario = msgspec.structs.replace(_of_gpus(*names), workload=workload.load("500:100"))
-        lines = [line for line in output.commands(scenario, one, "m") if "vllm serve" in line]
+        lines = [
+            line for line in launch_commands.commands(scenario, one, "m") if "vllm serve" in line
+        ]
         assert len(lines) == 2
         assert all((flag in f"{line} ") if flag else ("model-len" not in line) for line in lines)
-        notes = [note for note in output.remarks(scenario, one) if "own length" in note]
+        notes = [note for note in launch_commands.remarks(scenario, one) if "own length" in note]
         assert bool(notes) == bool(flag)
     long = msgspec.structs.replace(_of_gpus("l4", "l4"), workload=workload.load("60000:100"))
-    together = output.commands(long, Placement(ReplicaGroup(1, 1, 1), None, 2048), "m")[0]
+    together = launch_commands.commands(long, Placement(ReplicaGroup(1, 1, 1), None, 2048), "m")[0]
     assert f" --max-model-len {fits} " in together
     given = msgspec.structs.replace(long, max_model_len=30_000)
-    assert output.commands(given, one, "m")[0].endswith(" --max-model-len 30000")
-    assert not any("own length" in note for note in output.remarks(given, one))
+    assert launch_commands.commands(given, one, "m")[0].endswith(" --max-model-len 30000")
+    assert not any("own length" in note for note in launch_commands.remarks(given, one))
 
 
 def test_commands_have_the_kv_limit_in_bytes_of_a_gpu() -> None:
     placement = Placement(ReplicaGroup(2, 1, 1), ReplicaGroup(2, 1, 1))
     limited = msgspec.structs.replace(_of_gpus("h100", "h100"), kv_limit=50_000)
-    line = output.commands(limited, placement, "m")[0]
+    line = launch_commands.commands(limited, placement, "m")[0]
     # One request of the model's own length does not fit it.
     assert f"--kv-cache-memory-bytes {50_000 * 131_072 // 2} --max-model-len 49019" in line
     assert "utilization" not in line

@@ -6,20 +6,17 @@ import msgspec
 import pytest
 
 from vllm_disagg.fleet.conventions import BYTES_PER_TOKEN
-from vllm_disagg.planner.commands import output, report
+from vllm_disagg.planner.commands import documents, launch_commands, report
 from vllm_disagg.planner.cost import hardware
 from vllm_disagg.planner.cost.latency import LinearLatency
 from vllm_disagg.planner.search import advice, optimizer, proxy_flags, sample_size
 from vllm_disagg.planner.search.optimizer import FlagTrial, PlacementScore
+from vllm_disagg.planner.search.performance_source import PerformanceSource
+from vllm_disagg.planner.search.placement import Placement, ReplicaGroup
 from vllm_disagg.planner.search.sample_size import SearchResult
-from vllm_disagg.planner.search.scenario import (
-    PerformanceSource,
-    Placement,
-    ReplicaGroup,
-    Scenario,
-)
+from vllm_disagg.planner.search.scenario import Scenario
 from vllm_disagg.planner.simulation import workload
-from vllm_disagg.planner.simulation.simulator import Objective
+from vllm_disagg.planner.simulation.objective import Objective
 from vllm_disagg.planner.simulation.workload import Arrivals
 from vllm_disagg.workloads.traces import Trace, TraceRequest
 
@@ -66,7 +63,7 @@ def test_prompts_that_wait_for_p_are_spilled_to_an_idle_d(monkeypatch: pytest.Mo
     assert plain.placement == PAIR and result.large[0] == best
     assert best.goodput > 1.2 * plain.goodput
     found = advice.advise(result)
-    document = output.as_json(found, "m")
+    document = documents.as_json(found, "m")
     assert document["best"]["spill"] and not document["runner_up"]["spill"]
     assert document["proxy_flags"]["tried"][0]["taken"]
     assert document["commands"][-1].count("--spill") == 1
@@ -87,7 +84,7 @@ def test_short_prompts_go_to_d_where_that_gains(monkeypatch: pytest.MonkeyPatch)
         if place.min_prompt_bytes:
             short = sum(BYTES_PER_TOKEN * prompt < place.min_prompt_bytes for prompt in prompts)
             assert 0.2 < short / len(prompts) < 0.8
-    remark = output.remarks(result.scenario, best)[-2]
+    remark = launch_commands.remarks(result.scenario, best)[-2]
     assert f"fewer than {best.min_prompt_bytes // BYTES_PER_TOKEN} tokens" in remark
 
 
@@ -95,7 +92,7 @@ def test_no_flag_is_taken_that_gains_nothing(monkeypatch: pytest.MonkeyPatch) ->
     """D is the bottleneck: its steps of many long answers have no time for prompts."""
     result = _tuned(_scenario("60:200", tpot=0.008), monkeypatch)
     assert result.flag_trials and [score.placement for score in result.split] == [PAIR]
-    document = output.as_json(advice.advise(result), "m")
+    document = documents.as_json(advice.advise(result), "m")
     assert {trial["gain"] for trial in document["proxy_flags"]["tried"]} == {None}
     lines = report._proxy_flags(advice.advise(result), document)
     assert lines and all(

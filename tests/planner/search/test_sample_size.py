@@ -11,7 +11,8 @@ from distserve_scenario import distserve_scenario
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.planner.search import optimizer, sample_size
 from vllm_disagg.planner.search.optimizer import PlacementScore, RateBisection
-from vllm_disagg.planner.search.scenario import Placement, ReplicaGroup, Scenario
+from vllm_disagg.planner.search.placement import Placement, ReplicaGroup
+from vllm_disagg.planner.search.scenario import Scenario
 from vllm_disagg.planner.simulation import workload
 from vllm_disagg.planner.simulation.simulator import simulate
 from vllm_disagg.planner.simulation.workload import Arrivals

@@ -11,7 +11,9 @@ import msgspec
 
 from ...errors import ConfigError
 from ..cost import hardware
-from ..search.scenario import Criterion, PerformanceSource, Scenario
+from ..search.performance_source import PerformanceSource
+from ..search.placement import Criterion
+from ..search.scenario import Scenario
 
 COEFFICIENTS_GPU = "a100"  # of DistServe's measurements
 MAX_PRICE = 1e6  # of a GPU and hour: more is a slip

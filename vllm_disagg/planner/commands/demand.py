@@ -14,9 +14,10 @@ from ...errors import ConfigError
 from ..search import demand, sample_size
 from ..search.advice import MIN_GAIN_RATIO
 from ..search.demand import DemandResult, DemandScore
-from ..search.scenario import Placement, Scenario
-from ..simulation.simulator import SimulationResult, quantile
-from . import flags, output, profile_range
+from ..search.placement import Placement
+from ..search.scenario import Scenario
+from ..simulation.objective import SimulationResult, quantile
+from . import documents, flags, launch_commands, profile_range
 from .flags import PlanInputs
 
 PROGRESS_INTERVAL_SECONDS = 2.0  # between two progress lines
@@ -99,7 +100,7 @@ def _document(result: DemandResult, chosen: DemandScore, model: str) -> dict[str
     scenario = result.scenario
     placement = chosen.placement
     return {
-        "made": output.made(scenario, model),
+        "made": documents.made(scenario, model),
         "rate": result.rate,
         "recommendation": _recommendation(result, placement),
         "counted": scenario.criterion.unit,
@@ -109,9 +110,9 @@ def _document(result: DemandResult, chosen: DemandScore, model: str) -> dict[str
         "considered": result.considered,
         "proxy_flags": {"not_tried": _flags_not_tried(result) or None},
         "requests_needed": result.missing or None,
-        "commands": [] if result.missing else output.commands(scenario, placement, model),
-        "remarks": [] if result.missing else output.remarks(scenario, placement),
-        "setting": output.describe(scenario),
+        "commands": [] if result.missing else launch_commands.commands(scenario, placement, model),
+        "remarks": [] if result.missing else launch_commands.remarks(scenario, placement),
+        "setting": documents.describe(scenario),
     }
 
 
@@ -133,7 +134,7 @@ def _score(scenario: Scenario, score: DemandScore | None) -> dict[str, Any] | No
     """Describes a placement with its times at the rate; None for no placement."""
     if not score:
         return None
-    found = output.placement_document(scenario, score.placement)
+    found = documents.placement_document(scenario, score.placement)
     found["attainment"] = score.attainment(scenario)
     for name in _times(scenario):
         for share in SHARES:
@@ -164,11 +165,11 @@ def _text(result: DemandResult, chosen: DemandScore, document: dict[str, Any]) -
         verdict = f"cannot tell: {sample_size.shortage(scenario, result.missing, 'this rate')}"
     columns = "".join(f"{f'{name.upper()} p90':>10}{'p99':>8}" for name in _times(scenario))
     lines = [
-        output.made_line(document),
+        documents.made_line(document),
         *scenario.words(),
         f"objective: {scenario.objective.words()}",
         *profile_range.lines(document["extrapolated"]),
-        *output.part_lines(document["parts"], scenario.gpus),
+        *documents.part_lines(document["parts"], scenario.gpus),
         "",
         verdict,
         "",
@@ -210,6 +211,6 @@ def _seconds(value: float | None) -> str:
 def _cost(scenario: Scenario, placement: Placement) -> str:
     """Formats GPUs, price and power of a placement."""
     parts = [f"{placement.gpus} GPUs"]
-    for found in output.bills(scenario):
+    for found in documents.bills(scenario):
         parts.append(f"{found.units(placement):.4g} {found.unit}")
     return ", ".join(parts)

@@ -20,9 +20,10 @@ from ..cost import distserve, hardware, known_models, model, profile, speculativ
 from ..cost.latency import FITTED_PATH, LinearLatency, PathDelay
 from ..cost.sizes import ModelCosts
 from ..search import sample_size
-from ..search.scenario import PerformanceSource, Scenario, check_model
+from ..search.performance_source import PerformanceSource, check_model
+from ..search.scenario import Scenario
 from ..simulation import workload
-from ..simulation.simulator import Objective
+from ..simulation.objective import Objective
 
 DEFAULT_WORKLOAD = "sharegpt-like"
 MIN_RATE = 1e-9  # requests/s

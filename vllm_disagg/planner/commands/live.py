@@ -30,7 +30,8 @@ from ...fleet.keys import ADMIN_KEY
 from ...workloads import lengths
 from ..cost.latency import LinearLatency
 from ..search import optimizer, sample_size
-from ..search.scenario import Placement, ReplicaGroup, Scenario
+from ..search.placement import Placement, ReplicaGroup
+from ..search.scenario import Scenario
 from ..simulation import workload
 from ..simulation.simulator import simulate
 from . import engine_profiles, flags, simulated_steps

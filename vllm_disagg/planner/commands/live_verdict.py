@@ -16,8 +16,9 @@ import msgspec
 from ...errors import ConfigError
 from ..search import optimizer, sample_size
 from ..search.advice import MIN_GAIN_RATIO
-from ..search.scenario import Placement, ReplicaGroup, Scenario
-from .output import describe
+from ..search.placement import Placement, ReplicaGroup
+from ..search.scenario import Scenario
+from .documents import describe
 
 ONE_SAMPLE = "one sample: how far chance moves the gain is not known, and not in its interval"
 

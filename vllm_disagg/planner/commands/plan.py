@@ -14,10 +14,11 @@ from ...errors import ConfigError
 from ..cost import model, queueing
 from ..cost.latency import LatencyModel, unloaded_decode, unloaded_prefill
 from ..search import advice, optimizer, proxy_flags, sample_size
-from ..search.scenario import PerformanceSource, Scenario, latency_of
+from ..search.performance_source import PerformanceSource, latency_of
+from ..search.scenario import Scenario
 from ..simulation import workload
-from ..simulation.simulator import TAIL_SHARE, quantile
-from . import criteria, demand, flags, live, output, profile_range, replay, report
+from ..simulation.objective import TAIL_SHARE, quantile
+from . import criteria, demand, documents, flags, live, profile_range, replay, report
 
 DEFAULT_GPUS = 4
 DEFAULT_GPUS_OF_RATE = 128
@@ -112,7 +113,7 @@ def _compare(planned: flags.PlanInputs, args: argparse.Namespace) -> int:
         raise ConfigError(_nothing(scenario))
     result = proxy_flags.tuned(result, jobs, _progress, may_grow=not args.requests)
     found = advice.advise(result, draws=bool(args.report))
-    document = output.as_json(found, planned.model, with_rates=bool(args.report or args.json))
+    document = documents.as_json(found, planned.model, with_rates=bool(args.report or args.json))
     document["parts"] = result.parts
     document["seconds"] = round(time.monotonic() - started_at, 2)
     document["fits"] = {

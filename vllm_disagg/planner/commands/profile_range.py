@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from ..cost.profile import LatencyFit
-from ..search.scenario import Placement, Scenario
+from ..search.placement import Placement
+from ..search.scenario import Scenario
 from ..simulation.simulator import simulate
 from .simulated_steps import StepRecorder
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..search.advice import Advice, RateCurve
-from ..simulation.simulator import SimulationResult, quantile
+from ..simulation.objective import SimulationResult, quantile
 
 SHOWN_OF_A_KIND = 3
 TIMES = ("ttft", "tpot", "itl")

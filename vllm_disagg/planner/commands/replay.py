@@ -21,9 +21,11 @@ from ...errors import ConfigError
 from ...fleet.role_control import RoleRules
 from ...workloads import traces
 from ...workloads.traces import Trace, TraceRequest
-from ..search.scenario import Placement, ReplicaGroup, Scenario
+from ..search.placement import Placement, ReplicaGroup
+from ..search.scenario import Scenario
+from ..simulation.objective import Objective, SimulationResult, quantile
 from ..simulation.role_simulation import simulate_roles
-from ..simulation.simulator import Objective, SimulationResult, quantile, simulate
+from ..simulation.simulator import simulate
 from ..simulation.workload import Arrivals, Workload, WorkloadSample
 from . import flags
 from .live import shape_of

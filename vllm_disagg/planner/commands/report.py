@@ -18,7 +18,7 @@ from ..search.advice import MIN_GAIN_RATIO, Advice, RateCurve
 from ..search.optimizer import disaggregated
 from ..search.sample_size import shortage
 from . import profile_range, rate_table
-from .output import made_line, part_lines
+from .documents import made_line, part_lines
 
 PLOTS = ("goodput.png", "attainment.png", "frontier.png")
 PAGE_STYLE = (

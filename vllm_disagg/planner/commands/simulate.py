@@ -12,10 +12,13 @@ import msgspec
 
 from ...errors import ConfigError
 from ..search import sample_size
-from ..search.scenario import PerformanceSource, Placement, ReplicaGroup, Scenario
-from ..simulation.simulator import SimulationResult, quantile, simulate
+from ..search.performance_source import PerformanceSource
+from ..search.placement import Placement, ReplicaGroup
+from ..search.scenario import Scenario
+from ..simulation.objective import SimulationResult, quantile
+from ..simulation.simulator import simulate
 from . import flags, profile_range
-from .output import closed_form, describe
+from .documents import closed_form, describe
 
 TIMES = (
     "ttft_mean",

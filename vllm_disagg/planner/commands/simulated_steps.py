@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from ..cost.latency import LatencyModel
-from ..search.scenario import Placement, Scenario
+from ..search.placement import Placement
+from ..search.scenario import Scenario
 from ..simulation.simulator import simulate
 from .engine_profiles import MAX_STEP_ERROR, FleetProfile
 

@@ -6,18 +6,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ..simulation.simulator import Objective, SimulationResult, simulate
+from ..simulation.objective import Objective, SimulationResult
+from ..simulation.simulator import simulate
 from ..simulation.workload import WorkloadSample
-from .optimizer import (
-    FlagTrial,
-    PlacementScore,
-    colocated,
-    disaggregated,
-    estimate,
-)
+from .optimizer import FlagTrial, PlacementScore, colocated, disaggregated, estimate
+from .placement import Placement
 from .proxy_flags import reason_not_to_try
 from .sample_size import LARGE_REQUESTS, SearchResult
-from .scenario import Placement, Scenario
+from .scenario import Scenario
 
 # Disaggregation is recommended above this ratio: the models' own error is 7 to 20 %.
 MIN_GAIN_RATIO = 1.10

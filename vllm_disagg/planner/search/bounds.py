@@ -31,7 +31,9 @@ import msgspec
 from ..cost.latency import LatencyModel, unloaded_prefill
 from ..cost.queueing import usable_load
 from ..simulation.workload import WorkloadSample
-from .scenario import UNLIMITED, Placement, ReplicaGroup, Scenario, latency_of
+from .performance_source import latency_of
+from .placement import Placement, ReplicaGroup
+from .scenario import UNLIMITED, Scenario
 
 SINGLE_SIZES = 64  # batches up to this size are tried one by one
 SIZE_RATIO = 1.02  # from one range of larger batches to the next

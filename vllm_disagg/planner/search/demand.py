@@ -24,19 +24,17 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from ..cost.latency import LinearLatency, unloaded_decode
+from ..simulation.deployment import Deployment, ReplicaPool
+from ..simulation.objective import Objective, SimulationResult
 from ..simulation.replica import SchedulingRules
-from ..simulation.simulator import (
-    Deployment,
-    Objective,
-    ReplicaPool,
-    SimulationResult,
-    simulate,
-)
+from ..simulation.simulator import simulate
 from ..simulation.workload import WorkloadSample
 from . import sample_size
 from .bounds import CapacityBounds
 from .optimizer import colocated, disaggregated
-from .scenario import UNLIMITED, Placement, ReplicaGroup, Scenario, latency_of
+from .performance_source import latency_of
+from .placement import Placement, ReplicaGroup
+from .scenario import UNLIMITED, Scenario
 
 MAX_ROUNDS = 3  # of a search, each with longer samples
 NO_SECONDS = (0.0, 0.0, 0.0)  # of a step

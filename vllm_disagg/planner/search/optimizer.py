@@ -40,7 +40,9 @@ import msgspec
 from ..simulation.simulator import simulate
 from ..simulation.workload import WorkloadSample
 from .bounds import CapacityBounds
-from .scenario import PerformanceSource, Placement, ReplicaGroup, Scenario
+from .performance_source import PerformanceSource
+from .placement import Placement, ReplicaGroup
+from .scenario import Scenario
 
 BASELINE_BUDGETS_TOKENS = (512, 2048, 8192)  # of a step of the chunked baseline
 MIN_PROBE_RATIO = 1 / 256  # of the first probe: a placement that fails there has no goodput

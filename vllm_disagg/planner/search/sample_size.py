@@ -35,7 +35,8 @@ from .optimizer import (
     ranked,
     search_kinds,
 )
-from .scenario import EDGE_SHARE, Placement, Scenario
+from .placement import Placement
+from .scenario import EDGE_SHARE, Scenario
 
 MIN_SECONDS = 60.0
 MIN_LATENCIES = 10.0

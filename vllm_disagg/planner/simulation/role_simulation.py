@@ -20,8 +20,10 @@ from ...fleet.role_control import (
     RoleRules,
 )
 from ..cost.latency import LatencyModel, unloaded_prefill
+from .deployment import Deployment
+from .objective import SimulationResult
 from .replica import Replica
-from .simulator import ARRIVAL_RANK, Deployment, Simulation, SimulationResult
+from .simulator import ARRIVAL_RANK, Simulation
 from .workload import WorkloadSample
 
 OBSERVATION_SECONDS = 2.0  # between two observations, as the proxy's

@@ -27,21 +27,10 @@ from heapq import heappop, heappush
 from operator import attrgetter
 from random import Random
 
-import msgspec
-
-from ...errors import ConfigError
-from ...fleet.conventions import (
-    BYTES_PER_TOKEN,
-    DEFAULT_POLICY,
-    DEFAULT_PREFILL_CONCURRENCY,
-    FULL_CACHE_RATIO,
-    REQUEST_COST_BYTES,
-    PolicyName,
-)
-from ..cost.hardware import LINKS, NetworkLink
-from ..cost.latency import LatencyModel, PathDelay
-from ..cost.sizes import KvLayers
-from .replica import Batch, Replica, RequestTable, SchedulingRules
+from ...fleet.conventions import BYTES_PER_TOKEN, FULL_CACHE_RATIO, REQUEST_COST_BYTES
+from .deployment import Deployment, ReplicaPool
+from .objective import Objective, SimulationResult
+from .replica import Batch, Replica, RequestTable
 from .workload import WorkloadSample
 
 # Time in seconds, rank, order among equal ranks, request or -1, replica (None: an arrival), batch.
@@ -52,143 +41,6 @@ ARRIVAL_RANK = -1
 _load = attrgetter("load", "last_choice")  # of equal loads the one whose turn it is
 _last_choice = attrgetter("last_choice")
 REQUEST_COST_TOKENS = REQUEST_COST_BYTES // BYTES_PER_TOKEN
-TAIL_SHARE = 0.99  # of requests: the limits of p99
-
-
-class ReplicaPool(msgspec.Struct, frozen=True):
-    """Pool of `count` equal replicas, each with its times and its tokens of KV."""
-
-    count: int
-    latency: LatencyModel
-    kv: int
-    rules: SchedulingRules = SchedulingRules()
-
-
-class Handoff(msgspec.Struct, frozen=True):
-    """Parameters of the KV transfer from P to D."""
-
-    link: NetworkLink = LINKS["none"]
-    bytes_per_token: float = 0.0  # of layers without a window
-    layers: int = 1
-    overlap: bool = True
-    # Legs at one prefill instance: the proxy's --prefill-concurrency.
-    concurrency: int = DEFAULT_PREFILL_CONCURRENCY
-    windows: tuple[KvLayers, ...] = ()
-    state_bytes: float = 0.0  # of a sequence
-    notice: float = 0.0  # seconds from the last byte at D to D's step
-
-    def wire_seconds(self, tokens: int) -> float:
-        """Returns the seconds that a prompt's KV occupies the link."""
-        held = sum(group.held_bytes(tokens) for group in self.windows) + self.state_bytes
-        return (self.bytes_per_token * tokens + held) / self.link.bandwidth
-
-
-class Deployment(msgspec.Struct, frozen=True):
-    """Pools behind the proxy; `decode` None means colocated."""
-
-    prefill: ReplicaPool
-    decode: ReplicaPool | None = None
-    handoff: Handoff = Handoff()
-    policy: PolicyName = DEFAULT_POLICY
-    # DistServe's clock: TTFT when the prefill ends, `output` steps after it, TPOT over `output`
-    distserve: bool = False
-    path: PathDelay = PathDelay()
-    # The proxy's flags of these names, without effect on colocated replicas.
-    min_prompt_bytes: int = 0
-    spill: bool = False
-
-
-class Objective(msgspec.Struct, frozen=True):
-    """Latency objective: limits of TTFT, TPOT and ITL in seconds, and the share of requests.
-
-    With `joint`, one request must meet all. Without, that share of requests meets each by itself,
-    as DistServe's simulator counts. A request meets ITL if no gap between two of its tokens is
-    longer.
-    """
-
-    ttft: float
-    tpot: float
-    attainment: float = 0.9
-    joint: bool = True
-    # Limits that all but 1 % of the requests must meet beside; None: no such limit.
-    ttft_p99: float | None = None
-    tpot_p99: float | None = None
-    itl: float | None = None  # None: no such limit
-
-    @property
-    def has_tails(self) -> bool:
-        """Whether 99 % of the requests have a limit of their own."""
-        return self.ttft_p99 is not None or self.tpot_p99 is not None
-
-    def allowed_of_tail(self, requests: int) -> int:
-        """Returns the number of requests that may miss a limit of 99 %."""
-        return int(requests * (1 - TAIL_SHARE) + 1e-9)
-
-    def words(self) -> str:
-        """Describes the objective for people."""
-        counting = "in one request" if self.joint else "each by itself"
-        words = f"{self.limits()}, {self.attainment:.0%} of requests, {counting}"
-        for name, limit in (("TTFT", self.ttft_p99), ("TPOT", self.tpot_p99)):
-            if limit is not None:
-                words += f"; p99 of {name} {limit:g} s"
-        return words
-
-    def limits(self) -> str:
-        """Describes the limits without the share of requests."""
-        if self.itl is None:
-            return f"TTFT {self.ttft:g} s and TPOT {self.tpot:g} s"
-        longest = f"ITL {self.itl:g} s (the longest gap between two tokens)"
-        return f"TTFT {self.ttft:g} s, TPOT {self.tpot:g} s and {longest}"
-
-    def flags(self) -> str:
-        """Lists the limits as flags of a command."""
-        found = [f"--ttft {self.ttft:g}", f"--tpot {self.tpot:g}"]
-        if self.itl is not None:
-            found.append(f"--itl {self.itl:g}")
-        tails = (("--ttft-p99", self.ttft_p99), ("--tpot-p99", self.tpot_p99))
-        found += [f"{flag} {limit:g}" for flag, limit in tails if limit is not None]
-        return f"{', '.join(found[:-1])} and {found[-1]}"
-
-    def allowed(self, requests: int) -> int:
-        """Returns the number of requests that may miss."""
-        return int(requests * (1 - self.attainment) + 1e-9)
-
-
-class SimulationResult(msgspec.Struct, frozen=True):
-    """Seconds for each request that counts; -1 for an event that did not happen."""
-
-    ttft: list[float]
-    tpot: list[float]
-    latency: list[float]  # end to end
-    transfer: list[float]  # from the end of the prefill to the arrival of all KV at D
-    path: list[float]  # of the request, outside engine and link
-    # Mean shares of the time from the first arrival to the last end.
-    prefill_busy: float  # of a prefill replica, or of a colocated one
-    decode_busy: float  # of a decode replica; 0 without one
-    link_busy: float  # of a prefill replica's link
-    preemptions: int
-    stopped: bool  # early, because too many had missed
-    aggregated: float  # share of the requests whose whole prompt a decode replica computed
-    # Longest gap between two tokens; 0 for an answer of one token. None: not recorded.
-    itl: list[float] | None = None
-
-    def attainment(self, objective: Objective) -> float:
-        """Returns the share of requests that met the objective.
-
-        Without `joint` it is the smallest of the shares for each limit.
-        """
-        limits = [(self.ttft, objective.ttft), (self.tpot, objective.tpot)]
-        if objective.itl is not None:
-            if self.itl is None:
-                raise AssertionError("a simulation for an ITL objective records gaps")
-            limits.append((self.itl, objective.itl))
-        met = [[0 <= seconds <= limit for seconds in values] for values, limit in limits]
-        if not objective.joint:
-            return min(map(sum, met)) / len(self.ttft)
-        all_met = met[0]
-        for others in met[1:]:
-            all_met = [a and b for a, b in zip(all_met, others, strict=True)]
-        return sum(all_met) / len(self.ttft)
 
 
 def simulate(
@@ -665,15 +517,3 @@ class Simulation:
 def _is_nearly_full(decode: Replica, now: float) -> bool:
     """Returns whether a decode replica would soon preempt."""
     return decode.held_tokens(now) > FULL_CACHE_RATIO * decode.kv
-
-
-def quantile(values: list[float], share: float) -> float:
-    """Returns the smallest value that `share` of all requests do not exceed.
-
-    Returns infinity if fewer requests have a value. Raises ConfigError without any request.
-    """
-    if not values:
-        raise ConfigError("cannot compute a quantile without requests")
-    ordered = sorted(value if value >= 0 else float("inf") for value in values)
-    count = -int(-share * len(ordered) // 1)  # rounded up
-    return ordered[min(len(ordered) - 1, max(0, count - 1))]

@@ -5,7 +5,7 @@ predicted again from all windows together, the first one too, and judged by that
 profile: windows have the clients of their closed loop, and other requests.
 
 Steps of few sequences do not show how those of many grow. So a window has about as many clients as
-requests decode at the goodput that it predicts; else another one with more takes its place.
+requests decode at the goodput that it predicts; else one with twice as many takes its place.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ class Comparison:
             if decoding <= MAX_DECODING_RATIO * self.clients[-1]:
                 break
             print(f"  {self.clients[-1]} clients; at the goodput {decoding:.0f} requests decode")
-            self.clients = [math.ceil(decoding / share) for share in (4, 2, 1)]
+            # Few clients predict too high a goodput, which would ask for too many.
+            self.clients = [2 * count for count in self.clients]
             decoding = self._measure_first()
 
     def _measure_first(self) -> float:

@@ -15,7 +15,7 @@ around it. Runs follow at these rates, of N seconds each, but of at least 30 req
 and run have the same requests.
 
 At the predicted goodput more than 1.5 times as many requests may decode as the window has clients.
-It does not show such steps: a first window with so many clients takes its place, up to three times.
+It does not show such steps: one with twice as many clients takes its place, at most three times.
 
 Goodput is where attainment falls to 90 % (`attainment.py`). More rates follow, until the predicted
 and the measured attainment cross it between two rates within 15 %. The two around the measured

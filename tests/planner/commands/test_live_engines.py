@@ -76,7 +76,9 @@ def handoffs() -> dict[str, float]:
     return found.take()
 
 
-def engine_page(sums: Mapping[str, float], queue: float, first: float) -> MetricSamples:
+def engine_page(
+    sums: Mapping[str, float], queue: float, first: float, requests: int = 100
+) -> MetricSamples:
     lines = []
     for product, value in sums.items():
         lines.append(f'vllm:disagg_step_sums_total{{engine="0",product="{product}"}} {value!r}')
@@ -87,8 +89,8 @@ def engine_page(sums: Mapping[str, float], queue: float, first: float) -> Metric
     for product, value in (("landings*landings", 40), ("landings*seconds", 40 * LANDING_WAIT)):
         lines.append(f'vllm:disagg_landing_sums_total{{engine="0",product="{product}"}} {value!r}')
     for name, mean in (("queue", queue), ("prefill", first)):
-        lines.append(f"vllm:request_{name}_time_seconds_sum {mean * 100}")
-        lines.append(f"vllm:request_{name}_time_seconds_count 100")
+        lines.append(f"vllm:request_{name}_time_seconds_sum {mean * requests}")
+        lines.append(f"vllm:request_{name}_time_seconds_count {requests}")
     lines.append('vllm:cache_config_info{block_size="16",num_gpu_blocks="2000"} 1.0')
     return parse("\n".join([*lines, ""]).encode())
 
@@ -156,6 +158,34 @@ def test_three_prefill_and_one_decode_are_wrong_by_the_engines_own_times(
     assert found["engines"]["path"] == pytest.approx(0.06 - parts, abs=1e-5)
     assert found["simulated"]["ttft"] == pytest.approx(0.06, rel=0.25)
     assert found["setting"]["latency"]["prefill"] == "the engines' own steps"
+
+
+@pytest.mark.parametrize("is_disaggregated", [True, False])
+def test_the_path_is_what_requests_lack_wherever_they_went(is_disaggregated: bool) -> None:
+    """Most of them went to one engine, and none to a third."""
+
+    def engines(kind: str) -> list[EngineWindow]:
+        pages = [
+            engine_page(steps(kind), queue, first, requests)
+            for requests, queue, first in ((90, 0.001, 0.030), (10, 0.101, 0.130), (0, 0.0, 0.0))
+        ]
+        return [engine_profiles.read("http://e", window(page)) for page in pages]
+
+    path = 0.007
+    until_first = ARRIVAL_WAIT + 0.9 * 0.031 + 0.1 * 0.231
+    if is_disaggregated:
+        parts = until_first + 0.005 + LANDING_WAIT + 0.9 * 0.030 + 0.1 * 0.130
+        proxy = proxy_window(parts + path)
+        found = engine_profiles.disaggregated(proxy, engines("prefill"), engines("decode"))
+    else:
+        both = [*engines("prefill"), engine_profiles.read("http://d", window(idle_decode_page()))]
+        found = engine_profiles.colocated(proxy_window(until_first + path), both)
+    assert found.path == pytest.approx(path)
+
+
+def idle_decode_page() -> MetricSamples:
+    """Returns the page of an engine that only decodes, without a first token in the window."""
+    return engine_page(steps("decode"), 0.0, 0.0, 0)
 
 
 def test_a_queue_at_the_proxy_is_no_slow_engine(
@@ -343,7 +373,7 @@ def test_engines_without_a_profile_are_one_line_each() -> None:
 
 
 def engine(sums: dict[str, float]) -> EngineWindow:
-    return EngineWindow("http://e", 10.0, sums, {}, {}, {}, 0.0, 0.0, 1000)
+    return EngineWindow("http://e", 10.0, sums, {}, {}, {}, 0.0, 0.0, 0.0, 1000)
 
 
 def test_too_few_steps_of_a_kind_are_one_line() -> None:

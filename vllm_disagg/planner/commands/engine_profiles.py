@@ -41,6 +41,7 @@ class EngineWindow(msgspec.Struct, frozen=True):
     handoffs: dict[str, float]  # sums over its loads: how long they took
     arrivals: dict[str, float]  # sums over its new requests
     landings: dict[str, float]  # the same: how long they waited for a step
+    requests: float  # with a first token in the window
     queue: float  # mean seconds of a request in vLLM's queue, before its first step
     first: float  # mean seconds from there to its first token
     kv_tokens: int
@@ -78,14 +79,20 @@ class RoleProfile(msgspec.Struct, frozen=True):
                 found[engine.url] = ratio
         return found
 
-    def mean_queue(self) -> float:
-        """Returns the mean seconds of a request before its first step, from its arrival on."""
-        waits = (engine.arrival_wait + engine.queue for engine in self.engines)
-        return sum(waits) / len(self.engines)
+    def mean_until_first(self) -> float:
+        """Returns the mean seconds of a request from its arrival to its first token."""
+        # An engine without requests waits for none: it is no engine with short waits.
+        requests = sum(engine.requests for engine in self.engines)
+        seconds = 0.0
+        for engine in self.engines:
+            seconds += engine.requests * (engine.arrival_wait + engine.queue + engine.first)
+        return seconds / requests if requests else 0.0
 
     def mean_first(self) -> float:
         """Returns the mean seconds from a request's first step to its first token."""
-        return sum(engine.first for engine in self.engines) / len(self.engines)
+        requests = sum(engine.requests for engine in self.engines)
+        seconds = sum(engine.requests * engine.first for engine in self.engines)
+        return seconds / requests if requests else 0.0
 
     def mean_landing_wait(self) -> float:
         """Returns the mean seconds from the landing of KV until the step that runs then ends."""
@@ -133,6 +140,7 @@ def read(url: str, window: MetricWindow) -> EngineWindow:
         handoffs=handoffs,
         arrivals=arrivals,
         landings=landings,
+        requests=window.increase(f"{PREFILL_SECONDS}_count"),
         queue=window.mean(QUEUE_SECONDS),
         first=window.mean(PREFILL_SECONDS),
         kv_tokens=_kv_tokens(url, window),
@@ -189,7 +197,7 @@ def disaggregated(
     decode = of_role("decode", decodes)
     handoff = fit_handoffs(added(engine.handoffs for engine in decodes))
     queue = proxy.mean("vllm_disagg_queue_seconds")
-    parts = queue + prefill.mean_queue() + prefill.mean_first()
+    parts = queue + prefill.mean_until_first()
     parts += (handoff.mean if handoff else 0.0) + decode.mean_landing_wait() + decode.mean_first()
     path = max(0.0, proxy.mean("vllm_disagg_ttft_seconds") - parts)
     return FleetProfile(prefill, decode, handoff, path, queue)
@@ -199,7 +207,7 @@ def colocated(proxy: MetricWindow, engines: Sequence[EngineWindow]) -> FleetProf
     """Fits a colocated fleet, and finds the path from the parts of the measured TTFT."""
     both = of_role("colocated", engines)
     queue = proxy.mean("vllm_disagg_queue_seconds")
-    parts = queue + both.mean_queue() + both.mean_first()
+    parts = queue + both.mean_until_first()
     path = max(0.0, proxy.mean("vllm_disagg_ttft_seconds") - parts)
     return FleetProfile(both, both, None, path, queue)
 

@@ -135,15 +135,26 @@ def attentions(vllm_config: Any, names: Sequence[str]) -> dict[str, Any]:
     return {name: layers[name].impl for name in names if hasattr(layers[name], "impl")}
 
 
-def routers(vllm_config: Any) -> dict[str, tuple[int, int]]:
-    """Returns channels and experts of routers with results in FP32, by layer name."""
+def experts(vllm_config: Any) -> dict[str, Any]:
+    """Returns vLLM's layers of experts, each with its router, by layer name."""
     layers = vllm_config.compilation_config.static_forward_context
-    configs = {name: getattr(layer, "moe_config", None) for name, layer in layers.items()}
-    return {
-        name: (config.hidden_dim, config.num_experts)
-        for name, config in configs.items()
-        if config is not None and config.router_logits_dtype is torch.float32
-    }
+    return {name: layer for name, layer in layers.items() if hasattr(layer, "routed_experts")}
+
+
+def linear_backend(vllm_config: Any, quantization: str) -> str:
+    """Returns the flag that chooses the kernels of linear layers with weights of this kind."""
+    kernels = vllm_config.kernel_config
+    kinds = getattr(kernels, "linear_backend_per_quant", None) or {}
+    return str(kinds.get(quantization, kernels.linear_backend))
+
+
+def splits_adapters(vllm_config: Any) -> bool:
+    """Returns whether sums of adapters are split by the batch, as before vLLM 0.32."""
+    if vllm_config.lora_config is None:
+        return False
+    from vllm.lora.ops.triton_ops import lora_shrink_op  # noqa: PLC0415 - it needs Triton
+
+    return not hasattr(lora_shrink_op, "_BI_SPLIT_K")
 
 
 def is_compiled(vllm_config: Any) -> bool:

@@ -36,6 +36,16 @@ def is_b200() -> bool:
     return bool(current_platform.is_device_capability_family(100))
 
 
+def is_blackwell() -> bool:
+    """Returns whether the GPUs have compute capability 10 or newer, as B200 and RTX PRO 6000."""
+    return bool(current_platform.has_device_capability(100))
+
+
+def fuses_choice_of_experts() -> bool:
+    """Returns whether vLLM may choose experts in groups by a kernel of its own."""
+    return bool(getattr(envs, "VLLM_USE_FUSED_MOE_GROUPED_TOPK", False))
+
+
 def number_variables() -> dict[str, Any]:
     """Returns those of `NUMBER_VARIABLES` that this vLLM has, and that are not at their default."""
     values = {name: getattr(envs, name, usual) for name, usual in NUMBER_VARIABLES.items()}

@@ -33,8 +33,7 @@ without a prefix cache, and another where the cache had 128 of them.
 TRITON_ATTN on GPUs as B200: with heads of 256 it takes wider tiles, if a request has several tokens
 (`tuned_large_head` in `triton_unified_attention.py`).
 
-Routers of experts in FP32, of MiniMax-M2's and M3's size, on Hopper and B200. Up to 32 tokens they
-take a kernel of their own (`fp32_router_gemm_dispatch_impl` in `gate_linear.py`).
+Layers of experts: see expert_variance.py.
 
 torch.compile. Seen on an H200: of 48 answers of compiled engines 4 differed from those of a
 compiled plain vLLM, and none of 303 without torch.compile. The cause was read, not shown: Inductor,
@@ -43,18 +42,32 @@ process (`_persistent_reduction_configs` and `cached_autotune` in torch 2.13's
 `triton_heuristics.py`). So two engines may sum a norm of 128 channels in different orders.
 TORCHINDUCTOR_BATCH_INVARIANT=1 may take that away; it was not tried. vLLM 0.32 leaves torch.compile
 out for unquantized models in BF16 of some shapes, for speed (`_maybe_enable_breakable_cudagraph`).
+Cohere's norms are compiled in any case (`layer_norm_func` in `commandr.py`, and `rms_norm_func`),
+and again for a batch of one token, where Inductor splits sums of 12,288 numbers (`num_splits`).
 
-Weights of few bits in GPTQ's form, or packed by compressed-tensors. Their kernels, Marlin and
-Machete, split the sums by the number of tokens. vLLM avoids Marlin for AWQ alone (`auto_awq.py`).
+Weights of few bits in GPTQ's form, packed by compressed-tensors, or INC's. Their kernels, Marlin
+and Machete, split the sums by the number of tokens. vLLM avoids Marlin for AWQ (`auto_awq.py`) and
+FP8 (`MarlinFP8ScaledMMLinearKernel`), but not for INC's AWQ (`inc_wna16_linear.py`), MXFP8 and
+MXFP4 (`init_mxfp8_linear_kernel`). On Blackwell the last two go to FlashInfer, whose kernels are
+chosen by time (`flashinfer_autotune`).
+
+FP8 with one scale a tensor, for weights and inputs, on Blackwell: it goes to FlashInfer, too, which
+vLLM does not count as invariant (`fp8_scaled_mm_is_batch_invariant`). By that vLLM avoids it for
+the method `fp8`, but neither for ModelOpt's nor for compressed-tensors' checkpoints.
+
+Adapters before vLLM 0.32: the tiles of their sums depend on the number of tokens
+(`get_lora_op_configs`). 0.32 keeps them ("Every M must keep the same K partition").
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .. import compat, surroundings
+from .expert_variance import NO_SETTING, USE_OTHER_WEIGHTS, reasons_of_experts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -67,17 +80,48 @@ EIGHT_BIT_HEAD_SIZE = 128
 TUNED_HEAD_SIZE = 256
 TRITON_ATTENTION = "TritonAttentionImpl"
 GPTQ = "auto_gptq"
-PACKED_FORMAT = "pack-quantized"
-ROUTERS_WITH_OWN_KERNEL = ((3072, 256), (6144, 128))  # channels, experts
+INC = "inc"
+MODELOPT = "modelopt"
+MIXED = "modelopt_mixed"
+ONLINE = "online"
+FORMS = {GPTQ: "GPTQ's", "modelopt_mxfp8": "in MXFP8"}
+SPLIT_FORMATS = ("pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized")
+MICROSCALED_CHANNELS = 32
+EIGHT_BITS = 8
+FP8_LINEAR = "fp8_w8a8"
+COMPILED_NORMS = (
+    "CohereForCausalLM",
+    "Cohere2ForCausalLM",
+    "Cohere2MoeForCausalLM",
+    "Cohere2VisionForConditionalGeneration",
+    "CohereCompassForConditionalGeneration",
+)
 NO_REMEDY = "no attention backend of vLLM for MLA is free of it"
-NO_SETTING = "no setting of vLLM is free of it"
 USE_TRITON = "--attention-backend TRITON_ATTN on all engines is free of it"
 USE_FLASH = "--attention-backend FLASH_ATTN on all engines is free of it"
 WITHOUT_COMPILE = (
     "--enforce-eager, or VLLM_USE_BREAKABLE_CUDAGRAPH=1 (not tried on a GPU yet), on all engines"
     " leaves torch.compile out"
 )
-USE_OTHER_WEIGHTS = "weights without quantization are free of it"
+USE_CUTLASS = "--linear-backend cutlass on all engines is free of it"
+USE_NEWER = "vLLM 0.32 is free of it"
+
+
+@dataclass(frozen=True)
+class InvarianceFacts:
+    """Facts of an engine by which its tokens may depend on their batch, or on the engine."""
+
+    attentions: Mapping[str, Any]  # vLLM's implementations, by layer name
+    experts: Mapping[str, Any]  # vLLM's layers of experts, by layer name
+    quantization: Any  # vLLM's configuration of the weights' quantization, or None
+    architectures: Sequence[str]
+    linear_backend: str  # the flag, as it holds for FP8
+    max_tokens: int  # of a request
+    is_hopper: bool
+    is_b200: bool
+    is_blackwell: bool
+    is_compiled: bool  # by torch.compile
+    splits_adapters: bool
 
 
 def warns_of_variance(vllm_config: VllmConfig, names: Sequence[str], rank: int) -> bool:
@@ -87,15 +131,20 @@ def warns_of_variance(vllm_config: VllmConfig, names: Sequence[str], rank: int) 
     """
     if not surroundings.is_batch_invariant():
         return False
-    reasons = variances(
-        compat.attentions(vllm_config, names),
-        compat.routers(vllm_config),
-        vllm_config.quant_config,
+    facts = InvarianceFacts(
+        attentions=compat.attentions(vllm_config, names),
+        experts=compat.experts(vllm_config),
+        quantization=vllm_config.quant_config,
+        architectures=vllm_config.model_config.architectures,
+        linear_backend=compat.linear_backend(vllm_config, FP8_LINEAR),
         max_tokens=vllm_config.model_config.max_model_len,
         is_hopper=surroundings.is_hopper(),
         is_b200=surroundings.is_b200(),
+        is_blackwell=surroundings.is_blackwell(),
         is_compiled=compat.is_compiled(vllm_config),
+        splits_adapters=compat.splits_adapters(vllm_config),
     )
+    reasons = variances(facts)
     for reason in reasons:
         log.warning(
             "worker %d: VLLM_BATCH_INVARIANT=1 does not hold here, so answers may differ from"
@@ -106,37 +155,28 @@ def warns_of_variance(vllm_config: VllmConfig, names: Sequence[str], rank: int) 
     return bool(reasons)
 
 
-def variances(
-    attentions: Mapping[str, Any],
-    routers: Mapping[str, tuple[int, int]],
-    quantization: Any,
-    *,
-    max_tokens: int,
-    is_hopper: bool,
-    is_b200: bool,
-    is_compiled: bool,
-) -> list[str]:
-    """Returns what depends on its batch, why, and what to do: the first layer of each kind.
-
-    `attentions`: vLLM's implementation of the attention of each layer, by layer name.
-    `routers`: channels and experts of routers in FP32, by layer name.
-    `quantization`: vLLM's configuration of the weights' quantization, or None.
-    `max_tokens`: the length of a request, at most. `is_compiled`: by torch.compile.
-    """
+def variances(facts: InvarianceFacts) -> list[str]:
+    """Returns what depends on its batch, why, and what to do: the first layer of each kind."""
     found = []
-    for name, attention in attentions.items():
-        if reason := _reason(attention, max_tokens, is_b200=is_b200):
+    for name, attention in facts.attentions.items():
+        if reason := _reason(attention, facts.max_tokens, is_b200=facts.is_b200):
             found.append(f"layer {name} has {reason}")
             break
-    for name, size in routers.items():
-        if (is_hopper or is_b200) and size in ROUTERS_WITH_OWN_KERNEL:
-            reason = "a router which computes few tokens otherwise than many"
-            found.append(f"layer {name} has {reason}; {NO_SETTING}")
-            break
-    if form := _form_of_weights(quantization):
+    found += reasons_of_experts(
+        facts.experts, facts.architectures, is_hopper=facts.is_hopper, is_b200=facts.is_b200
+    )
+    if form := _form_of_weights(facts.quantization):
         reason = f"weights are {form}, whose kernels sum by their batch"
         found.append(f"{reason}; {USE_OTHER_WEIGHTS}")
-    if is_compiled:
+    if facts.is_blackwell and _takes_flashinfer(facts):
+        reason = "weights are in FP8 with one scale a tensor, whose kernels each engine chooses"
+        found.append(f"{reason}; {USE_CUTLASS}")
+    if facts.splits_adapters:
+        found.append(f"adapters are summed by their batch; {USE_NEWER}")
+    if named := sorted(set(COMPILED_NORMS).intersection(facts.architectures)):
+        reason = f"norms of {named[0]} are compiled by each engine, also with --enforce-eager"
+        found.append(f"{reason}; {NO_SETTING}")
+    if facts.is_compiled:
         reason = "engines compiled by torch.compile may differ from each other"
         found.append(f"{reason}; {WITHOUT_COMPILE}")
     return found
@@ -168,11 +208,62 @@ def _form_with_other_tiles(attention: Any, max_tokens: int) -> str:
 
 
 def _form_of_weights(quantization: Any) -> str:
-    """Returns the form of weights that Marlin or Machete multiplies; empty if none is known."""
+    """Returns the form of weights whose kernels sum by their batch; empty if none is known."""
     if quantization is None:
         return ""
-    if quantization.get_name() == GPTQ:
-        return "GPTQ's"
-    schemes = getattr(quantization, "target_scheme_map", {}).values()
-    formats = {scheme.get("format") or quantization.quant_format for scheme in schemes}
-    return f"in the format {PACKED_FORMAT}" if PACKED_FORMAT in formats else ""
+    name = quantization.get_name()
+    if name in FORMS:
+        return FORMS[name]
+    if name == INC and quantization.data_type != "fp":
+        return "INC's"
+    formats = {each.get("format") or quantization.quant_format for each in _schemes(quantization)}
+    if split := formats.intersection(SPLIT_FORMATS):
+        return f"in the format {min(split)}"
+    algorithms = {each.get("quant_algo", "").upper() for each in _mixed_layers(quantization)}
+    is_microscaled = "MXFP8" in algorithms or _is_made_microscaled(quantization)
+    return "in MXFP8 or MXFP4" if is_microscaled else ""
+
+
+def _is_made_microscaled(quantization: Any) -> bool:
+    """Returns whether vLLM makes weights of linear layers MXFP8 or MXFP4 as it loads them."""
+    if quantization.get_name() != ONLINE:
+        return False
+    args = quantization.args
+    if any(kind.startswith("mx") for kind in (getattr(args, "targets", None) or {}).values()):
+        return True
+    weight = args.linear.weight if args.linear is not None else None
+    return weight is not None and weight.scale.group_shape.col == MICROSCALED_CHANNELS
+
+
+def _takes_flashinfer(facts: InvarianceFacts) -> bool:
+    flag = facts.linear_backend
+    takes_it = flag == "auto" or flag.startswith("flashinfer")
+    return takes_it and _is_fp8_by_tensor(facts.quantization)
+
+
+def _is_fp8_by_tensor(quantization: Any) -> bool:
+    """Returns whether a checkpoint of FP8 has one scale a tensor, for weights and for inputs."""
+    if quantization is None:
+        return False
+    if quantization.get_name() == MODELOPT:
+        return bool(quantization.quant_method == "FP8")
+    if any(each.get("quant_algo", "").upper() == "FP8" for each in _mixed_layers(quantization)):
+        return True
+    return any(
+        each["weights"].type == "float"
+        and each["weights"].num_bits == EIGHT_BITS
+        and each["weights"].strategy == each["input_activations"].strategy == "tensor"
+        and not each["input_activations"].dynamic
+        for each in _schemes(quantization)
+        if each["input_activations"] is not None
+    )
+
+
+def _schemes(quantization: Any) -> Collection[Mapping[str, Any]]:
+    """Returns how compressed-tensors quantizes each kind of layer; empty for other methods."""
+    return getattr(quantization, "target_scheme_map", {}).values()
+
+
+def _mixed_layers(quantization: Any) -> Collection[Mapping[str, Any]]:
+    """Returns how ModelOpt quantizes each layer of a mixed checkpoint; empty for other methods."""
+    return quantization.quantized_layers.values() if quantization.get_name() == MIXED else ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,16 +12,22 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import torch
 import vllm
+from expert_layers import experts
 from vllm.config import CompilationMode
 
 from kv_connectors import compat, engine_description
 from kv_connectors.gpu.batch_variance import (
+    COMPILED_NORMS,
+    FP8_LINEAR,
     GPTQ,
-    PACKED_FORMAT,
-    ROUTERS_WITH_OWN_KERNEL,
+    INC,
+    MIXED,
+    MODELOPT,
+    ONLINE,
+    SPLIT_FORMATS,
     TRITON_ATTENTION,
+    InvarianceFacts,
     variances,
 )
 from kv_connectors.metadata import Handshake
@@ -31,6 +38,7 @@ from vllm_disagg.protocol import peers
 
 NO_WINDOW = (-1, -1)
 MAX_TOKENS = 4096
+PACKED_FORMAT = "pack-quantized"
 
 
 class TritonAttentionImpl(SimpleNamespace):
@@ -54,26 +62,28 @@ def attention(
     )
 
 
-def of(
-    made: Any,
-    quantization: Any = None,
-    router: tuple[int, int] = (2048, 128),
-    *,
-    is_hopper: bool = True,
-    is_b200: bool = False,
-    is_compiled: bool = False,
-) -> str:
+FACTS = InvarianceFacts(
+    attentions={"a": attention(128)},  # after it, another layer may have a reason
+    experts={},
+    quantization=None,
+    architectures=["Qwen3ForCausalLM"],
+    linear_backend="auto",
+    max_tokens=MAX_TOKENS,
+    is_hopper=True,
+    is_b200=False,
+    is_blackwell=False,
+    is_compiled=False,
+    splits_adapters=False,
+)
+
+
+def found(**facts: Any) -> str:
+    return "\n".join(variances(replace(FACTS, **facts)))
+
+
+def of(made: Any, **facts: Any) -> str:
     """Returns what is found of a layer, after one of which there is nothing to find."""
-    found = variances(
-        {"a": attention(128), "b": made},
-        {"experts": router},
-        quantization,
-        max_tokens=MAX_TOKENS,
-        is_hopper=is_hopper,
-        is_b200=is_b200,
-        is_compiled=is_compiled,
-    )
-    return "\n".join(found)
+    return found(attentions={**FACTS.attentions, "b": made}, **facts)
 
 
 @pytest.mark.parametrize(
@@ -132,25 +142,27 @@ COMPILED = (
 
 
 def test_kernels_that_each_engine_chooses() -> None:
-    assert of(attention(128), is_compiled=True) == COMPILED
+    assert found(is_compiled=True) == COMPILED
 
 
 def test_every_reason_is_given_once() -> None:
-    layers = {name: attention(64) for name in ("a", "b")}
-    routers = dict.fromkeys(("c", "d"), (3072, 256))
-    found = variances(
-        layers,
-        routers,
-        quantization(GPTQ),
-        max_tokens=MAX_TOKENS,
-        is_hopper=True,
-        is_b200=False,
-        is_compiled=True,
+    reasons = variances(
+        replace(
+            FACTS,
+            attentions={name: attention(64) for name in ("a", "b")},
+            experts={name: experts(is_lora_enabled=True) for name in ("c", "d")},
+            quantization=quantization(GPTQ),
+            architectures=["CohereForCausalLM"],
+            is_compiled=True,
+            splits_adapters=True,
+        )
     )
-    assert [reason.split(" ", 2)[:2] for reason in found] == [
+    assert [reason.split(" ", 2)[:2] for reason in reasons] == [
         ["layer", "a"],
         ["layer", "c"],
         ["weights", "are"],
+        ["adapters", "are"],
+        ["norms", "of"],
         ["engines", "compiled"],
     ]
 
@@ -176,24 +188,27 @@ def test_mla() -> None:
     )
 
 
-def test_routers_with_a_kernel_for_few_tokens() -> None:
-    expected = (
-        "layer experts has a router which computes few tokens otherwise than many;"
+@pytest.mark.parametrize("architecture", COMPILED_NORMS)
+def test_norms_that_are_always_compiled(architecture: str) -> None:
+    assert found(architectures=[architecture]) == (
+        f"norms of {architecture} are compiled by each engine, also with --enforce-eager;"
         " no setting of vLLM is free of it"
     )
-    assert of(attention(128), router=(3072, 256)) == expected
-    assert of(attention(128), router=(6144, 128), is_hopper=False, is_b200=True) == expected
-    assert of(attention(128), router=(3072, 256), is_hopper=False) == ""
 
 
-def test_which_layers_have_a_router_in_fp32() -> None:
-    def experts(dtype: torch.dtype) -> Any:
-        config = SimpleNamespace(hidden_dim=3072, num_experts=256, router_logits_dtype=dtype)
-        return SimpleNamespace(moe_config=config)
+def test_adapters_before_vllm_0_32() -> None:
+    assert found(splits_adapters=True) == (
+        "adapters are summed by their batch; vLLM 0.32 is free of it"
+    )
 
-    layers = {"a": experts(torch.float32), "b": experts(torch.bfloat16), "c": SimpleNamespace()}
-    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
-    assert compat.routers(config) == {"a": (3072, 256)}
+
+def test_which_vllm_splits_the_sums_of_adapters() -> None:
+    config = SimpleNamespace(lora_config=None)
+    assert not compat.splits_adapters(config)
+    config.lora_config = SimpleNamespace()
+    assert compat.splits_adapters(config) == (compat.Results is None)  # before 0.32
+    text = (Path(vllm.__file__).parent / "lora/ops/triton_ops/utils.py").read_text()
+    assert '"block_k": 256 if batch < 128 else 32' in text
 
 
 def quantization(name: str, whole: str = "", *formats: str | None) -> Any:
@@ -204,24 +219,113 @@ def quantization(name: str, whole: str = "", *formats: str | None) -> Any:
     return made
 
 
+def made_by_vllm(channels: int | None, **targets: str) -> Any:
+    """Returns a configuration as vLLM's, of weights with a scale for so many channels."""
+    shape = SimpleNamespace(col=channels)
+    key = SimpleNamespace(scale=SimpleNamespace(group_shape=shape)) if channels else None
+    made = quantization(ONLINE)
+    made.args = SimpleNamespace(linear=SimpleNamespace(weight=key), targets=targets)
+    return made
+
+
+def mixed(*algorithms: str) -> Any:
+    made = quantization(MIXED)
+    made.quantized_layers = {name: {"quant_algo": name} for name in algorithms}
+    return made
+
+
+def inc(data_type: str) -> Any:
+    made = quantization(INC)
+    made.data_type = data_type
+    return made
+
+
 @pytest.mark.parametrize(
     ("made", "form"),
     [
-        (quantization("auto_gptq"), "GPTQ's"),
-        (quantization("compressed-tensors", PACKED_FORMAT, None), f"in the format {PACKED_FORMAT}"),
+        (quantization(GPTQ), "GPTQ's"),
+        (inc("int"), "INC's"),
+        (inc("mx_fp4"), "INC's"),
+        (inc("fp"), ""),
+        (quantization("modelopt_mxfp8"), "in MXFP8"),
+        (mixed("NVFP4", "MXFP8"), "in MXFP8 or MXFP4"),
+        (mixed("NVFP4", "FP8"), ""),
+        (made_by_vllm(32), "in MXFP8 or MXFP4"),
+        (made_by_vllm(None, experts="mxfp4"), "in MXFP8 or MXFP4"),
+        (made_by_vllm(128), ""),
+        (made_by_vllm(None, experts="fp8_per_block"), ""),
+        *(
+            (quantization("compressed-tensors", each, None), f"in the format {each}")
+            for each in SPLIT_FORMATS
+        ),
         (
             quantization("compressed-tensors", "mixed-precision", "float-quantized", PACKED_FORMAT),
             f"in the format {PACKED_FORMAT}",
         ),
         (quantization("compressed-tensors", "float-quantized", None), ""),
+        (quantization("compressed-tensors", "nvfp4-pack-quantized", None), ""),
         (quantization("auto_awq"), ""),
         (quantization("fp8"), ""),
     ],
 )
-def test_weights_that_marlin_or_machete_multiplies(made: Any, form: str) -> None:
+def test_weights_whose_sums_are_split_by_the_batch(made: Any, form: str) -> None:
     reason = f"weights are {form}, whose kernels sum by their batch"
     remedy = "weights without quantization are free of it"
-    assert of(attention(128), made) == (f"{reason}; {remedy}" if form else "")
+    assert found(quantization=made) == (f"{reason}; {remedy}" if form else "")
+
+
+def modelopt(algorithm: str) -> Any:
+    made = quantization(MODELOPT)
+    made.quant_method = algorithm
+    return made
+
+
+def scheme(
+    weights: str, inputs: str | None, kind: str = "float", *, is_dynamic: bool = False
+) -> Any:
+    """Returns a configuration as vLLM's; `weights`, `inputs`: what has a scale of its own."""
+    made = quantization("compressed-tensors", "float-quantized", None)
+    made.target_scheme_map["0"] |= {
+        "weights": SimpleNamespace(type=kind, num_bits=8, strategy=weights),
+        "input_activations": SimpleNamespace(strategy=inputs, dynamic=is_dynamic)
+        if inputs
+        else None,
+    }
+    return made
+
+
+@pytest.mark.parametrize(
+    ("made", "is_found"),
+    [
+        (modelopt("FP8"), True),
+        (modelopt("FP8_PB_WO"), False),
+        (mixed("NVFP4", "FP8"), True),
+        (mixed("NVFP4"), False),
+        (scheme("tensor", "tensor"), True),
+        (scheme("channel", "tensor"), False),
+        (scheme("tensor", "tensor", is_dynamic=True), False),
+        (scheme("tensor", None), False),
+        (scheme("tensor", "tensor", "int"), False),
+        (quantization("fp8"), False),  # vLLM itself avoids FlashInfer
+        (None, False),
+    ],
+)
+def test_fp8_with_one_scale_a_tensor_on_blackwell(made: Any, is_found: bool) -> None:
+    expected = (
+        "weights are in FP8 with one scale a tensor, whose kernels each engine chooses;"
+        " --linear-backend cutlass on all engines is free of it"
+    )
+    assert found(quantization=made, is_blackwell=True) == (expected if is_found else "")
+    assert found(quantization=made) == "", "on Hopper"
+    assert found(quantization=made, is_blackwell=True, linear_backend="cutlass") == ""
+
+
+def test_the_flag_that_chooses_kernels() -> None:
+    kernels = SimpleNamespace(linear_backend="marlin")
+    config = SimpleNamespace(kernel_config=kernels)
+    assert compat.linear_backend(config, FP8_LINEAR) == "marlin"
+    kernels.linear_backend_per_quant = {FP8_LINEAR: "cutlass"}
+    assert compat.linear_backend(config, FP8_LINEAR) == "cutlass"
 
 
 def test_vllm_has_the_names_by_which_layers_are_told() -> None:
@@ -239,17 +343,25 @@ def test_vllm_has_the_names_by_which_layers_are_told() -> None:
     tensors = (quantizations / "compressed_tensors/compressed_tensors.py").read_text()
     for text in ("self.quant_format = ", "self.target_scheme_map = ", '["format"] = '):
         assert text in tensors, text
-    experts = folder / "model_executor/layers/fused_moe"
-    gate = (experts / "router/gate_linear.py").read_text()
-    for channels, number in ROUTERS_WITH_OWN_KERNEL:
-        assert f"({channels}, {number})" in gate.split("FP32_SUPPORTED_SHAPES")[1]
-    assert "self.moe_config = " in (experts / "runner/moe_runner.py").read_text()
-    config = (experts / "config.py").read_text()
-    for text in ("hidden_dim: int", "num_experts: int", "router_logits_dtype: torch.dtype"):
-        assert text in config, text
     from compressed_tensors.config import CompressionFormat
 
-    assert CompressionFormat.pack_quantized.value == PACKED_FORMAT
+    assert {each.value for each in CompressionFormat}.issuperset(SPLIT_FORMATS)
+    assert 'return "inc"' in (quantizations / "inc/inc.py").read_text()
+    assert 'return "online"' in (quantizations / "online/base.py").read_text()
+    optimized = (quantizations / "modelopt.py").read_text()
+    for name in (MODELOPT, MIXED, "modelopt_mxfp8"):
+        assert f'return "{name}"' in optimized
+    for text in ("self.quant_method = quant_method", "self.quantized_layers = "):
+        assert text in optimized, text
+    models = folder / "model_executor/models"
+    compiled = "@torch.compile(backend=current_platform.simple_compile_backend)\ndef "
+    assert f"{compiled}layer_norm_func(" in (models / "commandr.py").read_text()
+    assert f"{compiled}rms_norm_func(" in (models / "cohere2_moe.py").read_text()
+    flags = (folder / "config/kernel.py").read_text()
+    assert "linear_backend: " in flags
+    if "linear_backend_per_quant: " in flags:  # vLLM 0.32
+        linear = folder / "model_executor/kernels/linear/__init__.py"
+        assert f'quantization="{FP8_LINEAR}"' in linear.read_text()
 
 
 @pytest.mark.parametrize(
@@ -274,8 +386,10 @@ def test_the_operator_is_told(
     compilation = SimpleNamespace(mode=mode, backend="inductor", static_forward_context=layers)
     config = SimpleNamespace(
         compilation_config=compilation,
-        model_config=SimpleNamespace(max_model_len=MAX_TOKENS),
+        model_config=SimpleNamespace(max_model_len=MAX_TOKENS, architectures=[]),
         quant_config=None,
+        kernel_config=SimpleNamespace(linear_backend="auto"),
+        lora_config=None,
     )
     key = keys.FleetKey(b"k" * keys.KEY_BYTES)
     worker = WorkerSide(Config(), key, 0, config, None)  # type: ignore[arg-type]

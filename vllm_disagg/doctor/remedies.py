@@ -37,6 +37,7 @@ KEY_OR_CONNECTOR = (
 OF_INSTANCES = {
     "refuses connections": START,
     "no connection within": START,
+    "network brings no connection": "look at the routes and firewalls between the proxy and it",
     " answered 401": "start the proxy with the instances' --api-key, and look for a line break"
     " at the end of their VLLM_API_KEY, with which they accept no key",
     "a proxy of vllm-disagg answers there": "give the proxy the URL of an engine in its place",

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import os
 import socket
 import time
 
@@ -325,6 +326,7 @@ async def test_any_allowed_address_of_a_name_may_accept(
 
 
 NO_PORT = OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+UNROUTED = OSError(errno.ENETUNREACH, "Connect call failed")
 REFUSED = ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
 
 
@@ -339,6 +341,8 @@ REFUSED = ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
         ({"127.0.0.1": REFUSED, "::1": NO_PORT}, False, "refused"),
         ({"::1": NO_PORT, "127.0.0.1": NO_PORT}, False, "local"),
         ({"::1": REFUSED, "127.0.0.1": REFUSED}, True, "refused"),
+        ({"127.0.0.1": REFUSED, "::1": UNROUTED}, False, "refused"),  # a machine without IPv6
+        ({"::1": REFUSED, "127.0.0.1": UNROUTED}, True, "no_connection"),
     ],
 )
 async def test_the_address_that_accepted_last_tells_whether_the_instance_is_gone(
@@ -363,6 +367,7 @@ async def test_the_address_that_accepted_last_tells_whether_the_instance_is_gone
         return [(0, socket.SOCK_STREAM, 6, "", (address, port)) for address in errors]
 
     monkeypatch.setattr(ConnectionPool, "_open_to", open_to)
+    monkeypatch.setattr(connection_pool, "CONNECT_SECONDS", 0.05)
     with monkeypatch.context() as patched:  # of this loop, in which asyncio looks addresses up, too
         patched.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
         if accepted_before:
@@ -372,6 +377,33 @@ async def test_the_address_that_accepted_last_tells_whether_the_instance_is_gone
             await pool._connect()
     assert raised.value.reason == reason
     pool.close()
+    await e.stop()
+
+
+async def test_a_lost_route_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One attempt without a route took the instance down, as if its process had ended."""
+    e, pool = await engine()
+    connect = ConnectionPool._open_to
+    losses = [errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN]
+
+    async def open_to(pool: ConnectionPool, address: str) -> upstream.UpstreamConnection:
+        if losses:
+            raise OSError(losses.pop(), "Connect call failed")
+        return await connect(pool, address)
+
+    monkeypatch.setattr(ConnectionPool, "_open_to", open_to)
+    monkeypatch.setattr(connection_pool, "ROUTE_RETRY_SECONDS", 0.0)
+    assert b"whole" in await ask(pool) and not losses
+    pool.abort()
+
+    async def lose(pool: ConnectionPool, address: str) -> upstream.UpstreamConnection:
+        raise OSError(errno.ENETUNREACH, "Connect call failed")
+
+    monkeypatch.setattr(ConnectionPool, "_open_to", lose)
+    monkeypatch.setattr(connection_pool, "CONNECT_SECONDS", 0.05)
+    with pytest.raises(Unreachable, match=os.strerror(errno.ENETUNREACH)) as raised:
+        await ask(pool)
+    assert raised.value.reason == "no_connection"
     await e.stop()
 
 

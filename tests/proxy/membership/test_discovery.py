@@ -28,7 +28,7 @@ from vllm_disagg.proxy.membership.discovery import (
     Discovery,
     engine_in,
 )
-from vllm_disagg.proxy.routing.fleet import Fleet, Instance
+from vllm_disagg.proxy.routing.fleet import NO_CONNECTION, SILENT, Fleet, Instance
 
 
 async def instance(w: World, url: str) -> dict[str, object]:
@@ -370,6 +370,7 @@ async def test_who_has_nowhere_to_go_waits_for_a_frozen_instance() -> None:
     [
         (Unreachable("refused", "Connection refused"), "refuses connections: Connection refused"),
         (UnknownName("Name or service not known"), NO_NAME),
+        (Unreachable("no_connection", "no connection within 2 s"), NO_CONNECTION),
         (Unreachable("reset", "by peer"), "does not answer a probe: reset: by peer"),
     ],
 )
@@ -694,6 +695,65 @@ async def test_an_instance_without_a_name_ends_its_streams_and_gets_no_more(
         reply = await client.receive()
         assert reply.complete and b"error" not in reply.body and busy.name.encode() in reply.body
         assert caplog.text.count(NO_NAME) == 1, "one line a change"
+
+
+async def test_a_lost_route_costs_time_and_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counted as a refusal: the running streams were cut, and new requests got 503."""
+    go = asyncio.Event()
+
+    async def slow(call: Call) -> None:
+        await call.stream()
+        while not go.is_set():
+            await call.event({"text": "a"})
+            await asyncio.sleep(0.02)
+        await call.event("[DONE]")
+        await call.end()
+
+    async def lose(pool: ConnectionPool, address: str) -> UpstreamConnection:
+        raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
+
+    async def is_noticed() -> bool:
+        return (await instance(w, w.d.url))["why_not"] == NO_CONNECTION
+
+    async with world(0, 1, **QUICK) as w:
+        w.d.script = slow
+        running = await w.start(stream=True)
+        await until(lambda: w.d.calls)
+        with monkeypatch.context() as patched:
+            patched.setattr(ConnectionPool, "_open_to", lose)
+            patched.setattr(connection_pool, "CONNECT_SECONDS", 0.08)
+            patched.setattr(connection_pool, "IDLE_SECONDS", 0.0)  # a new connection each time
+            await until(is_noticed)
+            new = await w.start()
+            await w.until_waiting(1)
+            go.set()
+            reply = await running.receive()
+            assert reply.complete and b"error" not in reply.body
+        w.d.script = answer
+        assert (await new.receive()).status == 200
+        new.close()
+
+
+def test_requests_of_a_silent_instance_go_only_to_one_that_shows_life(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a proxy without a network the first instance that was judged lost its streams."""
+    found, other = [Instance(f"http://{name}", "decode") for name in "de"]
+    for one in (found, other):
+        one.on_probe_answered("m", EngineInfo(one.url, "decode", [], {}))
+    watching = Discovery(Fleet([found, other]), {}, KEY, lambda: None, "", 1.0, 100.0)
+    abandoned: list[Instance] = []
+    monkeypatch.setattr(watching, "_abandon", abandoned.append)
+    found.mark_down(SILENT)
+    found.last_sign_at = 50.0
+    other.last_sign_at = 50.3  # before both were cut off
+    watching._end_requests(found, SILENT, 1.3)
+    assert not abandoned
+    other.last_sign_at = 51.2
+    watching._end_requests(found, NO_CONNECTION, 1.3)  # its open connections may go on
+    assert not abandoned
+    watching._end_requests(found, SILENT, 1.3)
+    assert abandoned == [found]
 
 
 async def test_a_full_kv_cache_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

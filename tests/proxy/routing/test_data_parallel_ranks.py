@@ -111,7 +111,14 @@ def server(url: str) -> list[Instance]:
 
 @pytest.mark.parametrize(
     ("reason", "all_down"),
-    [("refused", True), ("died", True), ("stopping", True), ("reset", False), ("5xx", False)],
+    [
+        ("refused", True),
+        ("no_connection", True),
+        ("died", True),
+        ("stopping", True),
+        ("reset", False),
+        ("5xx", False),
+    ],
 )
 def test_a_dead_server_takes_all_its_ranks_down(reason: Reason, all_down: bool) -> None:
     dead, other = server("http://a:1"), server("http://b:1")

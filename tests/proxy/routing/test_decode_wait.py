@@ -5,9 +5,11 @@ import asyncio
 import pytest
 
 from proxy_world import World, until, world
+from vllm_disagg.proxy.http.upstream_response import Unreachable
+from vllm_disagg.proxy.membership.discovery import _connection_refusal
 from vllm_disagg.proxy.routing import decode_wait
 from vllm_disagg.proxy.routing.decode_wait import DecodeWait
-from vllm_disagg.proxy.routing.fleet import NOT_PROBED, SILENT, Fleet, Instance
+from vllm_disagg.proxy.routing.fleet import NO_CONNECTION, NOT_PROBED, SILENT, Fleet, Instance
 from vllm_disagg.proxy.routing.policies import Policy, RoutingQuery
 from vllm_disagg.proxy.routing.prefill_queue import QueueFull
 
@@ -32,7 +34,7 @@ async def began(waiting: DecodeWait, query: RoutingQuery = QUERY) -> asyncio.Tas
     return task
 
 
-@pytest.mark.parametrize("reason", [SILENT, NOT_PROBED])
+@pytest.mark.parametrize("reason", [SILENT, NO_CONNECTION, NOT_PROBED])
 async def test_waits_until_the_instance_comes_back(reason: str) -> None:
     d = instance("http://d", reason)
     waiting = waits(d)
@@ -45,6 +47,18 @@ async def test_waits_until_the_instance_comes_back(reason: str) -> None:
     waiting.wake()
     await asyncio.gather(*tasks)
     assert len(waiting) == 0
+
+
+async def test_waits_from_the_leg_that_found_no_connection() -> None:
+    """The instance has been up for an hour, and its next health check is still to come."""
+    d = instance("http://d")
+    now = asyncio.get_running_loop().time()
+    d.state_since = now - 3600.0
+    waiting = waits(d)
+    waiting._fleet.on_leg_failed(d, "no_connection", now)
+    task = await began(waiting)
+    assert not task.done()
+    task.cancel()
 
 
 async def test_waits_for_nothing_else() -> None:
@@ -101,7 +115,7 @@ async def test_a_dead_address_makes_no_model_uncertain() -> None:
     new.models = frozenset()
     fleet = Fleet([new, instance("http://e")])
     assert fleet.is_model_uncertain("a") and not fleet.is_model_uncertain("m")
-    new.unavailable_reason = "refuses connections"
+    new.mark_down(_connection_refusal(Unreachable("refused", "Connection refused")))
     assert not fleet.is_model_uncertain("a")
     new.up, new.unavailable_reason = True, ""  # its models are not known yet
     assert fleet.is_model_uncertain("a")

@@ -3,12 +3,16 @@
 Retry: vLLM closes idle connections after 5 s, so the pool stops using them earlier. A kept
 connection may still die before the first byte of its answer. That shows nothing about the engine,
 and the request is sent once more on a new connection.
+
+A lost route: the network of this machine may be gone for a second only. An attempt to connect goes
+on then for CONNECT_SECONDS, as TCP does where packets are lost.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import socket
 import ssl
 import time
@@ -32,6 +36,9 @@ LOCAL_ERRORS = (
     # Of a look-up that got no answer from DNS. An unknown name (EAI_NONAME) is an answer.
     *(socket.EAI_AGAIN, socket.EAI_MEMORY, socket.EAI_SYSTEM),
 )
+# No packet could be sent, or a router has no way. Neither shows whether the instance lives.
+ROUTE_ERRORS = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
+ROUTE_RETRY_SECONDS = 0.1
 FULL_STATUSES = (429, 503)  # answers of an API server whose engine takes no more requests
 
 _LEFT_DETAIL = "it has left the fleet"
@@ -161,11 +168,20 @@ class ConnectionPool:
     async def _connect(self) -> UpstreamConnection:
         if self.closed:
             raise Unreachable("refused", _LEFT_DETAIL)
+        lost_route = ""
         try:
             async with patient(CONNECT_SECONDS):
-                return await self._open()
+                while True:
+                    try:
+                        return await self._open()
+                    except OSError as error:
+                        if error.errno is None or error.errno not in ROUTE_ERRORS:
+                            raise
+                        lost_route = f": {os.strerror(error.errno)}"
+                    await asyncio.sleep(ROUTE_RETRY_SECONDS)
         except TimeoutError:
-            raise Unreachable("refused", f"no connection within {CONNECT_SECONDS:.0f} s") from None
+            detail = f"no connection within {CONNECT_SECONDS:.0f} s{lost_route}"
+            raise Unreachable("no_connection", detail) from None
         except ssl.SSLError as error:
             detail = getattr(error, "verify_message", "") or error.reason
             raise Unreachable("refused", f"TLS: {detail}") from None
@@ -211,7 +227,8 @@ class ConnectionPool:
         # The engine may listen at one of them only, and this machine may lack IPv6 for another one.
         if self._accepted_at in errors:
             return errors[self._accepted_at]
-        of_instance = [error for error in errors.values() if error.errno not in LOCAL_ERRORS]
+        of_others = (*LOCAL_ERRORS, *ROUTE_ERRORS)
+        of_instance = [error for error in errors.values() if error.errno not in of_others]
         return (of_instance or list(errors.values()))[-1]
 
     async def _open_to(self, address: str) -> UpstreamConnection:

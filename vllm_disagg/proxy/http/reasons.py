@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Literal
 
 # "local": this proxy lacked something, and the instance is not to blame.
+# "no_connection": the network has no route, or brought no answer. The instance may be well.
 # "declined": P refuses a request that D may serve, or D has not what it names.
 # "stopping": the instance has got SIGTERM, and aborts requests that it would have to begin.
 Reason = Literal[
     "refused",
+    "no_connection",
     "reset",
     "died",
     "stopping",
@@ -24,7 +26,7 @@ Reason = Literal[
 ]
 
 # Of an API server as a whole, with all its data parallel ranks.
-SERVER_DEATHS = frozenset(("refused", "died", "stopping"))
+SERVER_DEATHS = frozenset(("refused", "no_connection", "died", "stopping"))
 
 STOPPING_DETAIL = "it is being stopped"
 CUT_OFF_DETAIL = "its answer ended before its end"

@@ -6,6 +6,7 @@ One task per instance requests /health four times a second. States of an instanc
 
 An instance goes down when
   * it refuses connections, or DNS does not know its name,
+  * the network brings no connection to it for CONNECT_SECONDS,
   * it is a proxy of vllm-disagg, which refuses requests of proxies (`http/headers.py`),
   * it twice answers anything but 200,
   * it is *silent*: no byte for `ProxySettings.liveness_timeout` seconds, on /health or any stream,
@@ -22,10 +23,14 @@ its URL. The end of a kept connection is followed by a probe for the same reason
 another's place without a refused connection between them.
 
 If DNS has lost its name, open connections go on while they bring bytes: Kubernetes takes
-away the name of a pod that still ends its requests. So they do while this proxy lacks what a
-connection takes, such as a port; an instance goes down then after `ProxySettings.prefill_timeout`
-seconds without a byte. Time in which this process itself did not run
-counts against no instance.
+away the name of a pod that still ends its requests. So they do while the network brings no new
+connection to it, and while this proxy lacks what a connection takes, such as a port; an instance
+goes down then after `ProxySettings.prefill_timeout` seconds without a byte.
+
+A network that is gone at this proxy silences all instances at once. So a silent one's requests fail
+over only to one that has shown life since.
+
+Time in which this process itself did not run counts against no instance.
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import re
 from collections.abc import Callable
 
@@ -59,6 +65,7 @@ from ..http.upstream_response import UnknownName, Unreachable
 from ..routing.engine_steps import LOOKS_PER_PATIENCE, StepVerdict, fingerprint
 from ..routing.fleet import (
     MAX_SILENCE_SECONDS,
+    NO_CONNECTION,
     NOT_PROBED,
     SILENT,
     TRANSFERS_OFF,
@@ -82,7 +89,7 @@ BUSY_HEALTH_SECONDS = 30.0  # for /health while streams show that the instance l
 STEP_CHECK_RATIO = 4  # an engine has prefill_timeout / this for a step while it owes an answer
 NO_NAME = "DNS does not know its name"
 CANNOT_CONNECT = "this proxy cannot connect"  # to any instance, so nothing was learnt of this one
-UNCHECKED = (NO_NAME, CANNOT_CONNECT)  # open connections may go on
+UNCHECKED = (NO_NAME, NO_CONNECTION, CANNOT_CONNECT)  # open connections may go on
 IS_PROXY = "a proxy of vllm-disagg answers there, this one or another: give the URLs of engines"
 STALLED = "its engine makes no steps"
 NO_GENERATION = "its model does not generate, or its gateway has no /v1/completions"
@@ -258,6 +265,8 @@ def _probe_failure(error: Exception) -> str:
     """Returns the reason for a failed probe; that of a dead engine is its health check's."""
     if isinstance(error, UnknownName):
         return NO_NAME
+    if isinstance(error, Unreachable) and error.reason == "no_connection":
+        return NO_CONNECTION
     if isinstance(error, Unreachable) and error.reason == "refused":
         return _connection_refusal(error)
     return f"does not answer a probe: {error}"
@@ -384,7 +393,8 @@ class Discovery:
                 instance.mark_down(SILENT)
                 self._abandon(instance)
             return
-        has_alternative = trouble not in UNCHECKED and self._has_alternative(instance)
+        is_silent = trouble == SILENT
+        has_alternative = trouble not in UNCHECKED and self._has_alternative(instance, is_silent)
         if has_alternative or self._is_lost(trouble, seconds):
             self._abandon(instance)
 
@@ -424,10 +434,18 @@ class Discovery:
             instance.connector == "disagg" and now - instance.clock_read_at > CLOCK_REFRESH_SECONDS
         )
 
-    def _has_alternative(self, instance: Instance) -> bool:
-        """Returns whether another decode engine can take the requests."""
+    def _has_alternative(self, instance: Instance, is_silent: bool = False) -> bool:
+        """Returns whether another decode engine can take the requests.
+
+        `is_silent`: the instance is; another one may be as silent, and not be judged yet.
+        """
+        # Half of that time: signs of two healthy instances do not come at the same moment.
+        alive_at = instance.last_sign_at + self._liveness_timeout / 2 if is_silent else -math.inf
         return any(
-            other.up and other is not instance and not is_one_engine(other, instance)
+            other.up
+            and other is not instance
+            and other.last_sign_at >= alive_at
+            and not is_one_engine(other, instance)
             for other in self._fleet.with_role("decode")
         )
 
@@ -448,7 +466,7 @@ class Discovery:
                 overslept = loop.time() - slept_at - interval
                 last_sign += max(0.0, overslept)
                 if pool.chunks_received != chunks_seen:
-                    last_sign = loop.time()
+                    last_sign = instance.last_sign_at = loop.time()
                     chunks_seen = pool.chunks_received
                 elif loop.time() - last_sign > self._liveness_timeout:
                     instance.mark_down(SILENT)
@@ -460,10 +478,14 @@ class Discovery:
         except Unreachable as error:
             if error.reason == "local":
                 return CANNOT_CONNECT
+            trouble = f"does not answer /health: {error}"
+            if error.reason == "no_connection":
+                trouble = NO_CONNECTION
+                instance.mark_down(trouble)
             if error.reason == "refused":
                 instance.mark_down(_connection_refusal(error))
                 pool.abort()
-            return f"does not answer /health: {error}"
+            return trouble
         except (TimeoutError, _UnexpectedAnswer) as error:
             trouble = f"does not answer /health: {error or 'timeout'}"
             if isinstance(error, _UnexpectedAnswer) and error.status == LOOP_STATUS:
@@ -472,6 +494,7 @@ class Discovery:
             return trouble
         finally:
             health.cancel()
+        instance.last_sign_at = loop.time()
         return ""
 
     def _report_change(self, instance: Instance) -> None:

@@ -1,10 +1,10 @@
 """Has new requests wait while the only decode instance is silent.
 
-A silent instance may be frozen, or just slow: its running requests wait for it, for
-MAX_SILENCE_SECONDS at most, if no other instance can serve them. New ones wait as long, instead of
-an error at once. So do those that come before an instance was probed for the first time, as after
-the restart of a proxy worker. An instance that refuses connections has ended: no request waits for
-it.
+A silent instance may be frozen, just slow, or behind a network that is gone for a moment: its
+running requests wait for it, for MAX_SILENCE_SECONDS at most, if no other instance can serve them.
+New ones wait as long, instead of an error at once. So do those that come before an instance was
+probed for the first time, as after the restart of a proxy worker. An instance that refuses
+connections has ended: no request waits for it.
 
 A model that no instance serves may be that of one that was not probed yet. Its requests wait, too,
 although others could refuse them, but not for long: one of the others may have it as an adapter
@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from .fleet import MAX_SILENCE_SECONDS, NOT_PROBED, SILENT, Fleet
+from .fleet import MAX_SILENCE_SECONDS, NO_CONNECTION, NOT_PROBED, SILENT, Fleet
 from .pairing import choose_decode
 from .policies import Policy, RoutingQuery
 from .prefill_queue import QueueFull
@@ -67,7 +67,7 @@ class DecodeWait:
     def _seconds_left(self, query: RoutingQuery, came_at: float) -> float:
         """Returns how long a query that came at `came_at` waits on at most; 0: not at all."""
         now = time.monotonic()
-        reasons: tuple[str, ...] = (SILENT, NOT_PROBED)
+        reasons: tuple[str, ...] = (SILENT, NO_CONNECTION, NOT_PROBED)
         patience = self._patience
         if choose_decode(self._fleet, self._policy, now, query=query):
             if not self._fleet.is_model_uncertain(query.model):

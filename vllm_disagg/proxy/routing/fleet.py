@@ -38,6 +38,7 @@ MAX_FAILED_PROBES = 2  # consecutive failed health checks until an instance coun
 NOT_PROBED = "not probed yet"
 REFUSES = "refuses connections"
 SILENT = "is silent"
+NO_CONNECTION = "the network brings no connection to it"
 MAX_SILENCE_SECONDS = 30.0  # of an instance without alternative, until its requests fail
 TRANSFERS_OFF = 'its log has a line "KV transfers are off", with the reason'
 NO_CONNECTOR = "it runs without this project's connector, or with another version of it"
@@ -78,6 +79,8 @@ class Instance:
     # Requests that wait in the engine for room, last reported; None if it is not known.
     waiting_in_engine: float | None = None
     state_since: float = 0.0  # when it became up or down
+    # When it last answered a health check, or bytes of a stream came.
+    last_sign_at: float = float("-inf")
     last_failure: str = ""  # of a leg, a probe or a health check, for operators
     last_failure_at: float = 0.0
     models: frozenset[str] = frozenset()  # all names that it serves
@@ -227,6 +230,10 @@ class Instance:
         self.last_failure_at = now
         if reason == "refused":
             self.mark_down(REFUSES)
+        elif reason == "no_connection":
+            if self.up:
+                self.state_since = now  # requests wait from then on
+            self.mark_down(NO_CONNECTION)
         elif reason == "died":
             self.mark_down("its engine died")
         elif reason == "stopping":
@@ -346,7 +353,7 @@ class Fleet:
         if not model or self.knows_model(model):
             return False
         return any(
-            not decode.models and decode.unavailable_reason != REFUSES
+            not decode.models and not decode.unavailable_reason.startswith(REFUSES)
             for decode in self.with_role("decode")
         )
 

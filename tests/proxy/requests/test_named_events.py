@@ -555,6 +555,18 @@ def test_endless_ends_of_parts_are_not_held(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(wire.recorder._held_ends) < streams.MAX_HELD_EVENTS * 1000 + len(end)
 
 
+@pytest.mark.parametrize("kind", [Responses, Messages])
+def test_only_a_large_event_ends_a_recording(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ends of a part and the next event counted as one: 350 KB of text were too much."""
+    told = b"".join(kind("A", THINKING, 3).events()[:-1])
+    largest = max(map(len, written(told))) - len(b"\n\n")
+    for limit, is_recorded in ((largest, True), (largest - 1, False)):
+        monkeypatch.setattr("vllm_disagg.proxy.http.sse.PARSED_LIMIT_BYTES", limit)
+        wire = Wire(path=kind.path)
+        assert not wire.play(told, step=1)
+        assert wire.recorder.resumable is is_recorded
+
+
 def test_an_end_of_large_events_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has all logprobs of the answer: 14,000 tokens with 20 each made more than 64 MiB."""
     monkeypatch.setattr("vllm_disagg.proxy.http.sse.EVENT_LIMIT_BYTES", 1000)

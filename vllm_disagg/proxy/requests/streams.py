@@ -174,6 +174,17 @@ def _is_empty(events: bytes) -> bool:
     return is_doubtful and all(map(is_blank_or_comment, events.split(b"\n\n")))
 
 
+def _has_large_event(data: bytes) -> bool:
+    """Returns whether an event is too large to be parsed, or all of them are together."""
+    limit = sse.PARSED_LIMIT_BYTES
+    if len(data) <= limit:
+        return False
+    # Ends of a part come with the next event, and each of them may be as large.
+    if len(data) > (MAX_HELD_EVENTS + 1) * limit:
+        return True
+    return any(len(event) > limit for event in data.split(b"\n\n"))
+
+
 def _length_without_ends(part_end: re.Pattern[bytes], events: bytes) -> int:
     """Returns the bytes of whole events before the last ones, if these end parts.
 
@@ -343,7 +354,7 @@ class StreamRecorder:
 
     def _remember(self, data: bytes) -> None:
         """Records written events; looks for the form in the 1st, 2nd, 4th, 8th ... of them."""
-        if len(data) > sse.PARSED_LIMIT_BYTES:
+        if _has_large_event(data):
             self._record = False
             return
         if self._record:

@@ -16,7 +16,7 @@ import pytest
 from vllm_disagg.kv.extents import Extent
 from vllm_disagg.protocol.events import SendPiece
 from vllm_disagg.transports.collective import channel, notes
-from vllm_disagg.transports.collective.receiver_end import ReceiverEnd
+from vllm_disagg.transports.collective.receiver_end import MAX_QUEUED_PIECES, ReceiverEnd
 from vllm_disagg.transports.collective.sender_end import SenderEnd
 
 SEEDS = int(os.environ.get("SEEDS", "160"))
@@ -310,6 +310,22 @@ def test_reasons_for_a_broken_epoch() -> None:
     assert isinstance(told, channel.SendNote) and route == channel.ChangeRoute(None)
     assert d.handle(channel.ConnectChannel(), 1.5) == [], "pairs again at once"
     assert d.handle(channel.ConnectChannel(), 2.1)
+
+
+def test_announced_pieces_that_wait_for_a_slot_are_bounded() -> None:
+    """A faulty sender that announced on and on filled the memory of D."""
+    d = ReceiverEnd(PATIENCE, slot=SLOT)
+    d.handle(channel.ConnectChannel(), 0.0)
+    d.handle(channel.LinkUp(1), 0.1), d.handle(notes.ChannelReady(1), 0.2)
+    d.handle(channel.ProofChecked(1, d.proof_slot, True), 0.3)
+    room = MAX_QUEUED_PIECES + channel.SLOTS_PER_CHANNEL
+    for seq in range(1, room + 1):
+        d.handle(notes.ChannelPiece(1, seq, "t", seq, SIZE, 0), 1.0)
+    assert len(d.queued) == MAX_QUEUED_PIECES
+    close, told, route = d.handle(notes.ChannelPiece(1, room + 1, "t", 0, SIZE, 0), 1.0)
+    assert isinstance(close, channel.CloseLink) and "wait for a slot already" in close.why
+    assert isinstance(told, channel.SendNote) and route == channel.ChangeRoute(None)
+    assert not d.queued
 
 
 def proving() -> tuple[ReceiverEnd, list[object]]:

@@ -14,6 +14,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import assert_never
 
+from ...protocol.messages import MAX_PIECES_PER_RECEIVER
 from .channel import (
     BACKOFF_SECONDS,
     PROOF_SEQ,
@@ -49,6 +50,9 @@ from .notes import (
     LinkParameters,
     PairRequest,
 )
+
+# Announced pieces that wait for a slot: the requested ones, and those of cancelled transfers.
+MAX_QUEUED_PIECES = 4 * MAX_PIECES_PER_RECEIVER
 
 
 @dataclass
@@ -171,6 +175,9 @@ class ReceiverEnd(ChannelEnd):
         # nothing that could be scattered.
         if not 0 < event.size <= self.slot:
             return self._break(f"a piece of {event.size} bytes exceeds slots of {self.slot}", now)
+        # Only pieces that were requested are announced; a faulty sender would fill this memory.
+        if len(self.queued) >= MAX_QUEUED_PIECES:
+            return self._break(f"{MAX_QUEUED_PIECES} announced pieces wait for a slot already", now)
         self.seq += 1
         self.queued.append(event)
         return self._post_receives(now)

@@ -40,6 +40,20 @@ IMAGE_SETTINGS = (
     "mm_encoder_attn_dtype",
     SCALES_OF_ENCODER,
 )
+# Kernels that leave activations in 16 bits, or emulate their rounding, where others quantize them.
+KERNELS_WITH_OTHER_NUMBERS = ("marlin", "humming", "emulation")
+# Methods by which layers quantize activations where the GPU computes with such numbers, and else
+# leave them in 16 bits.
+FP8_BY_GPU = (
+    *("fp8", "fbgemm_fp8", "deepseek_v4_fp8", "fp8_per_tensor", "fp8_per_block"),
+    *("fp8_per_channel", "modelopt", "modelopt_mixed", "compressed-tensors", "quark", "online"),
+)
+FP4_BY_GPU = (
+    *("modelopt_fp4", "modelopt_mxfp8", "nvfp4_per_token", "mxfp8", "mxfp4", "gpt_oss_mxfp4"),
+    *("fp_quant", "modelopt_mixed", "compressed-tensors", "quark", "online"),
+)
+# Settings of --attention-config: whether queries have 8 bits beside an fp8 KV cache.
+QUERY_SETTINGS = ("disable_flashinfer_q_quantization", "use_prefill_query_quantization")
 LLAMA_4_LIMIT_TOKENS = 32768  # `attn_temperature_tuning` differs for longer positions
 
 
@@ -58,7 +72,7 @@ def layout(vllm_config: VllmConfig, compress: str = "off") -> dict[str, str]:
         "images": _images(model),
         "dtype": str(model.dtype),
         "KV cache dtype": str(vllm_config.cache_config.cache_dtype),
-        "quantization": _quantization(model),
+        "quantization": _quantization(vllm_config),
         "load format": _load_format(vllm_config.load_config),
         "LoRA": _lora(vllm_config.lora_config),
         "draft": _draft(vllm_config),
@@ -149,17 +163,62 @@ def _architecture(model: Any) -> str:
     return fact
 
 
-def _quantization(model: Any) -> str:
-    """Returns the quantization method, and what changes it: `--quantization-config`, variables."""
+def _quantization(vllm_config: VllmConfig) -> str:
+    """Returns the quantization method, and what changes it: flags and variables."""
+    model: Any = vllm_config.model_config
     fact = str(model.quantization)
     settings = getattr(model, "quantization_config", None)
     if is_dataclass(settings) and not isinstance(settings, type):
         settings = asdict(settings)
     if settings is not None:
         fact += f", config {digest(settings)}"
-    for name, value in surroundings.number_variables().items():
+    is_quantized = model.quantization is not None
+    if is_quantized:
+        fact += _formats_of_gpu(model)
+        fact += _kernels(getattr(vllm_config, "kernel_config", None))
+    attention = getattr(vllm_config, "attention_config", None)
+    for name in QUERY_SETTINGS:
+        if getattr(attention, name, False):
+            fact += f", {name}"
+    for name, value in surroundings.number_variables(is_quantized).items():
         fact += f", {name} {digest(value) if isinstance(value, dict) else value}"
     return fact
+
+
+def _formats_of_gpu(model: Any) -> str:
+    """Returns what the GPU does not compute of the formats by which a model quantizes."""
+    if model.quantization == "compressed-tensors" and not _quantizes_activations(model.hf_config):
+        return ""
+    missing = ""
+    if model.quantization in FP8_BY_GPU and surroundings.lacks_fp8():
+        missing += ", a GPU without FP8"
+    if model.quantization in FP4_BY_GPU and surroundings.lacks_fp4():
+        missing += ", a GPU without FP4"
+    return missing
+
+
+def _quantizes_activations(hf_config: Any) -> bool:
+    """Returns whether a layer of a compressed-tensors checkpoint has quantized activations."""
+    settings = getattr(hf_config, "quantization_config", None)
+    settings = settings or getattr(hf_config, "compression_config", None)
+    groups = settings.get("config_groups") if isinstance(settings, dict) else None
+    if not isinstance(groups, dict):
+        return True  # not known
+    return any(_setting(group, "input_activations") for group in groups.values())
+
+
+def _kernels(kernels: Any) -> str:
+    """Returns the flags that choose kernels by which a quantized layer has other numbers."""
+    flags = ""
+    for name in ("moe_backend", "linear_backend"):
+        chosen = getattr(kernels, name, "auto")
+        if chosen in KERNELS_WITH_OTHER_NUMBERS:
+            flags += f", --{name.replace('_', '-')} {chosen}"
+    by_scheme = getattr(kernels, "linear_backend_per_quant", None) or {}
+    for scheme, chosen in sorted(by_scheme.items()):
+        if chosen in KERNELS_WITH_OTHER_NUMBERS:
+            flags += f", {chosen} for {scheme}"
+    return flags
 
 
 def _load_format(load: Any) -> str:
@@ -279,6 +338,10 @@ def _lora(lora: Any) -> str:
         parts.append(f"of {' '.join(sorted(modules))}")
     if getattr(lora, "enable_tower_connector_lora", False):
         parts.append("of encoders too")
+    # How vLLM reads the adapters of experts.
+    for name in ("enable_mixed_moe_lora_format", "enable_moe_shared_loras"):
+        if getattr(lora, name, False):
+            parts.append(name)
     return ", ".join(parts)
 
 

@@ -198,12 +198,7 @@ def _refuse_settings(vllm_config: VllmConfig) -> None:
             "DisaggConnector was never tried with layers that compute only a prompt's last token:"
             " start without --kv-sharing-fast-prefill"
         )
-    # Of these states a step writes only its inputs, into a ring: other bytes at P than at D.
-    if getattr(vllm_config.cache_config, "use_replayssm", False):
-        raise ConfigError(
-            "DisaggConnector was never tried with states that vLLM computes again from their last"
-            " inputs: start without --use-replayssm"
-        )
+    _refuse_settings_of_states(vllm_config)
     if getattr(vllm_config, "ec_transfer_config", None) is not None:
         raise ConfigError(
             "DisaggConnector was never tried beside a connector of encoders, which gives one engine"
@@ -222,6 +217,21 @@ def _refuse_settings(vllm_config: VllmConfig) -> None:
         raise ConfigError(
             "DisaggConnector compares images by vLLM's hashes, which vLLM makes only for its"
             " caches: start with --enable-prefix-caching, or without --mm-processor-cache-gb 0"
+        )
+
+
+def _refuse_settings_of_states(vllm_config: VllmConfig) -> None:
+    # Of these states a step writes only its inputs, into a ring: other bytes at P than at D.
+    if getattr(vllm_config.cache_config, "use_replayssm", False):
+        raise ConfigError(
+            "DisaggConnector was never tried with states that vLLM computes again from their last"
+            " inputs: start without --use-replayssm"
+        )
+    mamba = getattr(vllm_config, "mamba_config", None)
+    if getattr(mamba, "enable_stochastic_rounding", False):
+        raise ConfigError(
+            "DisaggConnector was never tried with states of Mamba that vLLM rounds at random: start"
+            " without --enable-mamba-cache-stochastic-rounding"
         )
 
 

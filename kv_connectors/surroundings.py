@@ -13,10 +13,18 @@ from vllm.platforms import current_platform
 NUMBER_VARIABLES: dict[str, Any] = {
     "VLLM_B12X_MOE_FP4_FORCE_A16": False,
     "VLLM_CPU_INT4_W4A8": True,
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE": False,
+    "VLLM_FLOAT32_MATMUL_PRECISION": "highest",
     "VLLM_HUMMING_INPUT_QUANT_CONFIG": None,
     "VLLM_HUMMING_ONLINE_QUANT_CONFIG": None,
+    "VLLM_HUMMING_USE_F16_ACCUM": False,
     "VLLM_MARLIN_INPUT_DTYPE": None,
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "",
+}
+# Likewise, of quantized weights only: with DeepGEMM vLLM rounds scales of FP8 up to powers of two.
+QUANTIZED_NUMBER_VARIABLES: dict[str, Any] = {
+    "VLLM_USE_DEEP_GEMM": True,
+    "VLLM_USE_DEEP_GEMM_E8M0": True,
 }
 LOGITS_PROCESSORS = "vllm.logits_processors"  # vLLM's group of entry points
 
@@ -46,10 +54,24 @@ def fuses_choice_of_experts() -> bool:
     return bool(getattr(envs, "VLLM_USE_FUSED_MOE_GROUPED_TOPK", False))
 
 
-def number_variables() -> dict[str, Any]:
-    """Returns those of `NUMBER_VARIABLES` that this vLLM has, and that are not at their default."""
-    values = {name: getattr(envs, name, usual) for name, usual in NUMBER_VARIABLES.items()}
-    return {name: value for name, value in values.items() if value != NUMBER_VARIABLES[name]}
+def lacks_fp8() -> bool:
+    """Returns whether the GPU computes no FP8, so that vLLM leaves activations in 16 bits."""
+    return bool(current_platform.is_cuda()) and not current_platform.has_device_capability(89)
+
+
+def lacks_fp4() -> bool:
+    """Returns whether the GPU computes neither FP4 nor MXFP8, likewise."""
+    return bool(current_platform.is_cuda()) and not is_blackwell()
+
+
+def number_variables(is_quantized: bool) -> dict[str, Any]:
+    """Returns the variables that choose numbers, and that are not at their default.
+
+    `is_quantized`: whether the model has quantized weights.
+    """
+    usual = NUMBER_VARIABLES | (QUANTIZED_NUMBER_VARIABLES if is_quantized else {})
+    values = {name: getattr(envs, name, default) for name, default in usual.items()}
+    return {name: value for name, value in values.items() if value != usual[name]}
 
 
 def logits_processor_plugins() -> list[str]:

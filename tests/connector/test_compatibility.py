@@ -86,6 +86,7 @@ def config(**change: Any) -> Any:
         weight_transfer_config=change.get("weight_transfer"),
         lora_config=change.get("lora"),
         ec_transfer_config=change.get("encoders"),
+        mamba_config=SimpleNamespace(enable_stochastic_rounding=change.get("random_states", False)),
         quant_config=change.get("quantization"),
         scheduler_config=SimpleNamespace(policy=change.get("policy", "fcfs")),
         kv_transfer_config=SimpleNamespace(kv_role=change.get("role", "kv_both")),
@@ -231,6 +232,11 @@ def test_the_last_stage_drafts(method: str, rank: int, stages: int, expected: bo
         ),
         ({"fast_prefill": True}, (FULL,), "start without --kv-sharing-fast-prefill"),
         ({"replay": True}, (STATE,), "start without --use-replayssm"),
+        (
+            {"random_states": True},
+            (STATE,),
+            "start without --enable-mamba-cache-stochastic-rounding",
+        ),
         ({"encoders": object()}, (FULL,), "start without --ec-transfer-config"),
         ({"weight_transfer": object()}, (FULL,), "start without --weight-transfer-config"),
         ({"scales": True}, (FULL,), "start without --calculate-kv-scales"),
@@ -413,6 +419,9 @@ def layout(
         **model,
     }
     cache = SimpleNamespace(cache_dtype="auto")
+    parts = {
+        name: fields.pop(name) for name in ("kernel_config", "attention_config") if name in fields
+    }
     load = SimpleNamespace(
         load_format=fields.pop("load_format", "auto"),
         model_loader_extra_config=fields.pop("model_loader_extra_config", {}),
@@ -425,6 +434,7 @@ def layout(
             load_config=load,
             lora_config=lora,
             speculative_config=speculative,
+            **parts,
         )
     )  # type: ignore[arg-type]
 
@@ -603,6 +613,7 @@ def test_engines_that_quantize_otherwise_differ(tmp_path: Path, first: int) -> N
     [
         ("VLLM_MARLIN_INPUT_DTYPE", "int8"),
         ("VLLM_CPU_INT4_W4A8", "0"),
+        ("VLLM_FLOAT32_MATMUL_PRECISION", "high"),
         ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", '{"weight": "fp8"}'),
         ("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random"),
     ],
@@ -618,6 +629,91 @@ def test_variables_that_choose_the_numbers_of_layers_must_be_equal(
     monkeypatch.setenv(variable, value)
     assert difference(usual, layout(tmp_path)).startswith("quantization is None on one side and")
     assert not difference(layout(tmp_path), layout(tmp_path))
+
+
+@pytest.mark.parametrize("variable", ["VLLM_USE_DEEP_GEMM", "VLLM_USE_DEEP_GEMM_E8M0"])
+def test_scales_that_deep_gemm_rounds_must_be_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    plain, rounded = layout(tmp_path), layout(tmp_path, quantization="fp8")
+    monkeypatch.setenv(variable, "0")
+    assert not difference(plain, layout(tmp_path)), "only FP8 has such scales"
+    assert difference(rounded, layout(tmp_path, quantization="fp8")) == (
+        f"quantization is fp8 on one side and fp8, {variable} False on the other"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kernels", "fact"),
+    [
+        ({"moe_backend": "marlin"}, "fp8, --moe-backend marlin"),
+        ({"linear_backend": "emulation"}, "fp8, --linear-backend emulation"),
+        (
+            {"linear_backend_per_quant": {"nvfp4_w4a16": "humming", "fp8": "cutlass"}},
+            "fp8, humming for nvfp4_w4a16",
+        ),
+        ({"moe_backend": "deep_gemm", "linear_backend": "cutlass"}, "fp8"),
+        ({"linear_backend_per_quant": None}, "fp8"),
+    ],
+)
+def test_kernels_that_leave_activations_in_16_bits_must_be_equal(
+    tmp_path: Path, kernels: dict[str, Any], fact: str
+) -> None:
+    """A P with --moe-backend marlin and a D without it exchanged KV of other numbers."""
+    made = SimpleNamespace(**kernels)
+    assert layout(tmp_path, quantization="fp8", kernel_config=made)["quantization"] == fact
+    assert layout(tmp_path, kernel_config=made)["quantization"] == "None"
+
+
+@pytest.mark.parametrize(
+    ("method", "checkpoint", "on_a100", "on_h100"),
+    [
+        ("fp8", {}, ", a GPU without FP8", ""),
+        ("modelopt_fp4", {}, ", a GPU without FP4", ", a GPU without FP4"),
+        ("gptq_marlin", {}, "", ""),
+        (
+            "compressed-tensors",
+            {
+                "quantization_config": {
+                    "config_groups": {"a": {"input_activations": {"num_bits": 8}}}
+                }
+            },
+            ", a GPU without FP8, a GPU without FP4",
+            ", a GPU without FP4",
+        ),
+        (
+            "compressed-tensors",
+            {"compression_config": {"config_groups": {"a": {"input_activations": None}}}},
+            "",
+            "",
+        ),
+    ],
+)
+def test_gpus_that_quantize_activations_otherwise_differ(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    checkpoint: dict[str, Any],
+    on_a100: str,
+    on_h100: str,
+) -> None:
+    """An FP8 model has activations of 16 bits on an A100, and of 8 bits on an H100."""
+    monkeypatch.setattr(surroundings.current_platform, "is_cuda", lambda: True)
+    for capability, words in ((80, on_a100), (90, on_h100), (100, ""), (120, "")):
+        monkeypatch.setattr(
+            surroundings.current_platform,
+            "has_device_capability",
+            lambda needed, capability=capability: capability >= needed,
+        )
+        fact = layout(tmp_path, quantization=method, hf=checkpoint)["quantization"]
+        assert fact == f"{method}{words}"
+
+
+def test_queries_of_8_bits_must_be_equal(tmp_path: Path) -> None:
+    for name in compatibility.QUERY_SETTINGS:
+        made = SimpleNamespace(**{name: True})
+        assert layout(tmp_path, attention_config=made)["quantization"] == f"None, {name}"
 
 
 def test_engines_that_run_a_model_by_other_code_differ(
@@ -860,6 +956,15 @@ def test_target_modules_of_adapters_must_be_equal(tmp_path: Path) -> None:
     part = SimpleNamespace(max_lora_rank=8, lora_dtype="bfloat16", target_modules=["o_proj"])
     words = "LoRA is rank 8, bfloat16 on one side and rank 8, bfloat16, of o_proj on the other"
     assert difference(layout(tmp_path, lora), layout(tmp_path, part)) == words
+
+
+@pytest.mark.parametrize("flag", ["enable_mixed_moe_lora_format", "enable_moe_shared_loras"])
+def test_forms_of_adapters_of_experts_must_be_equal(tmp_path: Path, flag: str) -> None:
+    lora = {"max_lora_rank": 8, "lora_dtype": "bfloat16", flag: False}
+    usual = layout(tmp_path, SimpleNamespace(**lora))
+    other = layout(tmp_path, SimpleNamespace(**{**lora, flag: True}))
+    words = f"LoRA is rank 8, bfloat16 on one side and rank 8, bfloat16, {flag} on the other"
+    assert difference(usual, other) == words
 
 
 def asked(lora: Any) -> Any:

@@ -15,9 +15,9 @@ OF_FACTS = {
     "images": "start both with the same flags for images, and the same processor files",
     "dtype": "start both with the same --dtype",
     "KV cache dtype": "start both with the same --kv-cache-dtype",
-    "quantization": "start both with the same --quantization",
+    "quantization": "start both with the same --quantization, kernels and variables of it",
     "load format": "start both with the same --load-format",
-    "LoRA": "start both with the same --enable-lora and --max-lora-rank",
+    "LoRA": "start both with the same flags for LoRA",
     "VLLM_BATCH_INVARIANT": "set the variable alike in both environments; where it does not hold in"
     " all layers, the engine's log names the remedy",
     "compress": "set compress alike in kv_connector_extra_config",

@@ -264,6 +264,23 @@ def test_requests_that_do_not_fit_are_left_out_and_counted(
 
 
 @pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "10.0.0.5"), ({"NO_PROXY": "a,b"}, "a,b,10.0.0.5"), ({"no_proxy": "*"}, "*")],
+)
+def test_no_http_proxy_is_between_the_load_and_its_target(
+    given: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`vllm bench serve` obeys `http_proxy`, by which it may have to load a tokenizer."""
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"http_proxy": "http://proxy:3128", **given}.items():
+        monkeypatch.setenv(name, value)
+    made = load.environment("http://10.0.0.5:8000", 7)
+    assert made["no_proxy"] == made["NO_PROXY"] == expected
+    assert made["http_proxy"] == "http://proxy:3128" and made["PYTHONHASHSEED"] == "7"
+
+
+@pytest.mark.parametrize(
     ("words", "expected"),
     [
         ([], "give exactly one of --trace"),

@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import msgspec
 import pytest
@@ -72,6 +73,32 @@ def test_a_proxy_that_is_not_there_costs_nothing(caplog: pytest.LogCaptureFixtur
     for registration in made:
         registration.close()
     assert time.monotonic() - began < 20 and "is not reached" in caplog.text
+
+
+def test_an_http_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows no address of a fleet: engines of such a machine never joined."""
+
+    class Proxy(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Quiet."""
+
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with HTTPServer(("127.0.0.1", 0), Proxy) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        made = object.__new__(Registration)
+        made._register_url = f"http://127.0.0.1:{server.server_port}/disagg/register"
+        try:
+            assert made._post(b"{}") == (200, {})
+        finally:
+            server.shutdown()
 
 
 def test_proxies_behind_one_balancer_are_a_warning(

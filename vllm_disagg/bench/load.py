@@ -10,6 +10,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -65,15 +66,12 @@ class LoadGenerator(msgspec.Struct, frozen=True):
         argv = self._argv(target, workload, trace, result)
         if not rate:
             argv += ["--max-concurrency", "1"]
-        # vLLM makes the prompts from Python's hash of strings. Its seed differs for each run, so
-        # that no prefix cache holds the prompts. All targets get the same prompts.
-        env = {**os.environ, "PYTHONHASHSEED": str(seed % 2**32), "VLLM_NO_USAGE_STATS": "1"}
         count = len(workload.requests)
         if rate:
             limit = START_TIMEOUT_SECONDS + workload.requests[-1].arrival + DRAIN_TIMEOUT_SECONDS
         else:
             limit = START_TIMEOUT_SECONDS + count * MAX_REQUEST_SECONDS
-        code = _wait(argv, env, log, limit)
+        code = _wait(argv, environment(target.url, seed), log, limit)
         if code is None and rate:
             reason = f"not finished {DRAIN_TIMEOUT_SECONDS:.0f} s after the last request was sent"
             return results.aborted_run(rate, count, reason)
@@ -103,6 +101,23 @@ class LoadGenerator(msgspec.Struct, frozen=True):
         argv += ["--temperature", "0", "--ready-check-timeout-sec", "0", "--disable-tqdm"]
         argv += ["--save-result", "--save-detailed", "--result-filename", str(result)]
         return argv
+
+
+def environment(url: str, seed: int) -> dict[str, str]:
+    """Returns the environment in which the load generator sends requests to a target."""
+    # It would send them to the environment's `http_proxy`, by which tokenizers may be loaded.
+    direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    if direct != "*":
+        direct = ",".join(filter(None, [direct, urlsplit(url).hostname]))
+    return {
+        **os.environ,
+        "no_proxy": direct,
+        "NO_PROXY": direct,
+        "VLLM_NO_USAGE_STATS": "1",
+        # vLLM makes the prompts from Python's hash of strings. Its seed differs for each run, so
+        # that no prefix cache holds the prompts. All targets get the same prompts.
+        "PYTHONHASHSEED": str(seed % 2**32),
+    }
 
 
 def find(given: str) -> str:

@@ -27,6 +27,7 @@ import logging
 import threading
 import urllib.error
 import urllib.request
+from functools import cache
 from typing import Annotated, Literal
 
 import msgspec
@@ -90,6 +91,15 @@ def read(key: FleetKey, data: bytes) -> RegistrationNote:
 
 def _mac(key: FleetKey, text: bytes) -> str:
     return hashlib.blake2b(text, key=key.derive("register"), digest_size=32).hexdigest()
+
+
+@cache
+def _direct() -> urllib.request.OpenerDirector:
+    """Returns the opener of URLs that leaves out the environment's `http_proxy`.
+
+    That reaches no address of a fleet.
+    """
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def register_all(
@@ -181,7 +191,7 @@ class Registration:
             self._register_url, data, {"content-type": "application/json"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
+            with _direct().open(request, timeout=TIMEOUT_SECONDS) as answer:
                 return answer.status, json.loads(answer.read(MAX_NOTE_BYTES))
         except urllib.error.HTTPError as error:
             with error:

@@ -103,7 +103,7 @@ def proxy_window(
     ttft: float, tpot: float = TPOT, queue: float = 0.0, rate: int = 4
 ) -> MetricWindow:
     requests = 10 * rate
-    text = f"""vllm_disagg_requests_total{{outcome="ok"}} {requests}
+    text = f"""vllm_disagg_requests_total{{mode="disaggregated",outcome="ok"}} {requests}
 vllm_disagg_tokens_total{{kind="prompt"}} {requests * PROMPT}
 vllm_disagg_tokens_total{{kind="completion"}} {requests * ANSWER}
 """

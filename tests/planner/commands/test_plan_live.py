@@ -55,7 +55,8 @@ def _metrics(
     return f"""# TYPE vllm_disagg_requests_total counter
 vllm_disagg_requests_total{{path="/v1/chat",mode="disaggregated",outcome="ok"}} {requests - whole}
 vllm_disagg_requests_total{{path="/v1/chat",mode="whole",outcome="ok"}} {whole}
-vllm_disagg_requests_total{{path="/v1/completions",mode="split",outcome="timeout"}} 7
+vllm_disagg_requests_total{{path="/v1/completions",mode="whole",outcome="timeout"}} 7
+vllm_disagg_requests_total{{path="/v1/models",mode="passthrough",outcome="ok"}} {3 * requests}
 # TYPE vllm_disagg_tokens_total counter
 vllm_disagg_tokens_total{{kind="prompt"}} {requests * prompt}
 vllm_disagg_tokens_total{{kind="completion"}} {requests * output}
@@ -211,7 +212,7 @@ def test_counters_that_are_missing_are_named() -> None:
 
 
 def test_little_traffic_a_restart_and_answers_without_usage_are_said() -> None:
-    with pytest.raises(ConfigError, match="3 requests succeeded in 10 s"):
+    with pytest.raises(ConfigError, match="3 requests of generation succeeded in 10 s"):
         between(parse(_metrics(100)), parse(_metrics(103)), 10)
     with pytest.raises(ConfigError, match="include_usage"):
         between(parse(_metrics(100, 0, 0)), parse(_metrics(200, 0, 0)), 10)

@@ -54,6 +54,8 @@ COUNTERS = {
     "ttft": "vllm_disagg_ttft_seconds",
     "tpot": "vllm_disagg_tpot_seconds",
 }
+# The proxy counts others too, such as a balancer's /v1/models, which have no prompt.
+GENERATION_MODES = ("disaggregated", "whole")
 # Stands for step times that the engines have not measured yet.
 UNMEASURED = LinearLatency(1, (1.0, 0.0, 0.0), (1.0, 0.0, 0.0), (1.0, 0.0, 0.0))
 
@@ -217,10 +219,13 @@ def between(before: MetricSamples, after: MetricSamples, seconds: float) -> Obse
 
     window = MetricWindow(before, after, seconds)
     increase = window.increase
-    requests = increase(COUNTERS["requests"], outcome="ok")
+    generated = {
+        mode: increase(COUNTERS["requests"], outcome="ok", mode=mode) for mode in GENERATION_MODES
+    }
+    requests = sum(generated.values())
     if requests < MIN_WINDOW_REQUESTS:
         raise ConfigError(
-            f"--live: {requests:.0f} requests succeeded in {seconds:.0f} s;"
+            f"--live: {requests:.0f} requests of generation succeeded in {seconds:.0f} s;"
             f" {MIN_WINDOW_REQUESTS} or more are needed: give more --window"
         )
     for key, value in before.items():
@@ -248,7 +253,7 @@ def between(before: MetricSamples, after: MetricSamples, seconds: float) -> Obse
         ttft=increase(f"{COUNTERS['ttft']}_sum") / ttft_count,
         tpot=increase(f"{COUNTERS['tpot']}_sum") / tpot_count,
         queue=window.mean("vllm_disagg_queue_seconds"),
-        aggregated=increase(COUNTERS["requests"], outcome="ok", mode="whole") / requests,
+        aggregated=generated["whole"] / requests,
     )
 
 

@@ -25,7 +25,7 @@ from vllm_disagg.launcher.machine import MachineFacts
 from vllm_disagg.launcher.plan import UpOptions
 from vllm_disagg.launcher.processes import ExitCause
 from vllm_disagg.protocol.events import LoadResult, Reason
-from vllm_disagg.protocol.peers import EngineInfo
+from vllm_disagg.protocol.peers import EngineInfo, WorkerInfo
 from vllm_disagg.proxy import flags, settings
 from vllm_disagg.proxy.http import bearer
 from vllm_disagg.proxy.http.addresses import AllowedNetworks
@@ -218,6 +218,16 @@ def _(_: Path) -> object:
     prefill = instance("prefill", engine("prefill", block_size="16"))
     decode = instance("decode", engine("decode", block_size="32"))
     return discovery._log_mismatch(prefill, decode)
+
+
+@produces("P's workers are on the loopback")
+def _(_: Path) -> object:
+    made = []
+    described: list[tuple[Any, str]] = [("prefill", "one"), ("decode", "another")]
+    for role, machine_name in described:
+        worker = WorkerInfo(role, "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", host=machine_name)
+        made.append(instance(role, EngineInfo(role, role, [worker], {})))
+    return discovery._log_mismatch(*made)
 
 
 @produces("this engine recomputes")

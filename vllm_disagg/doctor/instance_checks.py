@@ -339,12 +339,6 @@ class InstanceExam:
         return True
 
 
-def is_on_loopback(engine: EngineInfo) -> bool:
-    """Returns whether no other machine reaches the workers of an engine."""
-    hosts = [urlsplit(worker.control).hostname or "" for worker in engine.workers]
-    return all(dialling.is_loopback(host) for host in hosts)
-
-
 def is_elsewhere(worker: WorkerInfo) -> bool:
     """Returns whether a worker's ports cannot be tried: the loopback of another machine."""
     host = urlsplit(worker.control).hostname or ""

@@ -10,7 +10,7 @@ from ..proxy.http.addresses import host_of, literal
 from ..proxy.routing.fleet import mismatch
 from . import remedies
 from .findings import Report
-from .instance_checks import ExaminedInstance, is_on_loopback
+from .instance_checks import ExaminedInstance
 
 SET_HOST = "set host in its kv_connector_extra_config to an address that the other one reaches"
 SIDE_CHANNEL = "VLLM_NIXL_SIDE_CHANNEL_HOST"
@@ -95,16 +95,8 @@ def _compare_transports(name: str, prefill: EngineInfo, decode: EngineInfo, repo
 
 def _may_dial(name: str, prefill: EngineInfo, decode: EngineInfo, report: Report) -> bool:
     """Adds whether D dials P's addresses, and whether these can be right."""
-    machines = {worker.host for worker in prefill.workers}
-    is_one_machine = bool(machines & {worker.host for worker in decode.workers})
-    if is_on_loopback(prefill) and not is_one_machine:
-        report.fail(
-            name, "P's workers are on the loopback, and D runs on another machine", SET_HOST
-        )
-        return False
-    loopback_only = is_on_loopback(decode)
-    if refusal := dialling.refusal(prefill.workers, loopback_only=loopback_only):
-        report.fail(name, f"D refuses P's grants: {refusal}", SET_HOST)
+    if obstacle := dialling.obstacle(prefill, decode):
+        report.fail(name, obstacle, SET_HOST)
         return False
     return True
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 
 from ..config import Address, plain, unreachable
-from ..protocol.peers import WorkerInfo
+from ..protocol.peers import EngineInfo, WorkerInfo
 
 _TCP = re.compile(r"tcp://(?:\[([0-9A-Fa-f:.]{2,45})\]|([0-9.]{7,15})):([0-9]{1,5})", re.ASCII)
 # In a folder of `local_socket.create_folder`; older engines had other characters in its name.
@@ -54,6 +54,27 @@ def refusal(workers: Iterable[WorkerInfo], *, loopback_only: bool) -> str:
         scheme, _, path = worker.local.partition("://")
         if worker.local and not (scheme == "ipc" and is_socket(path)):
             return f"local address {worker.local!r} of a source is not one that an engine makes"
+    return ""
+
+
+def is_on_loopback(engine: EngineInfo) -> bool:
+    """Return whether no other machine reaches the workers of an engine."""
+    addresses = [_address(worker.control) for worker in engine.workers]
+    return all(address is not None and plain(address).is_loopback for address in addresses)
+
+
+def obstacle(prefill: EngineInfo, decode: EngineInfo) -> str:
+    """Return why D cannot dial P, by what both describe; empty where it may.
+
+    A machine is known by its boot id, which older engines do not state.
+    """
+    machines = {worker.host for worker in prefill.workers}
+    own_machines = {worker.host for worker in decode.workers}
+    is_known = bool(machines and own_machines) and "" not in machines | own_machines
+    if is_known and is_on_loopback(prefill) and not machines & own_machines:
+        return "P's workers are on the loopback, and D runs on another machine"
+    if problem := refusal(prefill.workers, loopback_only=is_on_loopback(decode)):
+        return f"D refuses P's grants: {problem}"
     return ""
 
 

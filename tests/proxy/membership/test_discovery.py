@@ -15,7 +15,7 @@ import pytest
 from proxy_world import KEY, Call, World, answer, answer_at_once, until, world
 from vllm_disagg.fleet.grants import MARGIN_SECONDS
 from vllm_disagg.fleet.keys import FleetKey
-from vllm_disagg.protocol.peers import EngineInfo
+from vllm_disagg.protocol.peers import EngineInfo, WorkerInfo
 from vllm_disagg.proxy.http import connection_pool
 from vllm_disagg.proxy.http.connection_pool import ConnectionPool
 from vllm_disagg.proxy.http.upstream import UpstreamConnection
@@ -242,6 +242,37 @@ async def test_incompatible_layouts_are_never_paired(caplog: pytest.LogCaptureFi
         pair = f"{w.p.url} and {w.d.url}"
         words = f"{pair} are never paired: dtype is fp8 on one side and bf16 on the other"
         assert words in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("p", "d", "words"),
+    [
+        (("127.0.0.1", "a"), ("10.0.0.2", "b"), "P's workers are on the loopback, and D runs on"),
+        (("10.0.0.1", "a"), ("127.0.0.1", "b"), "D refuses P's grants: control address"),
+        (("127.0.0.1", "a"), ("10.0.0.2", "a"), ""),
+        (("127.0.0.1", "a"), ("127.0.0.1", "a"), ""),
+        (("10.0.0.1", "a"), ("10.0.0.2", "b"), ""),
+        (("127.0.0.1", ""), ("10.0.0.2", "b"), ""),
+        (("no address", "a"), ("10.0.0.2", "b"), "D refuses P's grants: control address"),
+    ],
+)
+def test_engines_that_cannot_reach_each_other_are_a_warning(
+    p: tuple[str, str], d: tuple[str, str], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`host` is the loopback unless it is set: each prompt waited for its KV for two seconds."""
+    made = []
+    described: list[tuple[Any, tuple[str, str]]] = [("prefill", p), ("decode", d)]
+    for role, (address, machine) in described:
+        at = f"tcp://{address}:1"
+        worker = WorkerInfo(f"{role}/0", at, at, host=machine)
+        instance = Instance(f"http://{role}:1", role)
+        instance.on_probe_answered("m", EngineInfo(role, role, [worker], {"dtype": "x"}))
+        made.append(instance)
+    for pair in (made, made[::-1]):
+        caplog.clear()
+        discovery._log_mismatch(*pair)
+        assert caplog.text.count(f"http://prefill:1 and http://decode:1: {words}") == bool(words)
+        assert caplog.text.count("set host in their kv_connector_extra_config") == bool(words)
 
 
 async def test_worker_counts_may_differ() -> None:

@@ -44,6 +44,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from ...fleet import dialling
 from ...fleet.grants import (
     ANSWER_KEY,
     OTHER_VERSION,
@@ -750,6 +751,18 @@ def _log_mismatch(instance: Instance, other: Instance) -> None:
     decode = other if instance.role == "prefill" else instance
     if reason := mismatch(prefill, decode):
         log.warning("instances %s and %s are never paired: %s", prefill.url, decode.url, reason)
+        return
+    if not (prefill.engine and decode.engine):
+        return
+    # The boot ids of containers may differ on one machine, so this is no reason to part the two.
+    if obstacle := dialling.obstacle(prefill.engine, decode.engine):
+        log.warning(
+            "instances %s and %s: %s; set host in their kv_connector_extra_config to addresses"
+            " that the other one reaches, else D computes the prompts",
+            prefill.url,
+            decode.url,
+            obstacle,
+        )
 
 
 def _log_missing_tokens(url: str, engine: EngineInfo) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import re
 import socket
 import ssl
 import threading
@@ -45,6 +46,10 @@ def address(flag: str, url: str) -> str:
         or parts.path.rstrip("/") not in ("", "/v1")
     ):
         raise ConfigError(f"{flag}: {url} is not a URL such as http://127.0.0.1:8000")
+    if ranked := re.fullmatch(r"(.+)@[0-9]{1,4}/?", url):
+        raise ConfigError(
+            f"{flag}: {url} is a data parallel rank; give the URL of its server, {ranked[1]}"
+        )
     if parts.username or parts.query or parts.fragment:
         raise ConfigError(
             f"{flag}: {url} has more than a host and a port; an API key goes into OPENAI_API_KEY"

@@ -280,6 +280,36 @@ def test_no_http_proxy_is_between_the_load_and_its_target(
     assert made["http_proxy"] == "http://proxy:3128" and made["PYTHONHASHSEED"] == "7"
 
 
+@pytest.mark.parametrize("flag", ["--trace", "--tokenizer", "--vllm"])
+def test_an_empty_text_is_a_variable_that_is_not_set(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--target", "a=http://a:1", *OBJECTIVES, flag, ""])
+    assert f"argument {flag}: an empty text names nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", ["0", "10000001", "9" * 400])
+def test_more_requests_than_memory_holds(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--target", "a=http://a:1", *OBJECTIVES, "--requests", number])
+    assert "is not a number from 1 to 10000000" in capsys.readouterr().err
+
+
+def test_a_machine_without_a_folder_for_temporary_files(
+    servers: list[str],
+    scripted: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/nowhere")
+    assert bench(*OBJECTIVES, *LENGTHS, target=servers[0]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "vllm-disagg bench: no folder for temporary files can be used (No such file or directory);"
+        " set TMPDIR to one"
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

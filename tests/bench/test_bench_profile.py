@@ -282,6 +282,7 @@ def test_an_instance_that_refuses_a_prompt(
         (["nonsense", "--output", "x"], "URL: nonsense is not a URL"),
         (["http://127.0.0.1:9", "--output", "x"], "cannot reach http://127.0.0.1:9"),
         (["http://127.0.0.1:9", "--output", "/nowhere/x"], "--output /nowhere/x"),
+        (["http://127.0.0.1:9", "--output", "x" * 300], "x: cannot write such a file"),
         (
             ["http://127.0.0.1:9", "--output", "x", "--seconds", "0"],
             "--seconds must be more than 0",

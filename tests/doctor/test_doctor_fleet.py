@@ -422,3 +422,15 @@ def test_bad_flags_are_one_line(
     answer = capsys.readouterr()
     assert answer.err.startswith(f"vllm-disagg doctor: {message}"), answer.err
     assert answer.err.count("\n") == 1 and not answer.out
+
+
+@pytest.mark.parametrize("flag", ["--proxy", "--key-file", "--admin-key-file"])
+def test_an_empty_text_is_a_variable_that_is_not_set(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another machine would be checked than was meant, or nothing proved, with exit status 0."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor", "--proxy", "http://a:1", flag, ""])
+    answer = capsys.readouterr()
+    assert ended.value.code == 2 and not answer.out
+    assert f"argument {flag}: an empty text names nothing; leave the flag out" in answer.err

@@ -156,7 +156,7 @@ def test_a_file_has_flags_and_the_command_line_wins(tmp_path: Path) -> None:
         ("spill: [a]\n", "spill is ['a'], but must be true or false"),
         ("prefill: [1, 2]\n", "prefill is a list, but takes one value"),
         ("prefill: []\n", "prefill is a list, but takes one value"),
-        ("prefill: true\n", "true is not a number of 1 or more"),
+        ("prefill: true\n", "true is not a number from 1 to 1024"),
         ("api-key: [{a: 1}]\n", "api-key is {'a': '1'}, but must be a text or a number"),
         ('log-dir: "a\\0b"\n', "log-dir is 'a\\x00b', but must be a text or a number"),
         ("a: " + "[" * 2_000, "too deep"),
@@ -183,8 +183,9 @@ def test_values_of_a_file_stay_as_they_are_written(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["--config="], ["--config", ""], ["--model", "m", "--log-dir="]):
+    for words in (["--config="], ["--config", ""]):
         assert "an empty text names no file; leave the flag out" in refused(capsys, *words)
+    assert "an empty text names nothing" in refused(capsys, "--model", "m", "--log-dir=")
     said = refused(capsys, "--config", str(tmp_path / "none"))
     assert "No such file" in said
     with pytest.raises(ConfigError):
@@ -201,7 +202,10 @@ def test_a_file_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--model", "m", "--prefill-args", "'"], "--prefill-args"),
         (["--model", "m", "--policy", "best"], "--policy"),
         (["--model", "m", "--restart", "always"], "--restart"),
-        (["--model", "m", "--prefill", "0"], "not a number of 1 or more"),
+        (["--model", "m", "--prefill", "0"], "0 is not a number from 1 to 1024"),
+        (["--model", "m", "--decode", "9" * 5000], "9 is not a number from 1 to 1024"),
+        # The list of its cores filled all memory.
+        (["--model", "m", "--tensor-parallel-size", "1000000000"], "is not a number from 1 to"),
         (["--model", "m", "--worker", "x"], "unrecognized arguments: --worker x"),
     ],
 )

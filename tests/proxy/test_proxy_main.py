@@ -46,6 +46,8 @@ def parsed(*flags: str) -> argparse.Namespace:
         ([*D, "--host", "example.org"], "--api-key"),
         ([*D, "--api-key", ""], "--api-key"),
         ([*D, "--port", "70000"], "--port"),
+        ([*D, "--allowed-origins", "\udc80"], "must be a JSON list"),
+        ([*D, "--service-discovery-port", "0"], "--service-discovery-port: 0 is not a port"),
         ([*D, "--queue-timeout", "0"], "--queue-timeout"),
         ([*D, "--prefill-timeout", "0"], "--prefill-timeout"),
         ([*D, "--prefill-timeout", "86401"], "--prefill-timeout"),
@@ -77,18 +79,29 @@ def test_bad_settings_are_one_line(
 
 
 @pytest.mark.parametrize(
-    "flag", [flag.name for flag in flags.all_flags() if flag.metavar == "PATH"]
+    "flag", [flag.name for flag in flags.all_flags() if flag.metavar in ("PATH", "CIDR,...")]
 )
-def test_an_empty_path_is_a_variable_that_is_not_set(
+def test_an_empty_text_is_a_variable_that_is_not_set(
     flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A proxy without the fleet's key would start, or one without TLS."""
+    """A proxy without the fleet's key would start, or one that takes instances of any network."""
     if flag == "--access-log":  # it turns off what a manifest has on
         assert parsed(*D, flag, "").access_log == ""
         return
     with pytest.raises(SystemExit):
         parsed(*D, flag, "")
-    assert f"argument {flag}: an empty text names no file" in capsys.readouterr().err
+    assert f"argument {flag}: an empty text names nothing" in capsys.readouterr().err
+
+
+def test_spans_without_their_library_are_one_line_of_all_workers(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    start = "vllm_disagg.proxy.main.supervisor.run"
+    monkeypatch.setattr(start, lambda *_: pytest.fail("it starts"))
+    endpoint = ("--otlp-traces-endpoint", "http://127.0.0.1:1/v1/traces")
+    with pytest.raises(ConfigError, match=r"pip install 'vllm-disagg\[otel\]'"):
+        run(parsed(*D, "--workers", "2", *endpoint))
 
 
 def test_good_settings(tmp_path: Path) -> None:

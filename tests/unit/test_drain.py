@@ -315,6 +315,10 @@ def test_it_ends_a_drain_of_an_engine_that_is_still_starting(
     [
         ([], "name the server's URL, or set DISAGG_URL"),
         (["nonsense"], "URL: nonsense is not a URL"),
+        (
+            ["http://a:1@0"],
+            "http://a:1@0 is a data parallel rank; give the URL of its server, http",
+        ),
         (["{url}", "--timeout", "nan"], "--timeout must be a number of seconds"),
         (["{url}", "--notice", "-1"], "--notice must be a number of seconds"),
         (["{url}", "--proxy", "x"], "--proxy: x is not a URL"),

@@ -65,6 +65,11 @@ def test_azure_has_dates(tmp_path: Path) -> None:
     assert read.requests[1].arrival == pytest.approx(0.052, abs=1e-6)
 
 
+def test_a_table_of_a_spreadsheet_begins_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = write(tmp_path, "\ufeffarrival_s,input_tokens,output_tokens", "1.0,20,2")
+    assert [request.prompt for request in traces.read(path, "--trace").requests] == [20]
+
+
 def test_lengths_are_sorted_by_arrival(tmp_path: Path) -> None:
     read = traces.read(
         write(tmp_path, "arrival_s,input_tokens,output_tokens", "2.5,10,1", "1.0,20,2"), "--trace"

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from .. import http_client
 from ..errors import ConfigError
+from ..setting_values import GivenText
 from ..workloads import lengths, traces
 from . import instance, load, report, workload
 from .load import BenchTarget, LoadGenerator
@@ -27,6 +28,7 @@ from .report import TargetRuns
 from .results import BenchRun, GoodputObjectives
 from .workload import RequestSchedule
 
+MAX_COUNT = 10_000_000  # of requests and of tokens: more would fill memory
 SEQUENTIAL_REQUESTS = 20  # requests sent one at a time, to begin with
 EPILOG = (
     "One of --trace, --input-len with --output-len, and --workload gives the requests."
@@ -73,7 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.9,
         help="share of requests that must meet both objectives (default: %(default)s)",
     )
-    add("--trace", metavar="FILE", help=f"lengths and arrivals: {traces.ACCEPTED_FORMATS}")
+    add(
+        "--trace",
+        action=GivenText,
+        metavar="FILE",
+        help=f"lengths and arrivals: {traces.ACCEPTED_FORMATS}",
+    )
     add("--input-len", metavar="TOKENS", type=_count, help="length of all prompts")
     add("--output-len", metavar="TOKENS", type=_count, help="length of all answers")
     add(
@@ -109,12 +116,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--vllm",
+        action=GivenText,
         metavar="PATH",
         default="",
         help="the vllm program (default: the one beside this Python)",
     )
     add(
         "--tokenizer",
+        action=GivenText,
         metavar="NAME",
         default="",
         help="folder or name of the tokenizer, if not the model's own",
@@ -142,8 +151,7 @@ def run(args: argparse.Namespace) -> int:
             f"--arrivals trace: the first {len(requests)} requests of the trace arrive at once"
         )
     measured = [TargetRuns(target) for target in targets]
-    temporary = tempfile.TemporaryDirectory(prefix="vllm-disagg-bench-")
-    with _ends_by_signals(), temporary as folder:
+    with _ends_by_signals(), _temporary_folder() as folder:
         generator = LoadGenerator(vllm, args.tokenizer, Path(folder))
         bench = GoodputBench(generator, schedule, objectives, args, measured)
         bench.alone()
@@ -155,6 +163,16 @@ def run(args: argparse.Namespace) -> int:
         report.plot(args.save + ".png", measured, objectives)
     print(json.dumps(result) if args.json else report.table(measured, objectives))
     return 0
+
+
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """Creates a folder for the load generator's files. Raises ConfigError where none can be."""
+    try:
+        return tempfile.TemporaryDirectory(prefix="vllm-disagg-bench-")
+    except OSError as error:  # read-only or full
+        raise ConfigError(
+            f"no folder for temporary files can be used ({error.strerror}); set TMPDIR to one"
+        ) from None
 
 
 @contextmanager
@@ -362,6 +380,6 @@ def _number(text: str, low: float, high: float, expected: str) -> float:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of 1 or more")
+    if not text.isdecimal() or len(text) > len(str(MAX_COUNT)) or not 1 <= int(text) <= MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"{text[:80]} is not a number from 1 to {MAX_COUNT}")
     return int(text)

@@ -27,6 +27,7 @@ import msgspec
 
 from .. import http_client
 from ..errors import ConfigError, DisaggError
+from ..setting_values import GivenText
 from . import handoff, instance, neighbours, steps
 from .steps import PROBE_TOKEN_IDS, DecodeProbe, MixedProbe, Probe, StepSample
 from .stream import complete
@@ -214,6 +215,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--handoff",
+        action=GivenText,
         metavar="URL",
         help="a proxy in front of prefill and decode instances: measures too how long KV takes from"
         " one to the other",
@@ -284,9 +286,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     output = Path(args.output)
-    # A new file needs a folder that can be written, an old one only itself.
-    written = output if output.exists() else output.parent
-    if output.is_dir() or not written.exists() or not os.access(written, os.W_OK):
+    try:
+        # A new file needs a folder that can be written, an old one only itself.
+        written = output if output.exists() else output.parent
+        is_writable = not output.is_dir() and written.exists() and os.access(written, os.W_OK)
+    except OSError:  # such as a name that is too long
+        is_writable = False
+    if not is_writable:
         raise ConfigError(f"--output {args.output}: cannot write such a file")
     if not 0 < args.seconds < float("inf"):
         raise ConfigError("--seconds must be more than 0")

@@ -19,6 +19,7 @@ from .. import bearer_keys, http_client
 from ..errors import ConfigError
 from ..fleet import keys
 from ..proxy.http.addresses import check_url
+from ..setting_values import GivenText
 from . import fleet_checks, proxy_checks
 from .findings import Report
 from .fleet_checks import FleetReport
@@ -40,9 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     parser.epilog = EPILOG
     add("--gpu", action="store_true", help="prove and measure the GPUs of this machine")
-    add("--proxy", metavar="URL", default="", help="check a proxy and the fleet behind it")
+    add(
+        "--proxy",
+        action=GivenText,
+        metavar="URL",
+        default="",
+        help="check a proxy and the fleet behind it",
+    )
     add(
         "--admin-key-file",
+        action=GivenText,
         metavar="PATH",
         default="",
         help=f"file with the proxy's admin key (default: environment variable {keys.ADMIN_KEY})",
@@ -57,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     add(
         "--key-file",
+        action=GivenText,
         metavar="PATH",
         default="",
         help="file with the fleet key; NixlConnector's fleets have none",

@@ -9,6 +9,7 @@ import shlex
 from ..errors import ConfigError
 from ..proxy import flags as proxy_flags
 from ..proxy.flags import Flag
+from ..setting_values import GivenText
 from .plan import UpOptions
 
 EPILOG = "Arguments after -- are passed on to each vllm serve."
@@ -45,6 +46,7 @@ PROXY_FLAGS: list[Flag] = [
 ACCESS_LOG = "access.log"  # in --log-dir
 HTTP_PROXIES = ("http_proxy", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")  # curl's
 RESTART_MODES = ("no", "on-failure")
+MAX_COUNT = 1024  # of instances of a role, and of ranks: far above those of one machine
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,7 +120,7 @@ def _add_operation(parser: argparse.ArgumentParser) -> None:
     add("--config", metavar="FILE", default="", help="YAML file with flags; see docs/how-to/up.md")
     add(
         "--log-dir",
-        action=proxy_flags.GivenFile,
+        action=GivenText,
         metavar="DIR",
         default="",
         help="write each child's output to a file there instead of the console",
@@ -208,6 +210,6 @@ def _proxy_words(args: argparse.Namespace) -> list[str]:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of 1 or more")
+    if not text.isdecimal() or len(text) > len(str(MAX_COUNT)) or not 1 <= int(text) <= MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"{text[:80]} is not a number from 1 to {MAX_COUNT}")
     return int(text)

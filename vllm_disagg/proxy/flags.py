@@ -15,6 +15,7 @@ from .. import old_names
 from ..errors import ConfigError
 from ..fleet import keys
 from ..fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY, POLICY_NAMES
+from ..setting_values import GivenText
 from . import aliases
 from .http.limits import Limits
 from .routing.readiness import DEFAULT_READINESS, READINESS_MODES
@@ -46,7 +47,7 @@ class Flag:
     least: float | None = None  # smallest valid value; None: not a number, or checked elsewhere
     is_positive: bool = False  # `least` itself is not valid
     most: float = float("inf")
-    is_file: bool = False  # a path that must not be empty
+    is_given: bool = False  # a text that must not be empty
 
     @property
     def dest(self) -> str:
@@ -66,7 +67,7 @@ class Flag:
             return
         group.add_argument(
             self.name,
-            action=GivenFile if self.is_file else "store",
+            action=GivenText if self.is_given else "store",
             metavar=self.metavar,
             type=self.type,
             nargs=self.nargs,
@@ -85,22 +86,6 @@ class Flag:
             raise ConfigError(f"{self.name} must not be less than {self.least:g}")
         if value > self.most:
             raise ConfigError(f"{self.name} must be at most {self.most:g}")
-
-
-class GivenFile(argparse.Action):
-    """Stores a path. An empty one is refused: a variable of the shell that is not set."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        """Handles one occurrence on the command line."""
-        if not values:
-            raise argparse.ArgumentError(self, "an empty text names no file; leave the flag out")
-        setattr(namespace, self.dest, str(values))
 
 
 class _OldName(argparse.Action):
@@ -123,7 +108,7 @@ def _text(name: str, metavar: str | None, words: str, default: str = "") -> Flag
 
 
 def _file(name: str, words: str) -> Flag:
-    return Flag(name=name, metavar="PATH", help=words, is_file=True)
+    return Flag(name=name, metavar="PATH", help=words, is_given=True)
 
 
 def _repeatable(name: str, metavar: str, words: str) -> Flag:
@@ -230,10 +215,11 @@ _FLEET = (
         f" (default: environment variable {keys.ADMIN_KEY})",
     ),
     _file("--admin-key-file", "file with that key, which then stands in no process list"),
-    _text(
-        "--instance-networks",
-        "CIDR,...",
-        "networks from which the admin API, registration, DNS and Kubernetes may add instances"
+    Flag(
+        name="--instance-networks",
+        metavar="CIDR,...",
+        is_given=True,  # else a variable that is not set would allow all of them
+        help="networks from which the admin API, registration, DNS and Kubernetes may add instances"
         " (default: all but link-local, multicast and clouds' metadata services)",
     ),
     _file(

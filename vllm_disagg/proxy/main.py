@@ -54,6 +54,7 @@ from .telemetry.access_log import AccessLog
 from .telemetry.kv_traffic import KvTraffic
 from .telemetry.metrics import Metrics
 from .telemetry.record import RequestRecorder
+from .telemetry.tracing import Tracing
 from .workers import supervisor
 from .workers.bus import Topic, WorkerBus, parse_place
 
@@ -432,6 +433,7 @@ def run(args: argparse.Namespace) -> int:
         if settings.workers > 1 and not settings.place:
             # A mistake is found here, before each worker finds it.
             AccessLog(settings.access_log).close()
+            Tracing(settings.traces_endpoint).close()
             return supervisor.run(
                 sys.argv[1:],
                 settings.workers,

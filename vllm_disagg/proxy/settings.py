@@ -115,6 +115,8 @@ def from_arguments(args: argparse.Namespace) -> ProxySettings:
         raise ConfigError("--host: an empty text names no address; leave the flag out")
     if not 0 <= args.port < 65536:
         raise ConfigError(f"--port: {args.port} is not a port")
+    if not 0 < args.service_discovery_port < 65536:
+        raise ConfigError(f"--service-discovery-port: {args.service_discovery_port} is not a port")
     api_keys = _api_keys(args, admin_key)
     _check_tls(args)
     place = parse_place(args.worker) if args.worker else None
@@ -267,7 +269,7 @@ def _check_tls(args: argparse.Namespace) -> None:
 def _origins(text: str) -> list[str]:
     try:
         return msgspec.json.decode(text, type=list[str])
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeEncodeError):
         raise ConfigError(
             f'--allowed-origins {text!r} must be a JSON list, as ["https://example.org"]'
         ) from None

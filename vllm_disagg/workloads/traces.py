@@ -111,7 +111,8 @@ def _text(where: str, path: str) -> str:
     """Returns the text of a file, uncompressed. Raises ConfigError if it cannot be read."""
     try:
         raw = Path(path).read_bytes()
-        text = (gzip.decompress(raw) if raw.startswith(GZIP_MAGIC) else raw).decode()
+        data = gzip.decompress(raw) if raw.startswith(GZIP_MAGIC) else raw
+        text = data.decode("utf-8-sig")  # spreadsheets begin a CSV with a byte order mark
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{where}: {getattr(error, 'strerror', None) or 'it is not text'}"

@@ -18,6 +18,7 @@ from vllm_disagg.fleet.registration import Registration, RegistrationNote, sign
 from vllm_disagg.protocol.peers import EngineInfo
 from vllm_disagg.proxy import main
 from vllm_disagg.proxy.http.addresses import parse_networks
+from vllm_disagg.proxy.membership import kubernetes
 from vllm_disagg.proxy.membership import members as module
 from vllm_disagg.proxy.membership.members import SWEEP_SECONDS, Members, MembershipChange
 from vllm_disagg.proxy.membership.reconcile import Member, MembershipChanges, reconcile
@@ -98,6 +99,9 @@ def test_fleet_files() -> None:
             parse_fleet(text, "f")
     with pytest.raises(ConfigError, match="twice"):
         parse_fleet("prefill: [http://x]\ndecode: [http://x]", "f")
+    # A list that was appended would have removed all instances of the first one.
+    with pytest.raises(ConfigError, match=r"^f: .*decode is there twice; write one list"):
+        parse_fleet("decode: [http://x]\nprefill: []\ndecode: [http://y]", "f")
     assert parse_name("name:80", "--x") == ("name", 80) and parse_name("[::1]:80", "--x") == (
         "::1",
         80,
@@ -886,6 +890,20 @@ async def a_cluster(
         yield cluster
     finally:
         server.close()  # an open one would keep uvloop from closing its loop, for ever
+
+
+@pytest.mark.parametrize("text", ["a: [b", "- a", "5", "\0"])
+def test_a_file_that_is_no_kubeconfig_is_one_line(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("kubernetes")
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    (tmp_path / "kubeconfig").write_text(text)
+    monkeypatch.setattr(
+        "kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "kubeconfig")
+    )
+    with pytest.raises(ConfigError, match=r"^--service-discovery: no cluster is configured: .+$"):
+        kubernetes.connect(slices=False)
 
 
 async def test_pods_by_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

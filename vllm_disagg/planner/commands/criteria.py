@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from ...errors import ConfigError
+from ...setting_values import GivenText
 from ..cost import hardware
 from ..search.performance_source import PerformanceSource
 from ..search.placement import Criterion
@@ -30,6 +31,7 @@ def add_arguments(group: Any) -> None:
     )
     group.add_argument(
         "--prices",
+        action=GivenText,
         metavar="FILE",
         help='price of a GPU and hour by type, as JSON: {"h100": 2.5, "l40s": 0.9}',
     )

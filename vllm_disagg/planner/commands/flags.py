@@ -15,6 +15,7 @@ from ...fleet.conventions import (
     DEFAULT_PREFILL_CONCURRENCY,
     POLICY_NAMES,
 )
+from ...setting_values import GivenText
 from ...workloads import lengths
 from ..cost import distserve, hardware, known_models, model, profile, speculative
 from ..cost.latency import FITTED_PATH, LinearLatency, PathDelay
@@ -54,26 +55,40 @@ class PlanInputs:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that `plan` and `simulate` share."""
     add = parser.add_argument_group("step times: one of these three").add_argument
-    add("--gpu", metavar="NAME", help=f"roofline of a GPU: {', '.join(hardware.GPUS)}")
+    add(
+        "--gpu",
+        action=GivenText,
+        metavar="NAME",
+        help=f"roofline of a GPU: {', '.join(hardware.GPUS)}",
+    )
     add(
         "--profile",
+        action=GivenText,
         metavar="FILE",
         help="points measured by vllm-disagg profile, of instances as the measured one",
     )
     add(
         "--coefficients",
+        action=GivenText,
         metavar="NAME",
         help=f"published fits: {', '.join(distserve.COEFFICIENTS)}",
     )
     add = parser.add_argument_group("model, traffic and objective").add_argument
     add(
         "--model",
+        action=GivenText,
         metavar="MODEL",
         help=f"a folder with a config.json, or one of {', '.join(known_models.MODELS)}",
     )
-    add("--decode-gpu", metavar="NAME", help="GPU of the decode instances (default: as --gpu)")
+    add(
+        "--decode-gpu",
+        action=GivenText,
+        metavar="NAME",
+        help="GPU of the decode instances (default: as --gpu)",
+    )
     add(
         "--decode-profile",
+        action=GivenText,
         metavar="FILE",
         help="measured points of the decode instances (default: as --profile)",
     )
@@ -86,6 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--arrivals",
+        action=GivenText,
         metavar="A",
         default="",
         help="poisson, gamma:CV or trace (default: the times of the trace, else poisson)",
@@ -133,6 +149,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--speculative-config",
+        action=GivenText,
         metavar="JSON",
         help="vLLM's flag: drafts of --gpu's engines, as"
         ' {"method":"mtp","num_speculative_tokens":3}',
@@ -166,6 +183,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--link",
+        action=GivenText,
         metavar="LINK",
         default="",
         help=f"network between prefill and decode: {', '.join(hardware.LINKS)}, or GB/s"

@@ -27,6 +27,7 @@ import msgspec
 from ... import http_client
 from ...errors import ConfigError
 from ...fleet.keys import ADMIN_KEY
+from ...setting_values import GivenText
 from ...workloads import lengths
 from ..cost.latency import LinearLatency
 from ..search import optimizer, sample_size
@@ -65,6 +66,7 @@ def add_arguments(parser: Any) -> None:
     add = parser.add_argument
     add(
         "--live",
+        action=GivenText,
         metavar="URL",
         help="address of the proxy; takes the step times that its engines measured of themselves,"
         " or one of --gpu, --profile and --coefficients, refitted",

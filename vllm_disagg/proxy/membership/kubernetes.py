@@ -46,8 +46,11 @@ def connect(slices: bool) -> Any:
             config.load_incluster_config()
         except config.ConfigException:
             config.load_kube_config()
-    except (config.ConfigException, OSError) as error:
-        raise ConfigError(f"--service-discovery: no cluster is configured: {error}") from None
+    except Exception as error:  # of a file that is no kubeconfig it raises whatever comes first
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(
+            f"--service-discovery: no cluster is configured: {reason[:MAX_LOGGED_CHARACTERS]}"
+        ) from None
     if not slices:
         return kubernetes.client.CoreV1Api().list_namespaced_pod
     settings = kubernetes.client.Configuration.get_default_copy()

@@ -11,7 +11,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import yaml
 
@@ -27,6 +27,19 @@ ROLES: tuple[Role, ...] = ("prefill", "decode")
 OnMembers = Callable[[Iterable[Member]], None]  # takes all members that a source names
 
 
+class _FleetLoader(yaml.SafeLoader):
+    """Reads YAML; refuses a key that stands twice, of which YAML would take the last one alone."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """Returns a mapping. Raises ConstructorError for a key that stands twice."""
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for name in names:
+            if names.count(name) > 1:
+                problem = f"{name} is there twice; write one list"
+                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def parse_fleet(text: str, where: str) -> frozenset[Member]:
     """Returns the members in a fleet file's text; raises ConfigError.
 
@@ -34,7 +47,7 @@ def parse_fleet(text: str, where: str) -> frozenset[Member]:
     decode: [http://10.0.0.3:8200]
     """
     try:
-        found = yaml.safe_load(text)
+        found = yaml.load(text, Loader=_FleetLoader)
     # Not only YAMLError: an invalid date is a ValueError, `!!bool x` a KeyError.
     except Exception as error:
         detail = " ".join(str(error).split()) or type(error).__name__

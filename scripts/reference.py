@@ -35,8 +35,9 @@ from vllm_disagg.fleet import registration  # noqa: E402
 from vllm_disagg.protocol.reasons import Reason, Uncompared  # noqa: E402
 from vllm_disagg.proxy.http import routes  # noqa: E402
 from vllm_disagg.proxy.requests import admin  # noqa: E402
+from vllm_disagg.proxy.requests.failover import FALLBACK_REASONS, RUNGS  # noqa: E402
 from vllm_disagg.proxy.routing.fleet import Fleet  # noqa: E402
-from vllm_disagg.proxy.telemetry.metrics import Metrics  # noqa: E402
+from vllm_disagg.proxy.telemetry.metrics import MODES, OUTCOMES, Metrics  # noqa: E402
 
 CONNECTOR_METRICS = "kv_connectors.metrics"  # imported late: it imports vLLM
 REFERENCE = ROOT / "docs" / "reference"
@@ -52,6 +53,64 @@ HOW = {  # how the proxy serves a path
     "all": "every instance",
     "own": "the proxy",
 }
+# Labels of the proxy's metrics: the label and its metric, all values in the code, and the words.
+LABELS = (
+    (
+        ("mode", "vllm_disagg_requests_total"),
+        (*MODES, "passthrough", "refused"),
+        {
+            "disaggregated": "a prefill and a decode instance served it",
+            "whole": "one decode instance served it",
+            "passthrough": "no generation as above: models, embeddings, tokenizing, sessions",
+            "refused": "no instance was asked",
+        },
+    ),
+    (
+        ("outcome", "vllm_disagg_requests_total"),
+        OUTCOMES,
+        {
+            "ok": "a status below 400",
+            "client_error": "4xx, also 429 of a full queue",
+            "upstream_error": "5xx, also 503 of a queue's time limit, or an error event",
+            "timeout": "not over within `--request-timeout`",
+            "cancelled": "the client left",
+        },
+    ),
+    (
+        ("rung", "vllm_disagg_failovers_total"),
+        RUNGS,
+        {
+            "pair": "two instances, at least one of them another one",
+            "same_decode": "the same decode instance alone",
+            "other_decode": "another decode instance alone",
+            "none": "no attempt was left: the request failed",
+        },
+    ),
+    (
+        ("reason", "vllm_disagg_fallbacks_total"),
+        FALLBACK_REASONS,
+        {
+            "no_pair": "no P and D that fit were up: D computed the prompt",
+            "prefill_full": "with `--spill`: all P were full, D computed the prompt",
+            "decode_failed": "D failed, or answered 429, before its first content",
+            "decode_in_stream": "D failed behind it; the stream was continued",
+            "prefill_refused": "P refused the connection",
+            "prefill_no_connection": "the network had no route to P, or brought no answer",
+            "prefill_reset": "P's connection broke",
+            "prefill_died": "P's API server reported the death of its engine",
+            "prefill_stopping": "P had got SIGTERM",
+            "prefill_garbled": "P's answer was none of HTTP or of vLLM",
+            "prefill_timeout": "P did not answer within `--prefill-timeout`",
+            "prefill_5xx": "P answered 5xx",
+            "prefill_busy": "P answered 429",
+            "prefill_declined": "P answered another 4xx, and D served the request",
+            "prefill_stalled": "P's engine made no steps",
+            "prefill_stale": "another process than the known one answered at P's address",
+            "prefill_diverged": "always 0: only a decode leg can diverge",
+            "prefill_local": "this proxy had no descriptor or port for the connection",
+        },
+    ),
+)
 
 
 def main() -> int:
@@ -215,6 +274,7 @@ def metrics() -> str:
         "## Of the proxy",
         "On the proxy's `/metrics`. A histogram has the usual `_bucket`, `_sum` and `_count`.",
         _table(("metric", "type", "labels", "meaning"), proxy),
+        *_label_tables(),
         "## Of the connector",
         "On each engine's `/metrics`, next to vLLM's own. vLLM's labels (`model_name`, `engine`)"
         " are on each of them.",
@@ -245,6 +305,16 @@ def _proxy_metrics() -> Iterator[tuple[str, str, str, str]]:
                 family, "_labelnames", ()
             )
             yield _row(family.name, family.type, labels, family.documentation)
+
+
+def _label_tables() -> Iterator[str]:
+    """Yields a table for each label of the proxy. Raises ValueError for values without words."""
+    for (label, metric), values, words in LABELS:
+        if set(values) != set(words):
+            raise ValueError(f"{label}: give words for {set(values) ^ set(words)}")
+        yield f"Values of the label `{label}` of `{metric}`."
+        rows = [(f"`{value}`", _sentence(words[value])) for value in values]
+        yield _table((label, "meaning"), rows)
 
 
 class _Recorder:

@@ -8,8 +8,8 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"; kill $(jobs -p) 2>/dev/null; wait' EXIT
 key=$folder/fleet.key
 vllm-disagg key "$key"
-engine() { # port role core
-  VLLM_CPU_OMP_THREADS_BIND=$3 vllm serve "$model" --host 127.0.0.1 --port "$1" --kv-transfer-config "{
+engine() { # port, role, core or GPU
+  VLLM_CPU_OMP_THREADS_BIND=$3 CUDA_VISIBLE_DEVICES=$3 vllm serve "$model" --host 127.0.0.1 --port "$1" --kv-transfer-config "{
     \"kv_connector\": \"DisaggConnector\", \"kv_role\": \"$2\", \"kv_load_failure_policy\": \"recompute\",
     \"kv_connector_extra_config\": {\"key_file\": \"$key\"}}" --disable-access-log-for-endpoints=/health,/metrics &
 }

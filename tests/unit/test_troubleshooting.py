@@ -188,7 +188,7 @@ def _(_: Path) -> object:
     from kv_connectors import worker
 
     vllm_config = SimpleNamespace(
-        model_config=SimpleNamespace(max_model_len=4096),
+        model_config=SimpleNamespace(max_model_len=4096, architectures=["M"]),
         quant_config=None,
         compilation_config=SimpleNamespace(mode=CompilationMode.NONE),
     )
@@ -198,7 +198,9 @@ def _(_: Path) -> object:
         patch.setenv("VLLM_BATCH_INVARIANT", "1")
         layer = SimpleNamespace(kv_lora_rank=512)
         patch.setattr(worker.compat, "attentions", lambda *_: {"a": layer})
-        patch.setattr(worker.compat, "routers", lambda _: {})
+        patch.setattr(worker.compat, "experts", lambda _: {})
+        patch.setattr(worker.compat, "linear_backend", lambda *_: "auto")
+        patch.setattr(worker.compat, "splits_adapters", lambda _: False)
         return made._varies(["a"])
 
 

@@ -19,6 +19,7 @@ from fuzz_values import TEXTS, json_value, mutated, random_bytes, values_of
 from vllm_disagg.errors import BadGrant, ConfigError
 from vllm_disagg.fleet.keys import KEY_BYTES, FleetKey
 from vllm_disagg.fleet.registration import RegistrationNote, sign
+from vllm_disagg.protocol.peers import EngineInfo
 from vllm_disagg.proxy.http.addresses import check_url
 from vllm_disagg.proxy.http.endpoint_schema import SCHEMAS
 from vllm_disagg.proxy.http.limits import Limits
@@ -27,7 +28,7 @@ from vllm_disagg.proxy.http.server import Connection, Server
 from vllm_disagg.proxy.http.upstream import UpstreamConnection
 from vllm_disagg.proxy.http.upstream_response import Unreachable
 from vllm_disagg.proxy.http.websocket import FrameReader
-from vllm_disagg.proxy.membership import discovery
+from vllm_disagg.proxy.membership import engine_answers
 from vllm_disagg.proxy.membership.registry import Registry
 from vllm_disagg.proxy.requests import bodies
 from vllm_disagg.proxy.requests.completeness import END_MARKS, doubtful
@@ -290,7 +291,7 @@ class AnswerTarget(LoopTarget):
         self._parts = [*corpus("http_parts"), *corpus("body_parts"), *self._events]
         self._reports = corpus("reports")
         self._owner = _Owner()
-        self._engine = values_of(discovery.EngineInfo)
+        self._engine = values_of(EngineInfo)
 
     async def step(self, random: Random) -> None:
         kind = random.choice((self._answer, self._stream, self._stream, self._report))
@@ -370,13 +371,13 @@ class AnswerTarget(LoopTarget):
         else:
             raw = random.choice(self._reports)
         raw = mutated(random, raw, self._parts) if random.random() < 0.7 else raw
-        for read in (discovery.engine_in, discovery.card_in, discovery.report_in):
+        for read in (engine_answers.engine_in, engine_answers.card_in, engine_answers.report_in):
             read(raw)
-        discovery.params_in(raw)
-        discovery.refusal_in(raw)
-        for series in (discovery._KV_CACHE_USAGE, discovery._WAITING):
+        engine_answers.params_in(raw)
+        engine_answers.refusal_in(raw)
+        for series in (engine_answers.KV_CACHE_USAGE, engine_answers.WAITING):
             try:
-                discovery._values(series, raw, random.choice((None, 0)))
+                engine_answers.values(series, raw, random.choice((None, 0)))
             except ValueError:  # which its caller expects
                 pass
 

@@ -17,7 +17,7 @@ from ..fleet.keys import FleetKey
 from ..protocol.peers import EngineCard, EngineInfo, WorkerInfo
 from ..protocol.reasons import Reason
 from ..proxy.http.stall_timer import patient
-from ..proxy.membership.discovery import NIXL_PREFILL, card_in, engine_in, params_in
+from ..proxy.membership.engine_answers import NIXL_PREFILL, card_in, engine_in, params_in
 from ..proxy.routing.fleet import Instance
 from ..transports.machine_identity import machine_id
 from . import remedies

@@ -19,7 +19,7 @@ import msgspec
 
 from ..fleet.grants import REQUEST_KEY
 from ..fleet.keys import FleetKey
-from ..proxy.membership.discovery import NIXL_PREFILL, params_in, report_in
+from ..proxy.membership.engine_answers import NIXL_PREFILL, params_in, report_in
 from ..proxy.requests.legs import mint_grants
 from ..proxy.routing.pairing import InstancePair
 from ..proxy.routing.policies import RoutingQuery

@@ -21,13 +21,8 @@ from vllm_disagg.proxy.http.connection_pool import ConnectionPool
 from vllm_disagg.proxy.http.upstream import UpstreamConnection
 from vllm_disagg.proxy.http.upstream_response import UnknownName, Unreachable
 from vllm_disagg.proxy.membership import discovery
-from vllm_disagg.proxy.membership.discovery import (
-    CANNOT_CONNECT,
-    IS_PROXY,
-    NO_NAME,
-    Discovery,
-    engine_in,
-)
+from vllm_disagg.proxy.membership.discovery import CANNOT_CONNECT, IS_PROXY, NO_NAME, Discovery
+from vllm_disagg.proxy.membership.engine_answers import engine_in
 from vllm_disagg.proxy.routing.fleet import NO_CONNECTION, SILENT, Fleet, Instance
 
 

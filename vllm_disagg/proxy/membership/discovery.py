@@ -39,16 +39,13 @@ import asyncio
 import contextlib
 import logging
 import math
-import re
 from collections.abc import Callable
 
 import msgspec
 
 from ...fleet import dialling
 from ...fleet.grants import (
-    ANSWER_KEY,
     OTHER_VERSION,
-    REFUSED_KEY,
     REQUEST_KEY,
     VERSION,
     WHOLE_KEY,
@@ -75,6 +72,19 @@ from ..routing.fleet import (
     is_one_engine,
     mismatch,
 )
+from .engine_answers import (
+    DECODE_ERRORS,
+    KV_CACHE_USAGE,
+    NIXL_PREFILL,
+    WAITING,
+    card_in,
+    decode_models,
+    decode_probe,
+    engine_in,
+    params_in,
+    refusal_in,
+    values,
+)
 
 log = logging.getLogger(__name__)
 
@@ -95,125 +105,7 @@ IS_PROXY = "a proxy of vllm-disagg answers there, this one or another: give the 
 STALLED = "its engine makes no steps"
 NO_GENERATION = "its model does not generate, or its gateway has no /v1/completions"
 HAS_GENERATED = "/v1/completions answers 404, and its model has generated"
-MAX_REASON_CHARACTERS = 200  # of an instance's own words
 WATCH_RETRY_SECONDS = 5.0  # until a watch that failed begins anew
-
-
-class _ListedModel(msgspec.Struct):
-    id: str
-
-
-class _ModelList(msgspec.Struct):
-    data: list[_ListedModel]
-
-
-class EngineReport(msgspec.Struct, frozen=True):
-    """The part of an EngineInfo by which each prefill leg's answer is verified.
-
-    The layouts of an engine's workers are large, and equal as long as the incarnation is.
-    """
-
-    incarnation: str
-    clock: float | None = None
-    rank: int | None = None
-    workers: msgspec.Raw = msgspec.Raw()  # empty in an EngineCard
-
-
-class _Completion(msgspec.Struct):
-    kv_transfer_params: dict[str, msgspec.Raw] | None = None
-
-
-class _ReportParams(msgspec.Struct):
-    disagg_engine: EngineReport | None = None  # ANSWER_KEY
-
-
-class _ReportingCompletion(msgspec.Struct):
-    kv_transfer_params: _ReportParams | None = None
-
-
-class _ProbeChoice(msgspec.Struct):
-    finish_reason: str | None = None
-
-
-class _ProbeAnswer(msgspec.Struct):
-    choices: list[_ProbeChoice] = []
-
-
-# NixlConnector's request parameters for a prompt's KV, and the key that marks its answer.
-NIXL_PREFILL: dict[str, object] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-_NIXL_KEY = "remote_engine_id"
-
-_KV_CACHE_USAGE = re.compile(rb"^vllm:kv_cache_usage_perc(\{[^\n]*\})? (\S+)$", re.MULTILINE)
-
-# vLLM splits its waiting requests by reason: the others wait for KV that is under way.
-_WAITING = re.compile(
-    rb'^vllm:num_requests_waiting_by_reason(\{[^\n]*reason="capacity"[^\n]*\}) (\S+)$',
-    re.MULTILINE,
-)
-
-_decode_models = msgspec.json.Decoder(_ModelList).decode
-_decode_probe = msgspec.json.Decoder(_ProbeAnswer).decode
-_decode_completion = msgspec.json.Decoder(_Completion).decode
-_decode_engine = msgspec.json.Decoder(EngineInfo).decode
-_decode_card = msgspec.json.Decoder(EngineCard).decode
-_decode_reporting = msgspec.json.Decoder(_ReportingCompletion).decode
-
-# Errors of decoding bytes that another program sent.
-_DecodeErrors = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-
-
-def engine_in(answer: bytes) -> EngineInfo | None:
-    """Returns an engine's description from a completion's answer; None if it has no valid one."""
-    try:
-        return _decode_engine((_decode_completion(answer).kv_transfer_params or {})[ANSWER_KEY])
-    except (KeyError, *_DecodeErrors):
-        return None
-
-
-def card_in(answer: bytes) -> EngineCard | None:
-    """Returns an engine's card, which an answer has even if a grant was refused; else None."""
-    try:
-        return _decode_card((_decode_completion(answer).kv_transfer_params or {})[ANSWER_KEY])
-    except (KeyError, *_DecodeErrors):
-        return None
-
-
-def report_in(answer: bytes) -> EngineReport | None:
-    """Returns an engine's report from a completion's answer, without its workers' layouts."""
-    try:
-        params = _decode_reporting(answer).kv_transfer_params
-    except _DecodeErrors:
-        return None
-    return params.disagg_engine if params else None
-
-
-def params_in(answer: bytes) -> dict[str, msgspec.Raw] | None:
-    """Returns NixlConnector's parameters for the decode leg; None if there is nothing to read."""
-    try:
-        params = _decode_completion(answer).kv_transfer_params
-    except _DecodeErrors:
-        return None
-    return params if params and bytes(params.get(_NIXL_KEY, b"null")) != b"null" else None
-
-
-def refusal_in(answer: bytes) -> str:
-    """Returns why a connector has described no engine; empty if no connector has answered."""
-    try:
-        raw = (_decode_completion(answer).kv_transfer_params or {})[ANSWER_KEY]
-        found = msgspec.json.decode(raw)
-    except (KeyError, *_DecodeErrors):
-        return ""
-    if found is None:
-        return TRANSFERS_OFF
-    reason = found.get(REFUSED_KEY, "") if isinstance(found, dict) else ""
-    return reason[:MAX_REASON_CHARACTERS] if isinstance(reason, str) else ""
 
 
 # Whether an instance is up, why it is not used, its engine.
@@ -522,7 +414,7 @@ class Discovery:
 
         Raises _UnexpectedAnswer, and the errors of `_request` and of decoders.
         """
-        models = _decode_models(
+        models = decode_models(
             await self._request(instance, "GET", "/v1/models", timeout=PROBE_TIMEOUT_SECONDS)
         )
         if not models.data:
@@ -554,7 +446,7 @@ class Discovery:
         except TimeoutError:
             if not instance.up:  # else it is healthy and busy; the probe is repeated
                 instance.mark_down("does not answer a probe in time")
-        except (Unreachable, _UnexpectedAnswer, *_DecodeErrors) as error:
+        except (Unreachable, _UnexpectedAnswer, *DECODE_ERRORS) as error:
             status = error.status if isinstance(error, _UnexpectedAnswer) else 0
             is_local = isinstance(error, Unreachable) and error.reason == "local"
             shows_nothing = is_local or status in FULL_STATUSES
@@ -628,7 +520,7 @@ class Discovery:
             timeout=PROBE_TIMEOUT_SECONDS,
         )
         # An engine that drains after SIGTERM still answers, but begins no request.
-        if any(choice.finish_reason == "abort" for choice in _decode_probe(answer).choices):
+        if any(choice.finish_reason == "abort" for choice in decode_probe(answer).choices):
             raise _UnexpectedAnswer(STOPPING_DETAIL)
         return answer
 
@@ -643,11 +535,11 @@ class Discovery:
         )
         try:
             page = await self._request(instance, "GET", "/metrics", timeout=PROBE_TIMEOUT_SECONDS)
-            usages = _values(_KV_CACHE_USAGE, page, instance.metrics_label)
+            usages = values(KV_CACHE_USAGE, page, instance.metrics_label)
             instance.kv_cache_usage = max(usages, default=0.0)
             instance.is_usage_known = bool(usages)
             self.on_metrics_read(instance, page, now())
-            waiting = _values(_WAITING, page, instance.metrics_label)
+            waiting = values(WAITING, page, instance.metrics_label)
             instance.waiting_in_engine = sum(waiting) if waiting else None
         except (Unreachable, TimeoutError, _UnexpectedAnswer, ValueError):
             instance.kv_cache_usage = (
@@ -738,12 +630,6 @@ class Discovery:
         for other in self._fleet.instances:
             if other.role != instance.role and other.up and other.can_transfer:
                 _log_mismatch(instance, other)
-
-
-def _values(series: re.Pattern[bytes], page: bytes, label: int | None) -> list[float]:
-    """Returns the values of a series on a metrics page; of one data parallel rank, if given."""
-    rank_label = b"" if label is None else b'engine="%d"' % label
-    return [float(value) for labels, value in series.findall(page) if rank_label in labels]
 
 
 def _log_mismatch(instance: Instance, other: Instance) -> None:

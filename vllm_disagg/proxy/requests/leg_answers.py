@@ -13,7 +13,7 @@ from ..http.headers import find
 from ..http.reasons import STOPPING_DETAIL, Reason
 from ..http.request import HttpRequest
 from ..http.upstream_response import HOLD_BYTES, Unreachable, UpstreamResponse
-from ..membership.discovery import engine_in, report_in
+from ..membership.engine_answers import engine_in, report_in
 from ..routing.pairing import InstancePair
 from .attempt import Attempt, Leg
 from .completeness import CompletenessCheck, doubtful

@@ -32,7 +32,7 @@ from ...fleet.keys import FleetKey
 from ..http.cancel_scope import CancelScope, TimeLimit
 from ..http.connection_pool import ConnectionPool, pool_of
 from ..http.upstream_response import Unreachable, UpstreamResponse
-from ..membership.discovery import NIXL_PREFILL, params_in
+from ..membership.engine_answers import NIXL_PREFILL, params_in
 from ..routing.fleet import Instance
 from ..routing.pairing import InstancePair
 from ..settings import ProxySettings

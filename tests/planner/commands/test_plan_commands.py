@@ -563,6 +563,12 @@ def test_a_profiled_instance_has_the_gpus_of_the_measured_one(
         (["plan", *BASE, "--live", ""], "argument --live: an empty text names nothing"),
         (["plan", *BASE, "--prices", ""], "argument --prices: an empty text names nothing"),
         (["plan", *BASE, "--link", ""], "argument --link: an empty text names nothing"),
+        (
+            ["plan", *QUICK, "--jobs", "1025"],
+            "--jobs: 1025 is not a number of processes, up to 1024",
+        ),
+        (["plan", *QUICK, "--kv-limit", "9" * 400], "9 is not a number of tokens: give at most"),
+        (["plan", *BASE, "--node-links", "9" * 400], "9 is too many: give 1000000 or fewer"),
         (["plan", *QUICK, "--gpus", "513"], "--gpus: 513 is too many: give 512 or fewer"),
         (["plan", "--live", "http://h:1", "--report", "d"], "--report goes without --live"),
         (["plan", *QUICK, "--ttft-p99", "1e-3"], "nothing meets --ttft-p99 0.001: alone on the"),

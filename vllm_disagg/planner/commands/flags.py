@@ -31,7 +31,8 @@ MIN_RATE = 1e-9  # requests/s
 MAX_RATE = 1e9
 DEFAULT_REQUESTS = sample_size.MIN_REQUESTS
 # By flag: far more than an answer needs, and what still ends.
-MOST = {"requests": 10_000_000, "seeds": 1000}
+MOST = {"requests": 10_000_000, "seeds": 1000, "node_links": 1_000_000}
+MAX_KV_TOKENS = 1 << 40
 KV_CACHE_DTYPES = ("auto", "fp8")
 # No default is a free hand-off. A profile beside other instances of its machine is of one machine.
 # With "live" the engines measured their own.
@@ -450,8 +451,10 @@ def _check(args: argparse.Namespace) -> None:
             f"--kv-cache-dtype: DisaggConnector serves no KV in {args.kv_cache_dtype}:"
             f" give {' or '.join(KV_CACHE_DTYPES)}"
         )
-    if args.kv_limit < 0:
-        raise ConfigError(f"--kv-limit: {args.kv_limit} is not a number of tokens")
+    if not 0 <= args.kv_limit <= MAX_KV_TOKENS:
+        raise ConfigError(
+            f"--kv-limit: {args.kv_limit} is not a number of tokens: give at most {MAX_KV_TOKENS}"
+        )
 
 
 def _live_source(

@@ -25,6 +25,7 @@ DEFAULT_GPUS_OF_RATE = 128
 # Llama 3.1 8B has 157,644 placements on 128 GPUs, listed in 23 s (2026-11-26), and with twice the
 # GPUs four times as many. A fleet of more is several equal ones.
 MAX_GPUS = 512
+MAX_JOBS = 1024  # far above the cores of a machine
 # Flags that a mode has no use for.
 SOURCES = ("gpu", "profile", "coefficients")
 CLOSED_UNUSED = (*SOURCES, "report", "by", "prices", "rate", "replay", "live")
@@ -80,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
     args.gpus = _budget(args)
     if args.gpus > MAX_GPUS and not args.live:
         raise ConfigError(f"--gpus: {args.gpus} is too many: give {MAX_GPUS} or fewer")
+    if not 0 <= args.jobs <= MAX_JOBS:
+        raise ConfigError(f"--jobs: {args.jobs} is not a number of processes, up to {MAX_JOBS}")
     if args.capacity_prefill is not None or args.capacity_decode is not None:
         return _closed(args)
     if args.live:
@@ -88,8 +91,6 @@ def run(args: argparse.Namespace) -> int:
         return replay.run(args)
     if args.gpus < 2:
         raise ConfigError(f"--gpus: {args.gpus} is too few: prefill and decode need 2 or more")
-    if args.jobs < 0:
-        raise ConfigError(f"--jobs: {args.jobs} is not a number of processes")
     if args.report is not None:
         report.check(args.report)
     planned = flags.read(args, args.gpus, "--gpus")

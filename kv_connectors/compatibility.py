@@ -7,9 +7,10 @@ layouts of their layers.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.protocol.messages import VERSION
@@ -46,14 +47,16 @@ KERNELS_WITH_OTHER_NUMBERS = ("marlin", "humming", "emulation")
 # leave them in 16 bits.
 FP8_BY_GPU = (
     *("fp8", "fbgemm_fp8", "deepseek_v4_fp8", "fp8_per_tensor", "fp8_per_block"),
-    *("fp8_per_channel", "modelopt", "modelopt_mixed", "compressed-tensors", "quark", "online"),
+    *("fp8_per_channel", "modelopt", "modelopt_mixed", "quark", "online"),
 )
 FP4_BY_GPU = (
-    *("modelopt_fp4", "modelopt_mxfp8", "nvfp4_per_token", "mxfp8", "mxfp4", "gpt_oss_mxfp4"),
-    *("fp_quant", "modelopt_mixed", "compressed-tensors", "quark", "online"),
+    *("modelopt_fp4", "modelopt_mxfp8", "nvfp4_per_token", "mxfp8", "mxfp4"),
+    *("fp_quant", "modelopt_mixed", "quark", "online"),
 )
+FP8_BLOCKS = ("fp8_per_block", "deepseek_v4_fp8")  # whose weights have a scale for each block
 # Settings of --attention-config: whether queries have 8 bits beside an fp8 KV cache.
 QUERY_SETTINGS = ("disable_flashinfer_q_quantization", "use_prefill_query_quantization")
+FP8_BITS = 8
 LLAMA_4_LIMIT_TOKENS = 32768  # `attn_temperature_tuning` differs for longer positions
 
 
@@ -185,26 +188,59 @@ def _quantization(vllm_config: VllmConfig) -> str:
     return fact
 
 
+class _Formats(NamedTuple):
+    """Formats of quantized layers whose numbers depend on the GPU."""
+
+    has_fp8: bool = False
+    has_fp4: bool = False  # or MXFP8
+    has_blocks: bool = False  # FP8 with a scale for each block
+
+
 def _formats_of_gpu(model: Any) -> str:
     """Returns what the GPU does not compute of the formats by which a model quantizes."""
-    if model.quantization == "compressed-tensors" and not _quantizes_activations(model.hf_config):
-        return ""
+    formats = _formats(model)
     missing = ""
-    if model.quantization in FP8_BY_GPU and surroundings.lacks_fp8():
+    if formats.has_fp8 and surroundings.lacks_fp8():
         missing += ", a GPU without FP8"
-    if model.quantization in FP4_BY_GPU and surroundings.lacks_fp4():
+    if formats.has_fp4 and surroundings.lacks_fp4():
         missing += ", a GPU without FP4"
+    if formats.has_blocks and surroundings.lacks_deep_gemm():
+        missing += ", a GPU without DeepGEMM"
     return missing
 
 
-def _quantizes_activations(hf_config: Any) -> bool:
-    """Returns whether a layer of a compressed-tensors checkpoint has quantized activations."""
-    settings = getattr(hf_config, "quantization_config", None)
-    settings = settings or getattr(hf_config, "compression_config", None)
-    groups = settings.get("config_groups") if isinstance(settings, dict) else None
-    if not isinstance(groups, dict):
-        return True  # not known
-    return any(_setting(group, "input_activations") for group in groups.values())
+def _formats(model: Any) -> _Formats:
+    """Returns the formats of a model's layers; all that there may be where it is not known."""
+    name = model.quantization
+    settings = getattr(model.hf_config, "quantization_config", None)
+    settings = settings or getattr(model.hf_config, "compression_config", None)
+    if not isinstance(settings, dict):
+        settings = {}
+    if name == "compressed-tensors":
+        groups = settings.get("config_groups")
+        return _formats_of_groups(groups) if isinstance(groups, dict) else _Formats(True, True)
+    if name == "gpt_oss_mxfp4":
+        # Without such a flag vLLM leaves these activations in 16 bits on each GPU.
+        return _Formats(has_fp4=getattr(model, "quantization_config", None) is not None)
+    has_blocks = name in FP8_BLOCKS or (name == "fp8" and "weight_block_size" in settings)
+    return _Formats(name in FP8_BY_GPU, name in FP4_BY_GPU, has_blocks)
+
+
+def _formats_of_groups(groups: Mapping[str, Any]) -> _Formats:
+    """Returns the formats of the layers that a compressed-tensors checkpoint groups."""
+    found = _Formats()
+    for group in groups.values():
+        weights = _setting(group, "weights")
+        if not _setting(group, "input_activations") or _setting(weights, "type") != "float":
+            continue  # 16 bits, or integers, which each GPU computes
+        strategy = _setting(weights, "strategy")
+        is_fp8 = _setting(weights, "num_bits") == FP8_BITS
+        found = _Formats(
+            found.has_fp8 or is_fp8,
+            found.has_fp4 or not is_fp8 or strategy == "group",  # of MXFP8
+            found.has_blocks or (is_fp8 and strategy == "block"),
+        )
+    return found
 
 
 def _kernels(kernels: Any) -> str:

@@ -64,6 +64,13 @@ def lacks_fp4() -> bool:
     return bool(current_platform.is_cuda()) and not is_blackwell()
 
 
+def lacks_deep_gemm() -> bool:
+    """Returns whether the GPU has no DeepGEMM, which would round scales of FP8 blocks up."""
+    if not (envs.VLLM_USE_DEEP_GEMM and envs.VLLM_USE_DEEP_GEMM_E8M0):
+        return False  # on each GPU
+    return bool(current_platform.is_cuda()) and not current_platform.support_deep_gemm()
+
+
 def number_variables(is_quantized: bool) -> dict[str, Any]:
     """Returns the variables that choose numbers, and that are not at their default.
 

@@ -666,28 +666,38 @@ def test_kernels_that_leave_activations_in_16_bits_must_be_equal(
     assert layout(tmp_path, kernel_config=made)["quantization"] == "None"
 
 
+def group(num_bits: int, strategy: str, kind: str = "float", inputs: bool = True) -> dict[str, Any]:
+    """Returns a checkpoint of compressed-tensors whose layers are alike."""
+    weights = {"num_bits": num_bits, "type": kind, "strategy": strategy}
+    found = {"weights": weights, "input_activations": {"num_bits": 8} if inputs else None}
+    return {"quantization_config": {"config_groups": {"a": found}}}
+
+
+NO_FP8, NO_FP4, NO_BLOCKS = (f", a GPU without {name}" for name in ("FP8", "FP4", "DeepGEMM"))
+
+
 @pytest.mark.parametrize(
-    ("method", "checkpoint", "on_a100", "on_h100"),
+    ("method", "checkpoint", "on_a100", "on_l40s", "on_h100"),
     [
-        ("fp8", {}, ", a GPU without FP8", ""),
-        ("modelopt_fp4", {}, ", a GPU without FP4", ", a GPU without FP4"),
-        ("gptq_marlin", {}, "", ""),
+        ("fp8", {}, NO_FP8, "", ""),
         (
-            "compressed-tensors",
-            {
-                "quantization_config": {
-                    "config_groups": {"a": {"input_activations": {"num_bits": 8}}}
-                }
-            },
-            ", a GPU without FP8, a GPU without FP4",
-            ", a GPU without FP4",
-        ),
-        (
-            "compressed-tensors",
-            {"compression_config": {"config_groups": {"a": {"input_activations": None}}}},
-            "",
+            "fp8",
+            {"quantization_config": {"weight_block_size": [128, 128]}},
+            NO_FP8 + NO_BLOCKS,
+            NO_BLOCKS,
             "",
         ),
+        ("fp8_per_block", {}, NO_FP8 + NO_BLOCKS, NO_BLOCKS, ""),
+        ("modelopt_fp4", {}, NO_FP4, NO_FP4, NO_FP4),
+        ("gptq_marlin", {}, "", "", ""),
+        ("gpt_oss_mxfp4", {}, "", "", ""),
+        ("compressed-tensors", group(8, "channel"), NO_FP8, "", ""),
+        ("compressed-tensors", group(8, "block"), NO_FP8 + NO_BLOCKS, NO_BLOCKS, ""),
+        ("compressed-tensors", group(8, "group"), NO_FP8 + NO_FP4, NO_FP4, NO_FP4),
+        ("compressed-tensors", group(4, "tensor_group"), NO_FP4, NO_FP4, NO_FP4),
+        ("compressed-tensors", group(8, "channel", kind="int"), "", "", ""),
+        ("compressed-tensors", group(4, "tensor_group", inputs=False), "", "", ""),
+        ("compressed-tensors", {}, NO_FP8 + NO_FP4, NO_FP4, NO_FP4),
     ],
 )
 def test_gpus_that_quantize_activations_otherwise_differ(
@@ -696,18 +706,35 @@ def test_gpus_that_quantize_activations_otherwise_differ(
     method: str,
     checkpoint: dict[str, Any],
     on_a100: str,
+    on_l40s: str,
     on_h100: str,
 ) -> None:
     """An FP8 model has activations of 16 bits on an A100, and of 8 bits on an H100."""
-    monkeypatch.setattr(surroundings.current_platform, "is_cuda", lambda: True)
-    for capability, words in ((80, on_a100), (90, on_h100), (100, ""), (120, "")):
+    platform = surroundings.current_platform
+    monkeypatch.setattr(platform, "is_cuda", lambda: True)
+    for capability, words in ((80, on_a100), (89, on_l40s), (90, on_h100), (100, ""), (120, "")):
         monkeypatch.setattr(
-            surroundings.current_platform,
+            platform,
             "has_device_capability",
             lambda needed, capability=capability: capability >= needed,
         )
+        has_deep_gemm = capability >= 90
+        monkeypatch.setattr(platform, "support_deep_gemm", lambda has=has_deep_gemm: has)
         fact = layout(tmp_path, quantization=method, hf=checkpoint)["quantization"]
         assert fact == f"{method}{words}"
+
+
+@pytest.mark.parametrize("variable", ["VLLM_USE_DEEP_GEMM", "VLLM_USE_DEEP_GEMM_E8M0"])
+def test_without_deep_gemm_no_gpu_rounds_scales(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    platform = surroundings.current_platform
+    monkeypatch.setattr(platform, "is_cuda", lambda: True)
+    monkeypatch.setattr(platform, "has_device_capability", lambda needed: needed <= 89)
+    monkeypatch.setattr(platform, "support_deep_gemm", lambda: False)
+    monkeypatch.setenv(variable, "0")
+    fact = layout(tmp_path, quantization="fp8_per_block")["quantization"]
+    assert fact == f"fp8_per_block, {variable} False"
 
 
 def test_queries_of_8_bits_must_be_equal(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ class Objective(msgspec.Struct, frozen=True):
     def words(self) -> str:
         """Describes the objective for people."""
         counting = "in one request" if self.joint else "each by itself"
-        words = f"{self.limits()}, {self.attainment:.0%} of requests, {counting}"
+        words = f"{self.limits()}, {100 * self.attainment:g}% of requests, {counting}"
         for name, limit in (("TTFT", self.ttft_p99), ("TPOT", self.tpot_p99)):
             if limit is not None:
                 words += f"; p99 of {name} {limit:g} s"

@@ -47,13 +47,12 @@ KERNELS_WITH_OTHER_NUMBERS = ("marlin", "humming", "emulation")
 # leave them in 16 bits.
 FP8_BY_GPU = (
     *("fp8", "fbgemm_fp8", "deepseek_v4_fp8", "fp8_per_tensor", "fp8_per_block"),
-    *("fp8_per_channel", "modelopt", "modelopt_mixed", "quark", "online"),
+    *("fp8_per_channel", "modelopt"),
 )
-FP4_BY_GPU = (
-    *("modelopt_fp4", "modelopt_mxfp8", "nvfp4_per_token", "mxfp8", "mxfp4"),
-    *("fp_quant", "modelopt_mixed", "quark", "online"),
-)
+FP4_BY_GPU = (*("modelopt_fp4", "modelopt_mxfp8", "nvfp4_per_token", "mxfp8", "mxfp4", "fp_quant"),)
 FP8_BLOCKS = ("fp8_per_block", "deepseek_v4_fp8")  # whose weights have a scale for each block
+MODELOPT_BLOCKS = ("FP8_PB_WO", "FP8_BLOCK_SCALES")  # ModelOpt's names of such
+ANY_FORMAT = ("modelopt_mixed", "quark", "online")  # each layer may have another one
 # Settings of --attention-config: whether queries have 8 bits beside an fp8 KV cache.
 QUERY_SETTINGS = ("disable_flashinfer_q_quantization", "use_prefill_query_quantization")
 FP8_BITS = 8
@@ -216,14 +215,26 @@ def _formats(model: Any) -> _Formats:
     settings = settings or getattr(model.hf_config, "compression_config", None)
     if not isinstance(settings, dict):
         settings = {}
-    if name == "compressed-tensors":
-        groups = settings.get("config_groups")
-        return _formats_of_groups(groups) if isinstance(groups, dict) else _Formats(True, True)
+    groups = settings.get("config_groups")
+    if name == "compressed-tensors" and isinstance(groups, dict):
+        return _formats_of_groups(groups)
+    if name in ("compressed-tensors", *ANY_FORMAT):
+        return _Formats(has_fp8=True, has_fp4=True, has_blocks=True)
     if name == "gpt_oss_mxfp4":
         # Without such a flag vLLM leaves these activations in 16 bits on each GPU.
         return _Formats(has_fp4=getattr(model, "quantization_config", None) is not None)
-    has_blocks = name in FP8_BLOCKS or (name == "fp8" and "weight_block_size" in settings)
-    return _Formats(name in FP8_BY_GPU, name in FP4_BY_GPU, has_blocks)
+    return _Formats(name in FP8_BY_GPU, name in FP4_BY_GPU, _has_fp8_blocks(name, settings))
+
+
+def _has_fp8_blocks(name: str | None, settings: Mapping[str, Any]) -> bool:
+    """Returns whether weights have FP8 with a scale for each block, or it is not known."""
+    if name == "fp8":
+        return bool(settings.get("weight_block_size"))
+    if name == "modelopt":
+        nested = settings.get("quantization")
+        algorithm = (nested if isinstance(nested, dict) else settings).get("quant_algo")
+        return algorithm is None or str(algorithm).upper() in MODELOPT_BLOCKS
+    return name in FP8_BLOCKS
 
 
 def _formats_of_groups(groups: Mapping[str, Any]) -> _Formats:

@@ -115,6 +115,7 @@ class InvarianceFacts:
     experts: Mapping[str, Any]  # vLLM's layers of experts, by layer name
     quantization: Any  # vLLM's configuration of the weights' quantization, or None
     architectures: Sequence[str]
+    router_dtype: str  # of experts, that the model's configuration names; empty without one
     linear_backend: str  # the flag, as it holds for FP8
     max_tokens: int  # of a request
     is_hopper: bool
@@ -136,6 +137,7 @@ def warns_of_variance(vllm_config: VllmConfig, names: Sequence[str], rank: int) 
         experts=compat.experts(vllm_config),
         quantization=vllm_config.quant_config,
         architectures=vllm_config.model_config.architectures,
+        router_dtype=str(getattr(vllm_config.model_config.hf_text_config, "moe_router_dtype", "")),
         linear_backend=compat.linear_backend(vllm_config, FP8_LINEAR),
         max_tokens=vllm_config.model_config.max_model_len,
         is_hopper=surroundings.is_hopper(),
@@ -163,7 +165,11 @@ def variances(facts: InvarianceFacts) -> list[str]:
             found.append(f"layer {name} has {reason}")
             break
     found += reasons_of_experts(
-        facts.experts, facts.architectures, is_hopper=facts.is_hopper, is_b200=facts.is_b200
+        facts.experts,
+        facts.architectures,
+        facts.router_dtype,
+        is_hopper=facts.is_hopper,
+        is_b200=facts.is_b200,
     )
     if form := _form_of_weights(facts.quantization):
         reason = f"weights are {form}, whose kernels sum by their batch"
@@ -219,7 +225,7 @@ def _form_of_weights(quantization: Any) -> str:
     formats = {each.get("format") or quantization.quant_format for each in _schemes(quantization)}
     if split := formats.intersection(SPLIT_FORMATS):
         return f"in the format {min(split)}"
-    algorithms = {each.get("quant_algo", "").upper() for each in _mixed_layers(quantization)}
+    algorithms = {str(each.get("quant_algo")).upper() for each in _mixed_layers(quantization)}
     is_microscaled = "MXFP8" in algorithms or _is_made_microscaled(quantization)
     return "in MXFP8 or MXFP4" if is_microscaled else ""
 
@@ -247,7 +253,7 @@ def _is_fp8_by_tensor(quantization: Any) -> bool:
         return False
     if quantization.get_name() == MODELOPT:
         return bool(quantization.quant_method == "FP8")
-    if any(each.get("quant_algo", "").upper() == "FP8" for each in _mixed_layers(quantization)):
+    if any(str(each.get("quant_algo")).upper() == "FP8" for each in _mixed_layers(quantization)):
         return True
     return any(
         each["weights"].type == "float"

@@ -6,7 +6,8 @@ Routers. On Hopper and B200 few tokens take kernels of their own: those with wei
 FP32 and MiniMax-M2's or M3's size up to 32 tokens (`fp32_router_gemm_dispatch_impl` in
 `gate_linear.py`), those with weights in BF16 and results in FP32 up to 16, among them one for up to
 4 (`GateLinear.forward`, and `LLBf16Gemm.dispatch` in `ll_bf16.py`). Layers of experts do not know
-Gemma 4's and Sarvam's routers, which are of the latter kind.
+Gemma 4's and Sarvam's routers, which are of the latter kind, and MiMo-V2's, which are so where its
+configuration has `"moe_router_dtype": "bfloat16"`.
 
 The choice of experts in groups. `grouped_topk` in `grouped_topk_router.py` is always compiled by
 Inductor, which chooses the order of sums by time, in each engine. Sums are left to it where scores
@@ -43,6 +44,11 @@ HIDDEN_ROUTERS = (
     "Gemma4UnifiedForConditionalGeneration",
     "SarvamMoEForCausalLM",  # on vLLM 0.28 its router goes to cuBLAS, which is not decided
 )
+HIDDEN_ROUTERS_OF_DTYPE = (
+    "MiMoV2FlashForCausalLM",
+    "MiMoV2ForCausalLM",
+    "MiMoV2OmniForCausalLM",
+)
 GROUPED_ROUTER = "GroupedTopKRouter"
 MAX_FUSED_CHOICE = 32  # groups, and experts of a token
 MIN_SUMMED_EXPERTS = 8
@@ -56,12 +62,23 @@ USE_NO_ADAPTERS = "engines without --enable-lora are free of it"
 
 
 def reasons_of_experts(
-    layers: Mapping[str, Any], architectures: Sequence[str], *, is_hopper: bool, is_b200: bool
+    layers: Mapping[str, Any],
+    architectures: Sequence[str],
+    router_dtype: str,
+    *,
+    is_hopper: bool,
+    is_b200: bool,
 ) -> Iterator[str]:
-    """Yields what depends on its batch, why, and what to do: the first layer of each kind."""
+    """Yields what depends on its batch, why, and what to do: the first layer of each kind.
+
+    `router_dtype`: that the model's configuration names; empty without one.
+    """
     rules: list[Callable[[Any], str]] = [_choice, _scale, _split, _uncounted, _adapters]
     if is_hopper or is_b200:
-        hides_router = not set(HIDDEN_ROUTERS).isdisjoint(architectures)
+        hidden = {*HIDDEN_ROUTERS}
+        if router_dtype == "bfloat16":
+            hidden.update(HIDDEN_ROUTERS_OF_DTYPE)
+        hides_router = not hidden.isdisjoint(architectures)
         rules.insert(0, _hidden_router if hides_router else _router)
     for rule in rules:
         found = ((name, rule(layer)) for name, layer in layers.items())

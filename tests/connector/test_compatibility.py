@@ -697,7 +697,25 @@ NO_FP8, NO_FP4, NO_BLOCKS = (f", a GPU without {name}" for name in ("FP8", "FP4"
         ("compressed-tensors", group(4, "tensor_group"), NO_FP4, NO_FP4, NO_FP4),
         ("compressed-tensors", group(8, "channel", kind="int"), "", "", ""),
         ("compressed-tensors", group(4, "tensor_group", inputs=False), "", "", ""),
-        ("compressed-tensors", {}, NO_FP8 + NO_FP4, NO_FP4, NO_FP4),
+        ("compressed-tensors", {}, NO_FP8 + NO_FP4 + NO_BLOCKS, NO_FP4 + NO_BLOCKS, NO_FP4),
+        ("quark", {}, NO_FP8 + NO_FP4 + NO_BLOCKS, NO_FP4 + NO_BLOCKS, NO_FP4),
+        ("modelopt", {"quantization_config": {"quant_algo": "FP8"}}, NO_FP8, "", ""),
+        ("modelopt", {}, NO_FP8 + NO_BLOCKS, NO_BLOCKS, ""),
+        (
+            "modelopt",
+            {"quantization_config": {"quantization": {"quant_algo": "FP8"}}},
+            NO_FP8,
+            "",
+            "",
+        ),
+        (
+            "modelopt",
+            {"quantization_config": {"quant_algo": "fp8_pb_wo"}},
+            NO_FP8 + NO_BLOCKS,
+            NO_BLOCKS,
+            "",
+        ),
+        ("fp8", {"quantization_config": {"weight_block_size": None}}, NO_FP8, "", ""),
     ],
 )
 def test_gpus_that_quantize_activations_otherwise_differ(

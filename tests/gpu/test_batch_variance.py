@@ -17,6 +17,7 @@ from expert_layers import experts
 from vllm.config import CompilationMode
 
 from kv_connectors import compat, engine_description
+from kv_connectors.gpu import batch_variance
 from kv_connectors.gpu.batch_variance import (
     COMPILED_NORMS,
     FP8_LINEAR,
@@ -67,6 +68,7 @@ FACTS = InvarianceFacts(
     experts={},
     quantization=None,
     architectures=["Qwen3ForCausalLM"],
+    router_dtype="",
     linear_backend="auto",
     max_tokens=MAX_TOKENS,
     is_hopper=True,
@@ -386,7 +388,9 @@ def test_the_operator_is_told(
     compilation = SimpleNamespace(mode=mode, backend="inductor", static_forward_context=layers)
     config = SimpleNamespace(
         compilation_config=compilation,
-        model_config=SimpleNamespace(max_model_len=MAX_TOKENS, architectures=[]),
+        model_config=SimpleNamespace(
+            max_model_len=MAX_TOKENS, architectures=[], hf_text_config=SimpleNamespace()
+        ),
         quant_config=None,
         kernel_config=SimpleNamespace(linear_backend="auto"),
         lora_config=None,
@@ -402,6 +406,35 @@ def test_the_operator_is_told(
     assert ("layer a has heads of 64" in text) == (varies and head_size == 64)
     assert ("--attention-backend TRITON_ATTN" in text) == (varies and head_size == 64)
     assert ("compiled by torch.compile" in text) == (varies and mode != CompilationMode.NONE)
+
+
+@pytest.mark.parametrize(
+    ("text_config", "expected"), [({}, ""), ({"moe_router_dtype": "bfloat16"}, "bfloat16")]
+)
+def test_the_dtype_of_routers_is_read(
+    text_config: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    monkeypatch.setattr(
+        batch_variance, "variances", lambda facts: read.append(facts.router_dtype) or []
+    )
+    compilation = SimpleNamespace(
+        mode=CompilationMode.NONE, backend="inductor", static_forward_context={}
+    )
+    config: Any = SimpleNamespace(
+        compilation_config=compilation,
+        model_config=SimpleNamespace(
+            max_model_len=MAX_TOKENS,
+            architectures=[],
+            hf_text_config=SimpleNamespace(**text_config),
+        ),
+        quant_config=None,
+        kernel_config=SimpleNamespace(linear_backend="auto"),
+        lora_config=None,
+    )
+    assert not batch_variance.warns_of_variance(config, [], 0)
+    assert read == [expected]
 
 
 @pytest.mark.parametrize("varies", [[False, False], [False, True]])

@@ -25,6 +25,7 @@ from kv_connectors import compat
 from kv_connectors.gpu.expert_variance import (
     GROUPED_ROUTER,
     HIDDEN_ROUTERS,
+    HIDDEN_ROUTERS_OF_DTYPE,
     ROUTERS_WITH_OWN_KERNEL,
     SPLIT_EXPERTS,
     reasons_of_experts,
@@ -36,7 +37,7 @@ FUSED = "VLLM_USE_FUSED_MOE_GROUPED_TOPK"
 def of(made: Any, *, is_hopper: bool = True, is_b200: bool = False) -> str:
     """Returns what is found of a layer, after one of which there is nothing to find."""
     layers = {"a": experts(), "b": made}
-    found = reasons_of_experts(layers, ["Qwen3"], is_hopper=is_hopper, is_b200=is_b200)
+    found = reasons_of_experts(layers, ["Qwen3"], "", is_hopper=is_hopper, is_b200=is_b200)
     return "\n".join(found)
 
 
@@ -64,9 +65,22 @@ def test_routers_in_bf16_with_a_kernel_for_few_tokens(flag: str) -> None:
 def test_routers_that_layers_of_experts_do_not_know(architecture: str) -> None:
     layers = {"b": experts()}
     for is_b200, expected in ((True, [ROUTER]), (False, [])):
-        found = reasons_of_experts(layers, [architecture], is_hopper=False, is_b200=is_b200)
+        found = reasons_of_experts(layers, [architecture], "", is_hopper=False, is_b200=is_b200)
         assert list(found) == expected
-    assert not list(reasons_of_experts({}, [architecture], is_hopper=True, is_b200=False))
+    assert not list(reasons_of_experts({}, [architecture], "", is_hopper=True, is_b200=False))
+
+
+@pytest.mark.parametrize("architecture", HIDDEN_ROUTERS_OF_DTYPE)
+def test_hidden_routers_are_in_bf16_where_the_configuration_has_it(architecture: str) -> None:
+    for dtype, expected in (("bfloat16", [ROUTER]), ("float32", []), ("", [])):
+        found = reasons_of_experts(
+            {"b": experts()}, [architecture], dtype, is_hopper=True, is_b200=False
+        )
+        assert list(found) == expected
+    of_others = reasons_of_experts(
+        {"b": experts()}, ["Qwen3"], "bfloat16", is_hopper=True, is_b200=False
+    )
+    assert not list(of_others)
 
 
 CHOICE = "layer b has a choice of experts in groups, whose kernels each engine chooses"
@@ -147,7 +161,7 @@ def test_adapters_of_experts() -> None:
 
 def test_each_kind_is_found_once() -> None:
     layers = {name: experts(by=MarlinExperts, is_lora_enabled=True) for name in ("c", "d")}
-    found = list(reasons_of_experts(layers, [], is_hopper=False, is_b200=False))
+    found = list(reasons_of_experts(layers, [], "", is_hopper=False, is_b200=False))
     assert [reason.split(" ")[1:6] for reason in found] == [
         ["c", "has", "experts", "by", "MarlinExperts,"],
         ["c", "has", "experts", "with", "adapters,"],

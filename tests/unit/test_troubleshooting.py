@@ -188,7 +188,9 @@ def _(_: Path) -> object:
     from kv_connectors import worker
 
     vllm_config = SimpleNamespace(
-        model_config=SimpleNamespace(max_model_len=4096, architectures=["M"]),
+        model_config=SimpleNamespace(
+            max_model_len=4096, architectures=["M"], hf_text_config=SimpleNamespace()
+        ),
         quant_config=None,
         compilation_config=SimpleNamespace(mode=CompilationMode.NONE),
     )

@@ -15,7 +15,8 @@ OF_FACTS = {
     "images": "start both with the same flags for images, and the same processor files",
     "dtype": "start both with the same --dtype",
     "KV cache dtype": "start both with the same --kv-cache-dtype",
-    "quantization": "start both with the same --quantization, kernels and variables of it",
+    "quantization": "start both with the same --quantization, kernels and variables of it,"
+    " on GPUs that compute its formats alike",
     "load format": "start both with the same --load-format",
     "LoRA": "start both with the same flags for LoRA",
     "VLLM_BATCH_INVARIANT": "set the variable alike in both environments; where it does not hold in"

@@ -620,16 +620,24 @@ async def test_silence_has_an_end_while_this_proxy_cannot_connect(
         assert (await w.post()).status == 200
 
 
-def test_an_instance_that_cannot_be_checked_is_neither_well_nor_given_up(
+def two_decodes(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its open connections go on, also where another D is up, as long as they may bring bytes."""
+) -> tuple[Discovery, Instance, Instance, list[Instance]]:
+    """Returns a discovery, its two instances, and a list of those whose requests it ends."""
     found, other = [Instance(f"http://{name}", "decode") for name in "de"]
     for one in (found, other):
         one.on_probe_answered("m", EngineInfo(one.url, "decode", [], {}))
     watching = Discovery(Fleet([found, other]), {}, KEY, lambda: None, "", 1.0, 100.0)
     abandoned: list[Instance] = []
     monkeypatch.setattr(watching, "_abandon", abandoned.append)
+    return watching, found, other, abandoned
+
+
+def test_an_instance_that_cannot_be_checked_is_neither_well_nor_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its open connections go on, also where another D is up, as long as they may bring bytes."""
+    watching, found, _, abandoned = two_decodes(monkeypatch)
     assert not watching._judge(found, CANNOT_CONNECT)
     assert not found.failed_probes
     watching._end_requests(found, CANNOT_CONNECT, 99.0)
@@ -764,12 +772,7 @@ def test_requests_of_a_silent_instance_go_only_to_one_that_shows_life(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a proxy without a network the first instance that was judged lost its streams."""
-    found, other = [Instance(f"http://{name}", "decode") for name in "de"]
-    for one in (found, other):
-        one.on_probe_answered("m", EngineInfo(one.url, "decode", [], {}))
-    watching = Discovery(Fleet([found, other]), {}, KEY, lambda: None, "", 1.0, 100.0)
-    abandoned: list[Instance] = []
-    monkeypatch.setattr(watching, "_abandon", abandoned.append)
+    watching, found, other, abandoned = two_decodes(monkeypatch)
     found.mark_down(SILENT)
     found.last_sign_at = 50.0
     other.last_sign_at = 50.3  # before both were cut off

@@ -24,8 +24,9 @@ another's place without a refused connection between them.
 
 If DNS has lost its name, open connections go on while they bring bytes: Kubernetes takes
 away the name of a pod that still ends its requests. So they do while the network brings no new
-connection to it, and while this proxy lacks what a connection takes, such as a port; an instance
-goes down then after `ProxySettings.prefill_timeout` seconds without a byte.
+connection to it. Without a byte they end after MAX_SILENCE_SECONDS. While this proxy lacks what a
+connection takes, such as a port, an instance stays up, and goes down after
+`ProxySettings.prefill_timeout` seconds without a byte.
 
 A network that is gone at this proxy silences all instances at once. So a silent one's requests fail
 over only to one that has shown life since.

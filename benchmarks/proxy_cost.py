@@ -2,19 +2,23 @@
 (`scripted.py`), in one run. There are two P and two D, so that ours keeps what a stream said, for
 the case that its D dies.
 
-    python benchmarks/proxy_cost.py --router PATH [--rounds N] [--save NAME]
+    python benchmarks/proxy_cost.py --router PATH [--rounds N] [--save NAME] [--python PATH]
     python benchmarks/proxy_cost.py --streams 10000
     python benchmarks/proxy_cost.py --viewer [--rounds N]
     python benchmarks/proxy_cost.py --long-prompts 150 [--rounds N]
 
-Each round measures, one proxy after the other: CPU of a P/D request with a body of 200 B, 16 KB and
-400 KB (8 clients, each with one request at a time); CPU of a streamed token (64 streams of 300
-tokens in steps of 10 ms, the requests' own cost included); the latency that the proxy adds to a
-request of 200 B (one at a time, minus the median of the two legs asked directly, together for ours
-and one after the other for the router, as each of them does). A proxy has the last core to itself,
-all else shares the others. CPU is user and system time of all threads, from /proc/PID/stat. Before
-the rounds: memory at rest, with 1 and with 1,000 open streams. Figures are medians of the rounds;
-the last line is one JSON object with the ratios ours/router.
+Each round measures, each figure of one proxy right after the other's: CPU of a P/D request with a
+body of 200 B, 16 KB and 400 KB (8 clients, each with one request at a time); CPU of a streamed
+token (64 streams of 300 tokens in steps of 10 ms, the requests' own cost included); the latency
+that the proxy adds to a request of 200 B (one at a time, minus the median of the two legs asked
+directly, together for ours and one after the other for the router, as each of them does). A proxy
+has the last core to itself, all else shares the others. CPU is user and system time of all threads,
+from /proc/PID/stat. Before the rounds: memory at rest, with 1 and with 1,000 open streams. Figures
+are medians of the rounds. The last line is one JSON object; its ratios ours/router are medians of
+the rounds' ratios, because the machine may change from one round to the next.
+
+`--python PATH`: ours a second time in the same rounds, by that interpreter, which must have this
+project's packages.
 
 `--streams N`: N streams at once through one process of ours; each must be whole.
 
@@ -88,7 +92,9 @@ class Proxy:
 
 
 @contextmanager
-def proxies(names: list[str], router: str) -> Iterator[tuple[dict[str, list[str]], list[Proxy]]]:
+def proxies(
+    names: list[str], router: str = "", python: str = ""
+) -> Iterator[tuple[dict[str, list[str]], list[Proxy]]]:
     """Starts scripted instances and the named proxies. Yields the URLs and the proxies."""
     running: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -112,17 +118,20 @@ def proxies(names: list[str], router: str) -> Iterator[tuple[dict[str, list[str]
                 port = free_port()
                 where = [word for role in urls for url in urls[role] for word in (f"--{role}", url)]
                 where += ["--host", "127.0.0.1"]
-                ours = [sys.executable, "-m", "vllm_disagg.cli", "proxy", "--key-file", key]
-                theirs = [
-                    router,
-                    "--vllm-pd-disaggregation",
-                    "--kv-connector",
-                    "nixl",
-                    "--policy",
-                    "round_robin",
-                ]
-                theirs += ["--prometheus-port", str(free_port()), "--log-level", "error"]
-                command = [*(ours if name == "ours" else theirs), *where, "--port", str(port)]
+                if name == "router":
+                    start = [
+                        router,
+                        "--vllm-pd-disaggregation",
+                        "--kv-connector",
+                        "nixl",
+                        "--policy",
+                        "round_robin",
+                    ]
+                    start += ["--prometheus-port", str(free_port()), "--log-level", "error"]
+                else:
+                    interpreter = python if name == "other" else sys.executable
+                    start = [interpreter, "-m", "vllm_disagg.cli", "proxy", "--key-file", key]
+                command = [*start, *where, "--port", str(port)]
                 with open(f"{folder}/{name}.log", "wb") as log:
                     process = subprocess.Popen(command, stdout=log, stderr=log, process_group=0)
                 os.sched_setaffinity(process.pid, CORES[-1:])
@@ -234,7 +243,7 @@ async def direct(urls: dict[str, list[str]], together: bool) -> list[float]:
 
 
 async def latency(proxy: Proxy, urls: dict[str, list[str]]) -> None:
-    base = statistics.median(await direct(urls, together=proxy.name == "ours"))
+    base = statistics.median(await direct(urls, together=proxy.name != "router"))
     client = await Client.connect("127.0.0.1", proxy.port)
     data = request(body(200))
     for _ in range(LATENCIES):
@@ -251,18 +260,28 @@ def legs(urls: dict[str, list[str]]) -> dict[str, int]:
     return counts
 
 
-async def one_round(proxy: Proxy, urls: dict[str, list[str]]) -> None:
+async def answered(
+    proxy: Proxy, urls: dict[str, list[str]], name: str, size: int, count: int
+) -> None:
+    """Measures the CPU time of a request with a body of `size` bytes."""
+    data = request(body(size))
+    await requests(proxy.port, data, count // 10)
+    before = proxy.cpu()
+    asked = legs(urls)
+    await requests(proxy.port, data, count)
+    proxy.add(name, (proxy.cpu() - before) / count * 1e6)
+    if any(now - asked[role] < count for role, now in legs(urls).items()):
+        raise SystemExit(f"{proxy.name} did not send every request to both instances")
+
+
+def one_round(made: list[Proxy], urls: dict[str, list[str]]) -> None:
     for name, (size, count) in SIZES.items():
-        data = request(body(size))
-        await requests(proxy.port, data, count // 10)
-        before = proxy.cpu()
-        asked = legs(urls)
-        await requests(proxy.port, data, count)
-        proxy.add(name, (proxy.cpu() - before) / count * 1e6)
-        if any(now - asked[role] < count for role, now in legs(urls).items()):
-            raise SystemExit(f"{proxy.name} did not send every request to both instances")
-    await streamed(proxy)
-    await latency(proxy, urls)
+        for proxy in made:
+            uvloop.run(answered(proxy, urls, name, size, count))
+    for proxy in made:
+        uvloop.run(streamed(proxy))
+    for proxy in made:
+        uvloop.run(latency(proxy, urls))
 
 
 async def memory(proxy: Proxy, streams: int, step: int = 1000, tokens: int = 6) -> float:
@@ -274,21 +293,22 @@ async def memory(proxy: Proxy, streams: int, step: int = 1000, tokens: int = 6) 
     return rss
 
 
-def compare(rounds: int, router: str, save: str) -> None:
-    with proxies(["ours", "router"], router) as (urls, made):
+def compare(rounds: int, router: str, python: str, save: str) -> None:
+    names = ["ours", "other", "router"] if python else ["ours", "router"]
+    with proxies(names, router, python) as (urls, made):
         for proxy in made:
             proxy.add("rss_1", uvloop.run(memory(proxy, 1, 50)))
             proxy.add("rss_1000", uvloop.run(memory(proxy, 1000)))
         for number in range(rounds):
-            for proxy in made if number % 2 else reversed(made):
-                uvloop.run(one_round(proxy, urls))
+            one_round(made if number % 2 else made[::-1], urls)
+            for proxy in made:
                 row = "  ".join(
                     f"{name} {values[-1]:.1f}"
                     for name, values in proxy.figures.items()
                     if "rss" not in name
                 )
                 print(f"round {number + 1} {proxy.name:6}  {row}", flush=True)
-    ours, theirs = made
+    *own, theirs = made
     result: dict[str, object] = {"rounds": rounds}
     for proxy in made:
         quantiles = statistics.quantiles(proxy.latencies, n=100)
@@ -303,8 +323,12 @@ def compare(rounds: int, router: str, save: str) -> None:
                 for name in (*SIZES, "token")
             },
         }
-    for name in ("token", *SIZES):
-        result[f"ratio_{name}"] = round(ours.median(name) / theirs.median(name), 3)
+    for proxy in own:
+        end = "" if proxy.name == "ours" else f"_{proxy.name}"
+        for name in ("token", *SIZES):
+            pairs = zip(proxy.figures[name], theirs.figures[name], strict=True)
+            ratio = statistics.median(mine / peer for mine, peer in pairs)
+            result[f"ratio_{name}{end}"] = round(ratio, 3)
     if save:
         Path(f"{save}.json").write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result))
@@ -319,7 +343,7 @@ def crowd(streams: int) -> None:
         limit = f"one process may open {hard} files here (RLIMIT_NOFILE)"
         print(f"{limit}: {room} streams instead of {streams}")
         streams = room
-    with proxies(["ours"], "") as (_, (ours,)):
+    with proxies(["ours"]) as (_, (ours,)):
         one = uvloop.run(memory(ours, 1, 50))
         began = time.monotonic()
         cpu = ours.cpu()
@@ -378,7 +402,7 @@ async def idle(proxy: Proxy, with_viewer: bool) -> None:
 
 def compare_viewer(rounds: int) -> None:
     """Measures what one viewer of the status page costs."""
-    with proxies(["ours"], "") as (_, (ours,)):
+    with proxies(["ours"]) as (_, (ours,)):
         uvloop.run(viewed(ours, False))  # warms up
         ours.figures.clear()
         for number in range(rounds):
@@ -463,6 +487,9 @@ def main() -> None:
     parser.add_argument(
         "--long-prompts", type=int, default=0, metavar="N", help="only: 220 KB from N clients"
     )
+    parser.add_argument(
+        "--python", metavar="PATH", default="", help="another interpreter for ours, beside"
+    )
     args = parser.parse_args()
     os.sched_setaffinity(0, CORES[:-1] or CORES)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave nothing running
@@ -475,7 +502,7 @@ def main() -> None:
     elif args.long_prompts:
         compare_long_prompts(args.long_prompts, args.rounds, args.router)
     else:
-        compare(args.rounds, args.router, args.save)
+        compare(args.rounds, args.router, args.python, args.save)
 
 
 if __name__ == "__main__":

@@ -1687,7 +1687,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("nobody waits for a silent D", "proxy/requests/plans.py", "        await self._wait_for_decode(context)\n", "", "tests/proxy/membership/test_discovery.py::test_who_has_nowhere_to_go_waits_for_a_frozen_instance"),
     ("requests wait for a D that has ended", "proxy/routing/decode_wait.py", " and decode.unavailable_reason in reasons", "", "tests/proxy/routing/test_decode_wait.py"),
     ("a D that was not probed yet is not waited for", "proxy/routing/decode_wait.py", "= (SILENT, NO_CONNECTION, NOT_PROBED)\n", "= (SILENT, NO_CONNECTION)\n", "tests/proxy/routing/test_decode_wait.py"),
-    ("requests wait for a silent D beside another", "proxy/routing/decode_wait.py", "if choose_decode(self._fleet, self._policy, now, query=query):", "if False:", "tests/proxy/routing/test_decode_wait.py"),
+    ("requests wait for a silent D beside another", "proxy/routing/decode_wait.py", "if decodes_for(self._fleet, query):", "if False:", "tests/proxy/routing/test_decode_wait.py"),
     ("requests wait for a silent D for ever", "proxy/routing/decode_wait.py", "max(0.0, min(given_up_at, came_at + patience) - now)", "9.0", "tests/proxy/routing/test_decode_wait.py"),
     ("too many wait for a silent D", "proxy/routing/decode_wait.py", "if self._waiting >= self._max_waiting:", "if False:", "tests/proxy/routing/test_decode_wait.py"),
     ("who leaves still waits for a silent D", "proxy/routing/decode_wait.py", "            self._waiting -= 1\n", "            pass\n", "tests/proxy/routing/test_decode_wait.py"),

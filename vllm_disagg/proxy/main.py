@@ -160,7 +160,7 @@ def _queues(settings: ProxySettings, fleet: Fleet, policy: Policy) -> Queues:
     return Queues(
         ConcurrencyLimit(settings.max_requests, size, patience),
         PrefillQueue(fleet, policy, settings.prefill_concurrency, size, patience),
-        DecodeWait(fleet, policy, size, patience),
+        DecodeWait(fleet, size, patience),
     )
 
 

@@ -10,7 +10,7 @@ from vllm_disagg.proxy.membership.discovery import _connection_refusal
 from vllm_disagg.proxy.routing import decode_wait
 from vllm_disagg.proxy.routing.decode_wait import DecodeWait
 from vllm_disagg.proxy.routing.fleet import NO_CONNECTION, NOT_PROBED, SILENT, Fleet, Instance
-from vllm_disagg.proxy.routing.policies import Policy, RoutingQuery
+from vllm_disagg.proxy.routing.policies import RoutingQuery
 from vllm_disagg.proxy.routing.prefill_queue import QueueFull
 
 QUERY = RoutingQuery(0)
@@ -25,7 +25,7 @@ def instance(url: str, reason: str = "", model: str = "m") -> Instance:
 
 
 def waits(*instances: Instance, patience: float = 9.0, most: int = 9) -> DecodeWait:
-    return DecodeWait(Fleet(list(instances)), Policy(), most, patience)
+    return DecodeWait(Fleet(list(instances)), most, patience)
 
 
 async def began(waiting: DecodeWait, query: RoutingQuery = QUERY) -> asyncio.Task[None]:

@@ -17,8 +17,8 @@ import asyncio
 import time
 
 from .fleet import MAX_SILENCE_SECONDS, NO_CONNECTION, NOT_PROBED, SILENT, Fleet
-from .pairing import choose_decode
-from .policies import Policy, RoutingQuery
+from .pairing import decodes_for
+from .policies import RoutingQuery
 from .prefill_queue import QueueFull
 
 # For the first probe of an instance that may alone have a model; four a second are sent.
@@ -28,10 +28,9 @@ UNKNOWN_MODEL_SECONDS = 3.0
 class DecodeWait:
     """The requests that wait until a decode instance serves them, or is given up."""
 
-    def __init__(self, fleet: Fleet, policy: Policy, max_waiting: int, patience: float) -> None:
+    def __init__(self, fleet: Fleet, max_waiting: int, patience: float) -> None:
         """`patience`: seconds that a request waits at most."""
         self._fleet = fleet
-        self._policy = policy
         self._max_waiting = max_waiting
         self._patience = patience
         self._waiting = 0
@@ -69,7 +68,7 @@ class DecodeWait:
         now = time.monotonic()
         reasons: tuple[str, ...] = (SILENT, NO_CONNECTION, NOT_PROBED)
         patience = self._patience
-        if choose_decode(self._fleet, self._policy, now, query=query):
+        if decodes_for(self._fleet, query):
             if not self._fleet.is_model_uncertain(query.model):
                 return 0.0
             reasons = (NOT_PROBED,)

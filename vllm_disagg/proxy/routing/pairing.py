@@ -147,13 +147,23 @@ def choose_decode(
     breaker is open is taken only if there is no other.
     """
     query = query or RoutingQuery(0)
-    candidates = [d for d in fleet.with_role("decode") if d.up and d not in avoid]
-    candidates = _serving_model(fleet, candidates, query)
+    candidates = decodes_for(fleet, query, avoid)
     if not candidates:
         return None
     candidates = [d for d in candidates if _is_named_rank(d, query)] or candidates
     usable = [d for d in candidates if d.is_usable(now)]
     return policy.best(usable or candidates, query, policy.cached_bytes(candidates, query))[1]
+
+
+def decodes_for(
+    fleet: Fleet, query: RoutingQuery, avoid: Collection[Instance] = ()
+) -> list[Instance]:
+    """Returns the decode instances that are up and serve the query's model, not those in `avoid`.
+
+    If the whole fleet lacks the model, all that are up.
+    """
+    up = [d for d in fleet.with_role("decode") if d.up and d not in avoid]
+    return _serving_model(fleet, up, query)
 
 
 def _is_named_rank(instance: Instance, query: RoutingQuery) -> bool:

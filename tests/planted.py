@@ -309,6 +309,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a broken transport keeps the pieces", "transports/selection.py", "            working.pop(name, None)\n", "            pass\n"),
     ("sources without a transport are remembered", "transports/selection.py", "            del self._changes[event.source]\n", "            pass\n"),
     ("an evicted source keeps its connections", "transports/set.py", "self._disconnect(evicted)", "pass"),
+    ("a sender is evicted without a word", "transports/set.py", "            self._log_evicted(evicted)\n", "", "tests/transports/test_transport_set.py"),
     ("a transport takes notes for an earlier life of its worker", "transports/set.py", "if end is not None and note.reader == self._control.name:", "if end is not None:"),
     ("one close that fails keeps other transports open", "transports/set.py", "                being_written |= transport.transfers_being_written()\n", "                return transport.transfers_being_written()\n"),
     ("the trace lacks messages that were sent", "trace.py", "            transfer = entry.message.transfer\n", "            transfer = \"\"\n"),

@@ -115,7 +115,7 @@ def test_a_worker_that_control_cannot_dial_is_connected_by_no_transport(make: Ma
 
 
 def test_an_evicted_worker_is_disconnected_by_all_transports(
-    make: Make, monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(control, "MAX_LINKS", 1)
     transports = make("fast")
@@ -123,6 +123,9 @@ def test_an_evicted_worker_is_disconnected_by_all_transports(
     transports.connect(peer(name="p/1"))
     assert calls(transports, "fast") == [("connect", "p/0"), ("disconnect", "p/0")]
     assert list(transports.zmq.links) == ["p/1"]
+    transports.connect(peer(name="p/2"))
+    assert caplog.text.count("unused for longest") == 1, "one line a minute"
+    assert "p/0 and 0 other senders were disconnected" in caplog.text
 
 
 def test_a_sender_that_is_given_up_is_disconnected_by_all_transports(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Collection, Iterator, Mapping
 
 from ..config import Config
@@ -12,10 +13,11 @@ from ..kv.fp8 import Fp8
 from ..kv.memory import Memory
 from ..protocol import messages
 from ..protocol.peers import WorkerInfo
+from ..warning_limit import WarningLimit
 from .base import Counters, DriverPort, MakeTransport, Transport
 from .local_links import NAME as LINK
 from .local_links import LocalLinks
-from .zmq.control import Control
+from .zmq.control import MAX_LINKS, Control
 from .zmq.transport import ZmqTransport
 
 log = logging.getLogger("vllm_disagg.transports")
@@ -53,6 +55,7 @@ class TransportSet(Mapping[str, Transport]):
         self._given_up: dict[str, set[str]] = {}
         self._note_ends: dict[str, Transport | LocalLinks] = {LINK: control.local}
         self._note_ends |= self._transports
+        self._evictions = WarningLimit()
 
     def __getitem__(self, name: str) -> Transport:
         return self._transports[name]
@@ -125,6 +128,7 @@ class TransportSet(Mapping[str, Transport]):
         # would only cost descriptors. Its open transfers end by a timeout.
         if evicted is not None:
             self._disconnect(evicted)
+            self._log_evicted(evicted)
 
     def give_up(self, source: str, name: str) -> None:
         """Disconnects a transport from a source for good, because it has brought other bytes.
@@ -161,6 +165,20 @@ class TransportSet(Mapping[str, Transport]):
         self._given_up.pop(sender, None)
         for transport in self._transports.values():
             transport.disconnect(sender)
+
+    def _log_evicted(self, sender: str) -> None:
+        """Warns that a sender lost its connections to another one, once a minute."""
+        if count := self._evictions.note(time.monotonic()):
+            # Each later load from it pays for its connections again, so the operator must see it.
+            log.warning(
+                "%s and %d other senders were disconnected, each unused for longest: this worker "
+                "may be connected to %d senders (ranks of prefill engines) at a time, and more are "
+                "in use. Their next loads connect them again. Give each proxy a part of the fleet, "
+                "so that fewer engines are paired",
+                sender,
+                count - 1,
+                MAX_LINKS,
+            )
 
     def _log_zmq_only(self, worker: WorkerInfo) -> None:
         """Logs why pieces of a worker come by ZMQ, unless the settings choose ZMQ."""

@@ -42,7 +42,6 @@ log = logging.getLogger("vllm_disagg.nixl")
 
 RETRY_SECONDS = 5.0  # until the next attempt after the first failure; doubles
 MAX_RETRY_SECONDS = 300.0
-MAX_SOURCES = 64  # senders; the one unused for longest is evicted
 
 
 class PathState(Enum):
@@ -103,7 +102,7 @@ class Paths:
     def __init__(
         self, port: DriverPort, place: MemoryPlace, posted: PostedReads, closings: Closings
     ) -> None:
-        self.sources: dict[str, NixlSource] = {}  # the one used last at the end
+        self.sources: dict[str, NixlSource] = {}  # no more than have a control channel
         self.ready: NixlReady | None = None
         self.is_on_gpu = place.kind == "VRAM"
         self._port = port
@@ -113,15 +112,11 @@ class Paths:
         self._events: deque[TransportChanged] = deque()
 
     def source_of(self, worker: WorkerInfo) -> NixlSource:
-        """Returns this sender, now the one used last. Evicts another one if they are too many."""
-        # Taken out and put back, so that the dict is in order of use.
-        source = self.sources.pop(worker.name, None)
+        """Returns this sender, a new one at its first use."""
+        source = self.sources.get(worker.name)
         if source is None:
             source = NixlSource(worker.name, holds=worker.holds)
-        self.sources[worker.name] = source
-        if len(self.sources) > MAX_SOURCES:
-            oldest = next(iter(self.sources))
-            self.disconnect(oldest)
+            self.sources[worker.name] = source
         return source
 
     def address_in_use(self, sender: str) -> str:

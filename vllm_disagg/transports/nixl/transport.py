@@ -49,7 +49,7 @@ from ..posted_reads import PostedReads, status_of_write
 from . import notes
 from .agent import NixlError, NixlRefused, unavailable_reason
 from .pairing import Pairing
-from .paths import MAX_SOURCES, NixlSource, Paths, PathState
+from .paths import NixlSource, Paths, PathState
 from .reads import (
     CLOSE_SECONDS,
     JOBS_SECONDS,
@@ -61,6 +61,7 @@ from .reads import (
 )
 from .sender import NixlSender
 
+MAX_INCOMPLETE_PIECES = 64  # of one sender: some of their notes have come
 MAX_READ_BYTES = 256 << 20  # more than any piece has
 
 
@@ -150,7 +151,7 @@ class NixlTransport:
             located = _LocatedPiece(source, note.transfer, note.number, runs)
             self._located.append(located)
         # Notes may be lost, so incomplete pieces are bounded.
-        while len(source.runs) > MAX_SOURCES:
+        while len(source.runs) > MAX_INCOMPLETE_PIECES:
             oldest = next(iter(source.runs))
             del source.runs[oldest]
 

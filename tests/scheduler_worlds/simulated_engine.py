@@ -6,6 +6,7 @@ is room for a step; aborts also when a step has ended, before its output is used
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 import zlib
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from simulated_rank import EngineStep, SimulatedRank
 from symbol_cache import StepBatch, StepPart, WrongRead
-from symbols import TokenStory
+from symbols import OTHER_TOKEN, TokenStory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -24,7 +25,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from world_config import EngineSetup, engine_config, model_runner, structured_outputs
 from world_models import MAX_MODEL_TOKENS, WorldModel, cache_groups, layer_specs, rank_layers
@@ -102,6 +103,7 @@ class SimulatedEngine:
         self._in_flight: deque[EngineStep] = deque()
         self._stories: dict[str, TokenStory] = {}
         self._generated: dict[str, list[int]] = {}
+        self._last_parts: dict[str, StepPart] = {}  # of steps in flight, by request
         self._steps = 0
         self._blocks_at_start = self._free_blocks()
 
@@ -220,7 +222,12 @@ class SimulatedEngine:
     def _schedule(self) -> None:
         output = self.scheduler.schedule()
         self.connector._scheduler._legs.validate()
-        parts = [self._part(name, count) for name, count in output.num_scheduled_tokens.items()]
+        for name in output.preempted_req_ids or ():
+            self._last_parts.pop(name, None)  # computed again from what is in the cache
+        parts = [
+            self._part(name, count, output.scheduled_spec_decode_tokens.get(name, []))
+            for name, count in output.num_scheduled_tokens.items()
+        ]
         step = EngineStep(
             number=self._steps,
             output=output,
@@ -235,28 +242,51 @@ class SimulatedEngine:
         for rank in self.ranks:
             rank.steps.append(step)
 
-    def _part(self, name: str, count: int) -> StepPart:
+    def _part(self, name: str, count: int, drafts: list[int]) -> StepPart:
         """Returns what a step computes of one request, just after it was scheduled."""
         request = self.scheduler.requests[name]
         if name not in self._stories:
             # Now and not on arrival: the connector may leave out the last token of a prompt.
             prompt = request.prompt_token_ids
-            self._stories[name] = TokenStory(prompt, request.max_tokens + self.depth)
+            ahead = (self.depth + 1) * (1 + self.setup.drafted_tokens)
+            self._stories[name] = TokenStory(prompt, request.max_tokens + ahead)
         story = self._stories[name]
         known = len(request.all_token_ids)
         assert list(request.all_token_ids) == story.tokens[:known], f"wrong tokens: {name}"
-        end = request.num_computed_tokens
-        return StepPart(
+        start = request.num_computed_tokens - count
+        # Asynchronously vLLM takes all drafts in flight as accepted, and its runner corrects that.
+        if name in self._last_parts:
+            start = self._last_parts[name].right_end
+        end = start + count
+        accepted = self._count_accepted(story.tokens[end - len(drafts) : end], drafts)
+        part = StepPart(
             request=name,
-            start=end - count,
+            start=start,
             end=end,
+            right_end=end - len(drafts) + accepted,
+            written_end=min(end + self.config.num_lookahead_tokens, MAX_MODEL_TOKENS),
             blocks=self.scheduler.kv_cache_manager.get_block_ids(name),
             samples=not request.is_prefill_chunk,
+            drafts=len(drafts),
             story=story,
         )
+        self._last_parts[name] = part
+        return part
+
+    def _count_accepted(self, right: list[int], drafts: list[int]) -> int:
+        """Returns how many drafts of a step are right."""
+        if self.setup.is_async:  # the scheduler has placeholders, and the runner the tokens
+            return self.world.random.randint(0, len(drafts))
+        pairs = itertools.takewhile(
+            lambda pair: pair[0] == pair[1], zip(right, drafts, strict=True)
+        )
+        return len(list(pairs))
 
     def _update(self) -> None:
         step = self._in_flight.popleft()
+        for part in step.batch.parts:
+            if self._last_parts.get(part.request) is part:
+                del self._last_parts[part.request]
         if self.world.random.random() < 0.5:
             self._take_aborts()
         for name, wrong in step.wrong.items():
@@ -269,6 +299,23 @@ class SimulatedEngine:
                 if one.finish_reason is not None:
                     self._on_ended(one.request_id, one.kv_transfer_params)
         self.scheduler.kv_cache_manager.take_events()
+        if self.setup.drafted_tokens and not self.setup.is_async:
+            self._draft(step)
+
+    def _draft(self, step: EngineStep) -> None:
+        """Gives vLLM's scheduler drafts for the next step, some of them wrong."""
+        names = [part.request for part in step.batch.parts if part.samples]
+        drafts = [self._draft_one(name) for name in names]
+        self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
+
+    def _draft_one(self, name: str) -> list[int]:
+        request = self.scheduler.requests.get(name)
+        if request is None or request.is_finished() or self.world.random.random() < 0.2:
+            return []
+        known = len(request.all_token_ids)
+        right = self._stories[name].tokens[known : known + self.setup.drafted_tokens]
+        count = self.world.random.randint(0, len(right))
+        return right[:count] + [OTHER_TOKEN] * (len(right) - count)
 
     def _check_unused(self, step: EngineStep, name: str, wrong: WrongRead) -> None:
         """Raises AssertionError if vLLM uses a request's part of a step with a wrong read.
@@ -286,9 +333,8 @@ class SimulatedEngine:
     def _join_results(self, step: EngineStep) -> ModelRunnerOutput:
         """Returns the output of a step as vLLM's executor joins it from all ranks."""
         names = [part.request for part in step.batch.parts]
-        tokens = [
-            [part.story.next_token(part.end)] if part.samples else [] for part in step.batch.parts
-        ]
+        tokens = [part.sampled_tokens() for part in step.batch.parts]
+        self.world.counts["accepted drafts"] += sum(max(0, len(own) - 1) for own in tokens)
         outputs: list[ModelRunnerOutput | None] = []
         for rank in self.ranks:
             own = ModelRunnerOutput(

@@ -79,6 +79,7 @@ class SimulatedRank:
         names = [layer.name for layer in layers]
         side._driver = self.driver
         side._layers = FinalLayers(names)
+        side._drafts_later = compat.has_draft_kv(config) and compat.drafts_here(config)
         side._layout = layout
         side.handshake = Handshake(self.driver.worker, names)
 

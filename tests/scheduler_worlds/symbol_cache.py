@@ -30,14 +30,28 @@ from vllm_disagg.kv.memory import HostMemory
 
 @dataclass(frozen=True)
 class StepPart:
-    """One request in one step: it computes the tokens `start` to `end`."""
+    """One request in one step: it computes the tokens `start` to `end`.
+
+    Those from `right_end` on are drafts that are not accepted, and `written_end` is behind all KV
+    that the step writes: the layers of a draft write some more.
+    """
 
     request: str
     start: int
     end: int
+    right_end: int
+    written_end: int
     blocks: Sequence[Sequence[int]]  # ids by KV-cache group
     samples: bool  # whether the step generates a token
+    drafts: int  # the last ones of these tokens
     story: TokenStory
+
+    def sampled_tokens(self) -> list[int]:
+        """Returns the tokens that the step generates: accepted drafts, and one more."""
+        if not self.samples:
+            return []
+        first = self.end - self.drafts
+        return self.story.tokens[first : self.right_end + 1]
 
 
 class Access(NamedTuple):
@@ -93,11 +107,11 @@ class StepBatch:
             first = part.start
             if is_read:
                 first = self.model.first_token_read(layer.kind, part.start)
-            own = np.arange(first, part.end)
+            own = np.arange(first, part.right_end)
             ids = np.array(part.blocks[layer.group], dtype=np.int64)
             positions.append(own)
             blocks.append(ids[own // layer.block_size])
-            hashes.append(part.story.hashes[first + 1 : part.end + 1])
+            hashes.append(part.story.hashes[first + 1 : part.right_end + 1])
             owners.append((part.request, count, count + len(own)))
             count += len(own)
         joined = np.concatenate(positions)
@@ -150,6 +164,7 @@ class SymbolCache:
         for request, first, end in writes.owners:
             if request in wrong:
                 tensor[writes.blocks[first:end], :, writes.slots[first:end]] = POISON
+        self._write_drafts(layer, batch)
         reads = batch.reads(layer)
         found = tensor[reads.blocks, :, reads.slots]
         expected = _own_symbols(layer, reads.hashes)
@@ -171,6 +186,16 @@ class SymbolCache:
                     int(expected[at, head]),
                 )
 
+    def _write_drafts(self, layer: RankLayer, batch: StepBatch) -> None:
+        """Writes KV of drafts that are not accepted: a later step must not read it."""
+        tensor = self._tensors[layer.tensor]
+        for part in batch.parts:
+            places = np.arange(part.right_end, part.written_end)
+            if not len(places):
+                continue
+            ids = np.array(part.blocks[layer.group], dtype=np.int64)
+            tensor[ids[places // layer.block_size], :, places % layer.block_size] = POISON
+
     def _check_unused(
         self, layer: RankLayer, batch: StepBatch, wrong: dict[str, WrongRead]
     ) -> None:
@@ -180,8 +205,8 @@ class SymbolCache:
         """
         tensor = self._tensors[layer.tensor]
         for part in batch.parts:
-            block = part.blocks[layer.group][(part.end - 1) // layer.block_size]
-            first = (part.end - 1) % layer.block_size + 1
+            block = part.blocks[layer.group][(part.right_end - 1) // layer.block_size]
+            first = (part.right_end - 1) % layer.block_size + 1
             unused = tensor[block, : layer.heads, first:]
             places = np.argwhere(has_other_format(unused, layer.kind is LayerKind.FULL))
             if len(places) and part.request not in wrong:
@@ -190,7 +215,7 @@ class SymbolCache:
                     self._rank,
                     part.request,
                     layer.number,
-                    part.end + int(slot),
+                    part.right_end + int(slot),
                     int(unused[head, slot]),
                     int(EMPTY),
                 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from random import Random
 
 import pytest
 
@@ -14,10 +15,11 @@ pytest.importorskip("vllm")
 
 from scheduler_world import SchedulerWorld
 from simulated_driver import SimulatedDriver
+from symbol_cache import StepPart
 from vllm_release import as_of_032
 from world_config import EngineSetup
 from world_models import MODELS
-from world_setup import MischiefLevels, WorldSetup
+from world_setup import MischiefLevels, WorldSetup, draw_draft_setup
 
 SEEDS = int(os.environ.get("SEEDS", "300"))
 BATCHES = 10
@@ -52,6 +54,28 @@ def test_where_nothing_goes_wrong_each_load_succeeds(batch: int) -> None:
         world = run_world(seed, is_calm=True)
         failed = world.failed_loads()
         assert not failed, f"seed {seed}: {failed}\n{world.setup}\n{world.story()}"
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_with_drafts_attention_reads_its_own_kv_and_all_ends(batch: int) -> None:
+    """Rejected drafts leave KV behind, and an ended load needs blocks for the next drafts."""
+    for seed in range(batch, SEEDS // 5, BATCHES):
+        run_world(seed, draw_draft_setup(Random(seed)))
+
+
+def test_kv_of_rejected_drafts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a vLLM that takes all drafts as accepted."""
+    engine = replace(ROOMY, draft_method="ngram", drafted_tokens=3)
+    setup = replace(PLAIN, prefill=engine, decode=engine)
+    assert run_world(0, setup).counts["accepted drafts"]
+
+    def all_tokens(part: StepPart) -> list[int]:
+        first = part.end - part.drafts
+        return part.story.tokens[first : part.end + 1] if part.samples else []
+
+    monkeypatch.setattr(StepPart, "sampled_tokens", all_tokens)
+    with pytest.raises(AssertionError, match="computed from wrong KV"):
+        run_world(0, setup)
 
 
 def test_p_reads_back_what_d_has_cached() -> None:

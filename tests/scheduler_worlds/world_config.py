@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
@@ -62,6 +62,8 @@ class EngineSetup:
     policy: str = "fcfs"
     overlap: str = "layer"
     has_layer_calls: bool = True  # not in full CUDA graphs
+    draft_method: str = ""  # of speculative decoding: "ngram", or "mtp", whose draft has KV
+    drafted_tokens: int = 0  # a step, of each request; 0: no speculative decoding
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,26 @@ def engine_config(setup: EngineSetup, data_parallel_rank: int | None) -> Any:
     extra["overlap"] = setup.overlap
     transfer.kv_connector_extra_config = extra
     config.kv_transfer_config = transfer
+    if setup.drafted_tokens:
+        config.speculative_config = _speculative_config(setup)
     return config
+
+
+def _speculative_config(setup: EngineSetup) -> Any:
+    """Returns vLLM's settings of speculative decoding."""
+    base = _base_config()
+    speculative: Any = SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=setup.drafted_tokens,
+        prompt_lookup_max=3,
+        target_model_config=base.model_config,
+        target_parallel_config=base.parallel_config,
+    )
+    # The scheduler asks for no more than the method. The draft's layers are the model's last ones.
+    speculative.method = setup.draft_method
+    speculative.draft_parallel_config = copy.copy(base.parallel_config)
+    speculative.draft_parallel_config.tensor_parallel_size = setup.tensor_ranks
+    return speculative
 
 
 def worker_config(config: Any, rank: int) -> Any:

@@ -14,6 +14,9 @@ from kv_connectors import compat
 # A D with priorities is refused before vLLM 0.32.
 POLICIES = ("fcfs", "priority") if compat.can_load_groups() else ("fcfs", "fcfs")
 
+# A draft with KV of its own needs vLLM 0.32.
+DRAFT_METHODS = ("ngram", "mtp" if compat.ends_steps_after_drafts() else "ngram")
+
 BLOCK_SIZES = (2, 4, 8)
 LEVELS = (0, 0, 1, 3)  # of each kind of mischief: a world has much of some and none of other
 
@@ -76,6 +79,8 @@ class WorldSetup:
             found.append(f"{side} {engine.policy}")
             found.append(f"{side} {'with' if engine.prefix_cache else 'without'} prefix cache")
             found.append(f"{side} overlap {engine.overlap}")
+            if engine.drafted_tokens:
+                found.append(f"{side} drafts by {engine.draft_method}")
         return found
 
 
@@ -134,6 +139,24 @@ def _draw_formats(random: Random, setup: WorldSetup) -> WorldSetup:
     if kinds != {LayerKind.FULL, LayerKind.SLIDING} or random.random() < 0.5:
         return setup
     return replace(setup, model=replace(setup.model, is_mixed=True))
+
+
+def draw_draft_setup(random: Random) -> WorldSetup:
+    """Draws a world whose engines have speculative decoding, where that is permitted.
+
+    Both have the same draft, of other lengths perhaps; only one may draft from the prompt. None
+    with states, where it is refused, nor with stages.
+    """
+    drawn = draw_setup(random)
+    if drawn.model.has_states or max(drawn.prefill.stages, drawn.decode.stages) > 1:
+        return drawn
+    method = random.choice(DRAFT_METHODS)
+    lengths = [1, 2, 3, 5] if method == "mtp" else [0, 1, 2, 3, 5]
+    prefill, decode = (
+        replace(engine, draft_method=method, drafted_tokens=random.choice(lengths))
+        for engine in (drawn.prefill, drawn.decode)
+    )
+    return replace(drawn, prefill=prefill, decode=decode)
 
 
 def draw_mischief(random: Random) -> MischiefLevels:

@@ -16,6 +16,7 @@ pytest.importorskip("vllm")
 from scheduler_world import SchedulerWorld
 from simulated_driver import SimulatedDriver
 from symbol_cache import StepPart
+from symbols import VOCABULARY
 from vllm_release import as_of_032
 from world_config import EngineSetup
 from world_models import MODELS
@@ -76,6 +77,28 @@ def test_kv_of_rejected_drafts_is_found(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(StepPart, "sampled_tokens", all_tokens)
     with pytest.raises(AssertionError, match="computed from wrong KV"):
         run_world(0, setup)
+
+
+@as_of_032("has no draft with KV of its own")
+def test_a_prompt_that_leaves_no_room_for_drafts_stops_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beside each load vLLM keeps blocks for a step with drafts; D computes what is larger."""
+
+    def long_prompt(world: SchedulerWorld) -> list[int]:
+        random = world.random
+        return [random.randint(1, VOCABULARY) for _ in range(random.randint(84, 95))]
+
+    monkeypatch.setattr(SchedulerWorld, "_make_prompt", long_prompt)
+    drafting = EngineSetup(prefix_cache=False, draft_method="mtp", drafted_tokens=3)
+    setup = replace(
+        PLAIN,
+        prefill=replace(drafting, pool_factor=8.0),
+        decode=replace(drafting, pool_factor=1.0),
+        concurrency=12,
+        requests=6,
+    )
+    assert run_world(1, setup).loads["load ok"] == 3  # of six
 
 
 def test_p_reads_back_what_d_has_cached() -> None:

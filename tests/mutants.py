@@ -105,6 +105,7 @@ def worlds(tests: Sequence[str], *seeds: int) -> list[Run]:
 MACHINES = (
     "protocol/sender.py",
     "protocol/receiver.py",
+    "protocol/incoming_transfer.py",
     "protocol/lookup.py",
     "protocol/read_plan.py",
     "kv/extents.py",

@@ -106,6 +106,7 @@ MACHINES = (
     "protocol/sender.py",
     "protocol/receiver.py",
     "protocol/incoming_transfer.py",
+    "protocol/read_window.py",
     "protocol/lookup.py",
     "protocol/read_plan.py",
     "kv/extents.py",

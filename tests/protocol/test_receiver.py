@@ -386,11 +386,11 @@ def test_a_cancelled_load_is_reported_when_its_last_read_has_ended(side: Receive
     side.piece_bytes = 20
     assert posts(side.handle(offer(8), 0.1)) == [(0, ""), (1, "")]
     _, cancel = side.handle(LoadCancelled("t"), 0.2)
-    assert cancel == CancelReads("t", [0, 1]) and not side.credit_in_use.total()
+    assert cancel == CancelReads("t", [0, 1]) and not side.window.credit_in_use.total()
     assert side.handle(completed(1, "cancelled"), 0.2) == []
     (report,) = side.handle(completed(0), 0.3)
     assert isinstance(report, LoadResult) and report.reason is Reason.CANCELLED
-    assert not side.credit_in_use.total()
+    assert not side.window.credit_in_use.total()
 
 
 def test_a_piece_that_is_damaged_three_times_fails_the_load(side: Receiver) -> None:
@@ -531,7 +531,7 @@ def test_sources_that_hang_stop_others_for_a_time_only(tokens: int, waits: bool)
 
 def test_no_piece_is_larger_than_half_the_window(side: Receiver) -> None:
     side.piece_bytes = 10
-    side.window_bytes = 40
+    side.window.window_bytes = 40
     side.handle(TransportChanged("p", "fast:1", piece_bytes=1000), 0.1)
     side.handle(offer(8), 0.2)
     assert len(side.transfers["t"].pieces) == 2

@@ -233,7 +233,7 @@ def test_the_window_is_larger_on_gpus(
     ours = memory(48, None)
     ours.place = MemoryPlace(kind, 0)
     driver = start(ours, window_bytes=setting)
-    assert driver._receiver.window_bytes == expected
+    assert driver._receiver.window.window_bytes == expected
 
 
 def test_another_fleets_key_gets_nothing(start: Callable[..., Driver]) -> None:

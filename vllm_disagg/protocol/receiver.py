@@ -38,7 +38,7 @@ A read is posted at the address of one transport, before the ReadRequest.  So th
 blocks whenever they arrive.  A repeated ReadRequest keeps the posted read.  If the address of
 the source has changed meanwhile, the read is cancelled there first: bytes come to the new address.
 
-A requested piece holds a credit: at most `window_bytes` are in flight, however long the prompt is.
+`read_window.py` has the credits, and decides which piece is posted next.
 A lookup (`lookup.py`) precedes a transfer: it has no blocks and requests only a number of tokens.
 
 Rules, checked by `validate` and by the property tests:
@@ -54,7 +54,7 @@ Rules, checked by `validate` and by the property tests:
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -93,13 +93,12 @@ from .incoming_transfer import (
 )
 from .lookup import Lookups
 from .read_plan import read_plans
+from .read_window import ReadWindow
 from .reasons import Uncompared
 
 # For a piece whose bytes arrive damaged.  An accident seldom repeats.  Faulty memory or a faulty
 # transport does, and each further try costs time in which D could compute the prompt.
 MAX_PIECE_TRIES = 3
-# How often its patience a load may wait for its turn, while bytes of the loads before it arrive.
-MAX_PATIENCES = 10
 # Between two keep-alives, however short the lease of a source is.
 MIN_KEEPALIVE_SECONDS = 0.1
 # Seconds for which the Abort to a silent sender is repeated: the default lease, after which the
@@ -152,25 +151,17 @@ class Receiver:
         self.peer_timeout = peer_timeout
         self.engine_stall_timeout = engine_stall_timeout
         self.piece_bytes = piece_bytes
-        self.window_bytes = window_bytes
         self.sums_blocks = sums_blocks
         self.transfers: dict[str, IncomingTransfer] = {}
         self.lookups = Lookups(name, rank, keepalive_interval)
         self.compared_paths = ComparedPaths()
+        self.window = ReadWindow(window_bytes, peer_timeout)
         # By source: where its pieces arrive, if not at `address`.
         self.addresses: dict[str, str] = {}
         # By source: the limit of one piece, if not `piece_bytes`.
         self.piece_limits: dict[str, int] = {}
         # Sources of which pieces are read by address at present.
         self.read_by_address: set[str] = set()
-        # By source: (transfer, number) of pieces that wait for a credit.
-        self.queues: dict[str, deque[tuple[str, int]]] = {}
-        # By source: posted and not yet written.
-        self.credit_in_use: Counter[str] = Counter()
-        # By source with queued pieces: when its bytes landed last, of any load.
-        self.landed_at: dict[str, float] = {}
-        # When a source without a credit was refused one first; see `_is_next`.
-        self.refused_since: dict[str, float] = {}
         self.repeated_aborts: deque[_RepeatedAborts] = deque()
 
     def handle(self, event: ReceiverEvent, now: float) -> list[ReceiverAction]:
@@ -383,7 +374,7 @@ class Receiver:
         # Removed before `_fail`: its read has ended, so no further ReadCompleted would end the
         # DRAINING.
         del t.pieces[event.number]
-        self.credit_in_use[piece.source] -= piece.credit
+        self.window.give_back(piece.source, piece.credit)
         t.detail = (
             f"a piece of {source.name} came damaged {MAX_PIECE_TRIES} times,"
             f" by {' and '.join(sorted(set(piece.damaged_by)))}"
@@ -401,10 +392,9 @@ class Receiver:
         source = t.sources[piece.source]
         # Bytes are a sign of life, as messages are.
         source.last_seen = now
-        self.credit_in_use[piece.source] -= piece.credit
+        self.window.give_back(piece.source, piece.credit)
+        self.window.note_landed(piece.source, now)
         t.last_progress = now
-        if piece.source in self.queues:
-            self.landed_at[piece.source] = now
         source.transports.add(_transport(piece.address))
         source.bytes_remaining -= piece.bytes
         if not piece.is_requested:
@@ -487,7 +477,7 @@ class Receiver:
         t.last_progress = now
         limit = self.piece_limits.get(source.name, self.piece_bytes)
         # Of more than half the window, a piece would wait until no other source reads anything.
-        limit = min(limit, max(self.piece_bytes, self.window_bytes // 2))
+        limit = min(limit, max(self.piece_bytes, self.window.window_bytes // 2))
         for read_plan in source.read_plans:
             # A transport reads these pieces into a buffer of its own, which has to be small.
             is_rearranged = read_plan.piece_kind is not None
@@ -496,13 +486,9 @@ class Receiver:
                 # Numbers are not reused: a late piece is never taken for another one.
                 number = t.pieces_created
                 t.pieces_created += 1
-                # A small piece costs more than its bytes.  Half the window then has 32 pieces, far
-                # below the sender's limit. That counts a piece until its transport reports the end.
-                credit = max(size, self.window_bytes // messages.MAX_PIECES_PER_RECEIVER)
+                credit = self.window.credit(size)
                 t.pieces[number] = PieceRecord(source.name, read_plan, extent, size, credit)
-                # Queued even if there is a credit: older pieces of this source come first.
-                queue = self.queues.setdefault(source.name, deque())
-                queue.append((event.transfer, number))
+                self.window.add(source.name, event.transfer, number)
         return self._use_credits(now)
 
     def _on_confirm(
@@ -595,7 +581,7 @@ class Receiver:
         # DRAINING: no time ends it.  Only the transports can tell whether bytes still arrive.
         if t.failure is not None:
             return []
-        self._count_turns(t, now)
+        self.window.count_turns(t, now)
         if now >= t.retry_at + self.keepalive_interval:
             # A whole interval was missed: this process slept, and so its peers seem silent.  They
             # get one more keep-alive, sent below, and the rest of `peer_timeout` to answer it.
@@ -630,16 +616,6 @@ class Receiver:
                     actions += self._request_again(name, number, now)
         return actions
 
-    def _count_turns(self, t: IncomingTransfer, now: float) -> None:
-        """Counts bytes of its sources as progress of a load all of whose pieces wait for a credit.
-
-        They are those of loads before it. Not for ever: a source may deliver a piece now and then.
-        """
-        is_waiting = all(piece.state is PieceState.QUEUED for piece in t.pieces.values())
-        if is_waiting and now < t.started_at + MAX_PATIENCES * t.stall_timeout:
-            landed = [self.landed_at.get(piece.source, 0.0) for piece in t.pieces.values()]
-            t.last_progress = max([t.last_progress, *landed])
-
     def _repeat_aborts(self, now: float) -> list[ReceiverAction]:
         """Repeats Aborts to senders that may have been frozen and lost the first ones.
 
@@ -658,79 +634,11 @@ class Receiver:
 
     # Pieces ---------------------------------------------------------------------------------------
     def _use_credits(self, now: float) -> list[ReceiverAction]:
-        """Requests as many pieces as there are credits, from all sources in turn.
-
-        One source has at most half of the credits: if its bytes do not come, the others go on.
-        One piece is always allowed, however large.
-        """
+        """Posts and requests as many pieces as there are credits."""
         actions: list[ReceiverAction] = []
-        # One piece a source and round, until no source has both a piece and a credit.
-        sources = list(self.queues)
-        while sources:
-            remaining: list[str] = []
-            for source in sources:
-                posted = self._post_next(source, now)
-                if posted:
-                    actions += posted
-                    remaining.append(source)
-                    # To the end: the next free credit is for a source that has waited longer. Two
-                    # sources that hold half the window each would starve a third one.
-                    self.queues[source] = self.queues.pop(source)
-                elif self._is_next(source, now):
-                    # Smaller pieces of others would take each credit that becomes free.
-                    return actions
-            sources = remaining
+        for name, number in self.window.take(self.transfers, now):
+            actions += self._post_read(name, number, now)
         return actions
-
-    def _is_next(self, source: str, now: float) -> bool:
-        """Returns whether the source, which has no credit, must get the next ones that are free.
-
-        A piece of more than half the window has no turn: it waits for all others.
-        """
-        if source not in self.queues or self.credit_in_use[source]:
-            return False
-        name, number = self.queues[source][0]
-        if self.transfers[name].pieces[number].credit > self.window_bytes // 2:
-            return False
-        # For a time only: sources whose bytes do not come may hold the credits that it needs.
-        since = self.refused_since.setdefault(source, now)
-        return now - since < self.peer_timeout
-
-    def _post_next(self, source: str, now: float) -> list[ReceiverAction]:
-        """Requests the source's next piece; empty without a credit or without a queued piece."""
-        queue = self.queues[source]
-        while queue:
-            name, number = queue[0]
-            t = self.transfers.get(name)
-            piece = t.pieces.get(number) if t else None
-            if t is not None and piece is not None and piece.state is PieceState.QUEUED:
-                # The piece stays in front: smaller ones behind it must not starve it.
-                if not self._has_credit(source, piece.credit):
-                    return []
-                queue.popleft()
-                self.refused_since.pop(source, None)
-                # The bytes that made room for it end the wait for its turn.
-                self._count_turns(t, now)
-                self.credit_in_use[source] += piece.credit
-                return self._post_read(name, number, now)
-            # Of a transfer that has failed: `_fail` leaves its entries here, as searching all
-            # queues would cost more than this check.
-            queue.popleft()
-        # Names of sources hold their incarnation: entries of dead ones would pile up.
-        del self.queues[source]
-        self.landed_at.pop(source, None)
-        self.refused_since.pop(source, None)
-        self.credit_in_use += Counter()  # drops sources with nothing in flight
-        return []
-
-    def _has_credit(self, source: str, size: int) -> bool:
-        of_source = self.credit_in_use[source]
-        of_all = self.credit_in_use.total()
-        # With nothing in flight the first piece passes, even if larger than the window: a piece
-        # has at least one block, and a large one would wait forever.
-        if of_source and of_source + size > self.window_bytes // 2:
-            return False
-        return not of_all or of_all + size <= self.window_bytes
 
     def _post_read(self, name: str, number: int, now: float) -> list[ReceiverAction]:
         """Posts the read of a piece where its source sends to, then requests the piece."""
@@ -839,7 +747,7 @@ class Receiver:
         t.failure = reason
         # At once and not with each ReadCompleted: other transfers need not wait for the DRAINING.
         for piece in t.pieces.values():
-            self.credit_in_use[piece.source] -= piece.credit_in_use
+            self.window.give_back(piece.source, piece.credit_in_use)
         # Pieces without a posted read are dropped; the others keep the transfer in DRAINING.
         t.pieces = {n: p for n, p in t.pieces.items() if p.state is PieceState.POSTED}
         if t.pieces:
@@ -931,7 +839,6 @@ class Receiver:
         """Raises AssertionError if the state contradicts itself.  Tests call it at each event."""
         # A lookup beside its load would send keep-alives with an outdated address.
         assert not self.lookups.open.keys() & self.transfers.keys()
-        in_use: Counter[str] = Counter()
         for name, t in self.transfers.items():
             context = (name, t)
             if t.failure is not None:
@@ -948,12 +855,7 @@ class Receiver:
                 has_pieces = any(p.source == source.name for p in t.pieces.values())
                 assert is_moving == bool(source.bytes_remaining), context
                 assert is_moving or not has_pieces, context
-            for piece in t.pieces.values():
-                in_use[piece.source] += piece.credit_in_use
-        # Entries of dead sources would pile up.
-        assert self.landed_at.keys() <= self.queues.keys()
-        # A credit that is lost narrows the window forever; one that is given back twice widens it.
-        assert in_use == self.credit_in_use, (in_use, self.credit_in_use)
+        self.window.validate(self.transfers)
 
 
 def _transport(address: str) -> str:

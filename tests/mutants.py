@@ -107,6 +107,7 @@ MACHINES = (
     "protocol/receiver.py",
     "protocol/incoming_transfer.py",
     "protocol/read_window.py",
+    "protocol/piece_reads.py",
     "protocol/lookup.py",
     "protocol/read_plan.py",
     "kv/extents.py",

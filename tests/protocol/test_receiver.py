@@ -335,7 +335,7 @@ def test_reads_of_a_broken_transport_are_posted_at_the_next_one(
     actions = [*side.handle(first, 0.2), *side.handle(second, 0.2)]
     assert said(actions) == ["TransferRequest", "PostRead", "ReadRequest"]
     assert posts(actions) == [(1, "")] and requests(actions) == [1]
-    assert not side.addresses, "our own address is no route"
+    assert not side.reads.addresses, "our own address is no route"
     side.validate()
     assert side.handle(TransportChanged("q", "fast:1"), 0.4) == []
 

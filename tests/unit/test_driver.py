@@ -788,11 +788,11 @@ def test_a_reader_that_wants_its_pieces_by_what_is_not_here_harms_nobody(
     ours, theirs = memory(64, None), memory(64, 1)
     p, d = start(theirs), start(ours, peer_timeout=3.0, keepalive_interval=0.3)
     d._transports._transports["pigeon"] = Pigeon()  # type: ignore[attr-defined]
-    d._receiver.addresses[p.name] = "pigeon:1"
+    d._receiver.reads.addresses[p.name] = "pigeon:1"
     prefill(p, "ac" * 16, [1], 3)
     d.submit([wanted(p, d, "ac" * 16, [2], 0, 3)])
     wait_until(lambda: bool(p.counters.bad_messages))  # else P took it for something else
-    d._receiver.addresses.clear()
+    d._receiver.reads.addresses.clear()
     report = outcome(d)
     assert isinstance(report, events.LoadResult) and report.reason is None
     assert (ours.planes[0][0][2] == theirs.planes[0][0][1]).all()

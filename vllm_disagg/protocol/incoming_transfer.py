@@ -3,7 +3,7 @@
     IncomingTransfer -- SourceRecord    for each sender that this rank reads from
                      -- PieceRecord     for each piece from its cut to its last byte
 
-`receiver.py` has the states of transfers, sources and pieces.
+`receiver.py` has the states of transfers and sources, `piece_reads.py` those of pieces.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SourceState(Enum):
 
 
 class PieceState(Enum):
-    """State of one piece; see the head of `receiver.py`."""
+    """State of one piece; see the head of `piece_reads.py`."""
 
     QUEUED = auto()
     POSTED = auto()

@@ -25,20 +25,7 @@ DRAINING  The transfer has failed and its reads are cancelled, but a piece may s
           into its blocks.  Reporting earlier would let vLLM give the blocks to another request
           and change its tokens.
 
-States of one piece:
-
-    QUEUED -> POSTED        there is a credit: PostRead, then ReadRequest.  No ReadRequest if
-                            the transport reads by address and the source's block ids are known
-    POSTED -> (forgotten)   ReadCompleted(WRITTEN)
-    POSTED -> POSTED        ReadCompleted(DAMAGED): again, under a new number
-    POSTED -> CANCELLED     ReadCompleted(CANCELLED)
-    CANCELLED -> POSTED     when the source has another address, or at `retry_at`
-
-A read is posted at the address of one transport, before the ReadRequest.  So the bytes find their
-blocks whenever they arrive.  A repeated ReadRequest keeps the posted read.  If the address of
-the source has changed meanwhile, the read is cancelled there first: bytes come to the new address.
-
-`read_window.py` has the credits, and decides which piece is posted next.
+`piece_reads.py` has the states of one piece.  `read_window.py` decides which piece is posted next.
 A lookup (`lookup.py`) precedes a transfer: it has no blocks and requests only a number of tokens.
 
 Rules, checked by `validate` and by the property tests:
@@ -63,7 +50,6 @@ from ..kv.layout import RankLayout
 from . import messages
 from .compared_paths import ComparedPaths
 from .events import (
-    BlocksAtSource,
     CancelReads,
     ClockTick,
     ConnectPeer,
@@ -74,7 +60,6 @@ from .events import (
     LoadResult,
     LoadSkipped,
     LookupRequested,
-    PostRead,
     ReadCompleted,
     ReadStatus,
     Reason,
@@ -92,6 +77,7 @@ from .incoming_transfer import (
     SourceState,
 )
 from .lookup import Lookups
+from .piece_reads import PieceReads
 from .read_plan import read_plans
 from .read_window import ReadWindow
 from .reasons import Uncompared
@@ -156,12 +142,7 @@ class Receiver:
         self.lookups = Lookups(name, rank, keepalive_interval)
         self.compared_paths = ComparedPaths()
         self.window = ReadWindow(window_bytes, peer_timeout)
-        # By source: where its pieces arrive, if not at `address`.
-        self.addresses: dict[str, str] = {}
-        # By source: the limit of one piece, if not `piece_bytes`.
-        self.piece_limits: dict[str, int] = {}
-        # Sources of which pieces are read by address at present.
-        self.read_by_address: set[str] = set()
+        self.reads = PieceReads(name, address, peer_timeout)
         self.repeated_aborts: deque[_RepeatedAborts] = deque()
 
     def handle(self, event: ReceiverEvent, now: float) -> list[ReceiverAction]:
@@ -249,7 +230,7 @@ class Receiver:
             actions.append(ConnectPeer(worker))
             actions.append(self._transfer_request(event.transfer, source))
         for source in t.sources.values():
-            address = self._address_for(source.name)
+            address = self.reads.address_for(source.name)
             reason = self.compared_paths.reason_given_up(source.name, _transport(address))
             if reason is None:
                 continue
@@ -299,19 +280,7 @@ class Receiver:
 
     # Facts from transports ------------------------------------------------------------------------
     def _on_transport_changed(self, event: TransportChanged, now: float) -> list[ReceiverAction]:
-        # Our own address is the default, and needs no entry.
-        if event.address == self.address:
-            self.addresses.pop(event.source, None)
-        else:
-            self.addresses[event.source] = event.address
-        # Of pieces that are cut from now on.  Each transport carries the others too.
-        if event.piece_bytes:
-            self.piece_limits[event.source] = event.piece_bytes
-        else:
-            self.piece_limits.pop(event.source, None)
-        self.read_by_address.discard(event.source)
-        if event.reads_by_address:
-            self.read_by_address.add(event.source)
+        self.reads.on_transport_changed(event)
         actions: list[ReceiverAction] = []
         # POSTED reads stay: bytes may be on their way to the old address.  If its path has broken,
         # the transport ends them as CANCELLED, before this event or after it.
@@ -321,10 +290,7 @@ class Receiver:
                     continue
                 # The keep-alive has the new address: the sender must have it before requests.
                 actions.append(self._transfer_request(name, source))
-                # A copy: posting again renumbers.
-                for number, piece in list(t.pieces.items()):
-                    if piece.source == source.name and piece.state is PieceState.CANCELLED:
-                        actions += self._post_again(name, number, now)
+                actions += self.reads.post_cancelled(name, t, source.name, now)
         return actions
 
     def _on_read_completed(
@@ -333,7 +299,6 @@ class Receiver:
         t: IncomingTransfer,
         now: float,
     ) -> list[ReceiverAction]:
-        piece = t.pieces[event.number]
         # DRAINING: its bytes were taken off the window when the transfer failed.  The status does
         # not matter, because no byte of a failed load is used.
         if t.failure is not None:
@@ -345,15 +310,7 @@ class Receiver:
             case ReadStatus.DAMAGED:
                 return self._on_piece_damaged(event, t, now)
             case ReadStatus.CANCELLED:
-                # A piece without a posted read keeps its credit, too: it is posted again without
-                # another look at the window.
-                piece.state = PieceState.CANCELLED
-                # At the same address it would be cancelled again, until TransportChanged comes.
-                if piece.address == self._address_for(piece.source):
-                    # Or until the path is up again at this address, of which nothing tells.
-                    piece.retry_at = now
-                    return []
-                return self._post_again(event.transfer, event.number, now)
+                return self.reads.on_cancelled(event.transfer, t, event.number, now)
             case _:
                 assert_never(event.status)
 
@@ -370,7 +327,7 @@ class Receiver:
         piece.damaged_by.append(_transport(piece.address))
         # A damaged piece keeps its credit while it is requested again.
         if len(piece.damaged_by) < MAX_PIECE_TRIES:
-            return self._post_again(event.transfer, event.number, now)
+            return self.reads.post_again(event.transfer, t, event.number, now)
         # Removed before `_fail`: its read has ended, so no further ReadCompleted would end the
         # DRAINING.
         del t.pieces[event.number]
@@ -475,7 +432,7 @@ class Receiver:
         # Only here, not with each answer: a sender that lives but computes nothing must run into
         # `stall_timeout`.
         t.last_progress = now
-        limit = self.piece_limits.get(source.name, self.piece_bytes)
+        limit = self.reads.piece_limits.get(source.name, self.piece_bytes)
         # Of more than half the window, a piece would wait until no other source reads anything.
         limit = min(limit, max(self.piece_bytes, self.window.window_bytes // 2))
         for read_plan in source.read_plans:
@@ -609,11 +566,7 @@ class Receiver:
                 actions.append(self._read_complete(name, source))
                 continue
             actions.append(self._transfer_request(name, source))
-            # A copy: posting again renumbers.
-            for number, piece in list(t.pieces.items()):
-                is_requested = piece.state is not PieceState.QUEUED
-                if is_requested and piece.source == source.name and piece.retry_at <= now:
-                    actions += self._request_again(name, number, now)
+            actions += self.reads.request_late(name, t, source.name, now)
         return actions
 
     def _repeat_aborts(self, now: float) -> list[ReceiverAction]:
@@ -637,83 +590,8 @@ class Receiver:
         """Posts and requests as many pieces as there are credits."""
         actions: list[ReceiverAction] = []
         for name, number in self.window.take(self.transfers, now):
-            actions += self._post_read(name, number, now)
+            actions += self.reads.post(name, self.transfers[name], number, now)
         return actions
-
-    def _post_read(self, name: str, number: int, now: float) -> list[ReceiverAction]:
-        """Posts the read of a piece where its source sends to, then requests the piece."""
-        piece = self.transfers[name].pieces[number]
-        piece.state = PieceState.POSTED
-        piece.address = self._address_for(piece.source)
-        piece.is_requested = False
-        at_source: BlocksAtSource | None = None
-        if piece.source in self.read_by_address:
-            known = self.transfers[name].sources[piece.source].blocks
-            at_source = piece.read_plan.at_source(piece.extent, known)
-        extent, blocks, remote_layout = piece.read_plan.target(piece.extent)
-        read = PostRead(
-            transfer=name,
-            number=number,
-            source=piece.source,
-            address=piece.address,
-            extent=extent,
-            blocks=blocks,
-            remote_layout=remote_layout,
-            at_source=at_source,
-        )
-        if at_source is not None:
-            # Requested only if its end is late: the transport may have lost its way to the source.
-            piece.retry_at = now + self.peer_timeout
-            return [read]
-        # Rule 5.  A transport drops bytes that find no posted read: a quick sender's piece would
-        # come again only after `peer_timeout`.
-        return [read, self._read_request(name, number, now)]
-
-    def _post_again(self, name: str, number: int, now: float) -> list[ReceiverAction]:
-        """Posts the read of a piece anew, under a new number.
-
-        The sender ignores a number that it still sends, and it may learn later than this receiver
-        that a send has ended.
-        """
-        t = self.transfers[name]
-        t.pieces[t.pieces_created] = t.pieces.pop(number)
-        t.pieces_created += 1
-        return self._post_read(name, t.pieces_created - 1, now)
-
-    def _request_again(self, name: str, number: int, now: float) -> list[ReceiverAction]:
-        """Requests a piece of which the ReadRequest or the bytes were lost, or are late.
-
-        A duplicate of the bytes finds no posted read and is dropped.
-        """
-        piece = self.transfers[name].pieces[number]
-        if piece.state is PieceState.CANCELLED:
-            return self._post_again(name, number, now)
-        if piece.address == self._address_for(piece.source):
-            return [self._read_request(name, number, now)]
-        # Bytes will come to another address than that of the posted read.  It is cancelled first
-        # (rule 4): with a read at both addresses the piece might be written twice at the same
-        # time.  Its ReadCompleted leads to the new read, or reports that the bytes came after all.
-        piece.retry_at = now + self.peer_timeout
-        return [CancelReads(name, [number])]
-
-    def _read_request(self, name: str, number: int, now: float) -> SendMessage:
-        piece = self.transfers[name].pieces[number]
-        # Long, because a piece may wait at the sender behind others: each early repeat would make
-        # it send the bytes once more.
-        piece.retry_at = now + self.peer_timeout
-        piece.is_requested = True
-        request = messages.ReadRequest(
-            transfer=name,
-            source=piece.source,
-            reader=self.name,
-            number=number,
-            extent=piece.extent,
-        )
-        return SendMessage(piece.source, request)
-
-    def _address_for(self, source: str) -> str:
-        """Returns where the pieces of this source arrive."""
-        return self.addresses.get(source, self.address)
 
     # Ends -----------------------------------------------------------------------------------------
     def _fail(
@@ -806,11 +684,11 @@ class Receiver:
             reader=self.name,
             # Each keep-alive has the present address, so a lost one delays a change of transport
             # by one interval only.
-            address=self._address_for(source.name),
+            address=self.reads.address_for(source.name),
             readers=source.readers,
             # In each one: the sender may have forgotten this receiver, and compares it anew.
             prompt=self.transfers[name].prompt,
-            reads_by_address=source.name in self.read_by_address,
+            reads_by_address=source.name in self.reads.read_by_address,
         )
         return SendMessage(source.name, request)
 

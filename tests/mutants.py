@@ -108,6 +108,7 @@ MACHINES = (
     "protocol/incoming_transfer.py",
     "protocol/read_window.py",
     "protocol/piece_reads.py",
+    "protocol/repeated_aborts.py",
     "protocol/lookup.py",
     "protocol/read_plan.py",
     "kv/extents.py",

@@ -282,7 +282,7 @@ class SimulatedDriver:
             "lookups": receiver.lookups.open,
             "credits": +receiver.window.credit_in_use,
             "queued pieces": receiver.window.queues,
-            "repeated aborts": list(receiver.repeated_aborts),
+            "repeated aborts": list(receiver.repeated_aborts.waiting),
             "facts": list(self._inbox),
             "expected outcomes": self._outcomes._expected,
             "outcomes not taken": list(self._outcomes._reported),

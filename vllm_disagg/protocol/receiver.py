@@ -41,8 +41,6 @@ Rules, checked by `validate` and by the property tests:
 from __future__ import annotations
 
 import math
-from collections import deque
-from dataclasses import dataclass
 from typing import assert_never
 
 from ..kv.extents import Extent
@@ -81,24 +79,13 @@ from .piece_reads import PieceReads
 from .read_plan import read_plans
 from .read_window import ReadWindow
 from .reasons import Uncompared
+from .repeated_aborts import RepeatedAborts
 
 # For a piece whose bytes arrive damaged.  An accident seldom repeats.  Faulty memory or a faulty
 # transport does, and each further try costs time in which D could compute the prompt.
 MAX_PIECE_TRIES = 3
 # Between two keep-alives, however short the lease of a source is.
 MIN_KEEPALIVE_SECONDS = 0.1
-# Seconds for which the Abort to a silent sender is repeated: the default lease, after which the
-# sender releases the blocks without any message.
-ABORT_REPEAT_SECONDS = 10.0
-
-
-@dataclass
-class _RepeatedAborts:
-    """Aborts to senders that may not have received the first ones."""
-
-    retry_at: float
-    until: float
-    aborts: list[ReceiverAction]
 
 
 class Receiver:
@@ -143,7 +130,7 @@ class Receiver:
         self.compared_paths = ComparedPaths()
         self.window = ReadWindow(window_bytes, peer_timeout)
         self.reads = PieceReads(name, address, peer_timeout)
-        self.repeated_aborts: deque[_RepeatedAborts] = deque()
+        self.repeated_aborts = RepeatedAborts(keepalive_interval)
 
     def handle(self, event: ReceiverEvent, now: float) -> list[ReceiverAction]:
         """Applies one event at the monotonic time `now`; returns the actions that follow."""
@@ -180,7 +167,7 @@ class Receiver:
 
     def next_deadline(self) -> float | None:
         """Returns the time at which the next ClockTick is due; None if no time matters."""
-        deadlines = [aborts.retry_at for aborts in self.repeated_aborts]
+        deadlines: list[float] = []
         # Pieces and the stall limit have no entry: they are checked with each keep-alive.  In
         # DRAINING only ReadCompleted matters; a deadline that no tick moves would be a busy loop.
         for t in self.transfers.values():
@@ -188,9 +175,9 @@ class Receiver:
                 deadlines.append(t.retry_at)
             for source in t.open_sources:
                 deadlines.append(source.last_seen + self.peer_timeout)
-        lookup_deadline = self.lookups.next_deadline()
-        if lookup_deadline is not None:
-            deadlines.append(lookup_deadline)
+        for deadline in (self.lookups.next_deadline(), self.repeated_aborts.next_deadline()):
+            if deadline is not None:
+                deadlines.append(deadline)
         return min(deadlines, default=None)
 
     # Facts from vLLM ------------------------------------------------------------------------------
@@ -530,7 +517,7 @@ class Receiver:
             actions += self._tick(name, now)
         actions += self._use_credits(now)
         actions += self.lookups.tick(now)
-        actions += self._repeat_aborts(now)
+        actions += self.repeated_aborts.tick(now)
         return actions
 
     def _tick(self, name: str, now: float) -> list[ReceiverAction]:
@@ -569,22 +556,6 @@ class Receiver:
             actions += self.reads.request_late(name, t, source.name, now)
         return actions
 
-    def _repeat_aborts(self, now: float) -> list[ReceiverAction]:
-        """Repeats Aborts to senders that may have been frozen and lost the first ones.
-
-        Without them such a sender would hold the blocks for its lease.
-        """
-        actions: list[ReceiverAction] = []
-        # One turn of the queue: entries that go on are appended behind those not seen yet.
-        for _ in range(len(self.repeated_aborts)):
-            repeated = self.repeated_aborts.popleft()
-            if repeated.retry_at <= now:
-                actions += repeated.aborts
-                repeated.retry_at = now + self.keepalive_interval
-            if repeated.retry_at < repeated.until:
-                self.repeated_aborts.append(repeated)
-        return actions
-
     # Pieces ---------------------------------------------------------------------------------------
     def _use_credits(self, now: float) -> list[ReceiverAction]:
         """Posts and requests as many pieces as there are credits."""
@@ -616,12 +587,7 @@ class Receiver:
         if reason is Reason.PEER_TIMEOUT and actions:
             # The connection may be broken, and these Aborts be lost with it.  For other reasons
             # once is enough: no sender is known to be silent, and a lost Abort costs one lease.
-            repeated = _RepeatedAborts(
-                retry_at=now + self.keepalive_interval,
-                until=now + ABORT_REPEAT_SECONDS,
-                aborts=actions[:],
-            )
-            self.repeated_aborts.append(repeated)
+            self.repeated_aborts.add(actions, now)
         t.failure = reason
         # At once and not with each ReadCompleted: other transfers need not wait for the DRAINING.
         for piece in t.pieces.values():

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from .events import GiveUpPath, ReceiverAction
 from .reasons import Reason
 
 # Rare mismatches cost a few prompts, a slower transport costs time in each load.
@@ -41,6 +42,20 @@ class ComparedPaths:
     def __init__(self) -> None:
         # By source, transport and kind: whether the bytes were equal.
         self._comparisons: dict[tuple[str, str, Reason], deque[bool]] = {}
+
+    def judge(
+        self, source: str, transports: set[str], kind: Reason, *, is_equal: bool
+    ) -> list[ReceiverAction]:
+        """Adds a comparison of bytes that these transports brought; returns what it gives up."""
+        # Bytes that came over two transports judge neither.
+        if len(transports) != 1:
+            return []
+        [transport] = transports
+        self.add(source, transport, kind, is_equal)
+        # Other loads go on: what a path has brought is judged by their own comparisons.
+        if self.reason_given_up(source, transport) is None:
+            return []
+        return [GiveUpPath(source, transport)]
 
     def add(self, source: str, transport: str, kind: Reason, is_equal: bool) -> None:
         """Adds the comparison of a load; of a path that is given up it changes nothing."""

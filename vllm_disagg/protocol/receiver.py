@@ -323,7 +323,9 @@ class Receiver:
             f"a piece of {source.name} came damaged {MAX_PIECE_TRIES} times,"
             f" by {' and '.join(sorted(set(piece.damaged_by)))}"
         )
-        given_up = self._judge(source, set(piece.damaged_by), Reason.CORRUPT, is_equal=False)
+        given_up = self.compared_paths.judge(
+            source.name, set(piece.damaged_by), Reason.CORRUPT, is_equal=False
+        )
         return given_up + self._fail(event.transfer, Reason.CORRUPT, now)
 
     def _on_piece_written(
@@ -350,7 +352,7 @@ class Receiver:
         if source.bytes_remaining:
             return self._use_credits(now)
         # At once: what its engine did with the blocks says nothing of the path.
-        self._judge(source, source.transports, Reason.CORRUPT, is_equal=True)
+        self.compared_paths.judge(source.name, source.transports, Reason.CORRUPT, is_equal=True)
         # For each source alone: it need not hold its blocks until the slowest source is done.
         source.state = SourceState.SETTLING
         actions: list[ReceiverAction] = [self._read_complete(event.transfer, source)]
@@ -488,26 +490,14 @@ class Receiver:
             given_up: list[ReceiverAction] = []
             # Blocks that could not be summed here say nothing about the path.
             if source.sums:
-                given_up = self._judge(source, source.transports, Reason.KV_MISMATCH, is_equal)
+                given_up = self.compared_paths.judge(
+                    source.name, source.transports, Reason.KV_MISMATCH, is_equal=is_equal
+                )
             if not is_equal:
                 t.detail = source.difference()
                 return given_up + self._fail(name, Reason.KV_MISMATCH, now, informed=source.name)
         source.state = SourceState.SETTLED
         return self._report_if_settled(name, t, now)
-
-    def _judge(
-        self, source: SourceRecord, transports: set[str], kind: Reason, is_equal: bool
-    ) -> list[ReceiverAction]:
-        """Adds a comparison of bytes that these transports brought; returns what it gives up."""
-        # Bytes that came over two transports judge neither.
-        if len(transports) != 1:
-            return []
-        [transport] = transports
-        self.compared_paths.add(source.name, transport, kind, is_equal)
-        # Other loads go on: what a path has brought is judged by their own comparisons.
-        if self.compared_paths.reason_given_up(source.name, transport) is None:
-            return []
-        return [GiveUpPath(source.name, transport)]
 
     # Time -----------------------------------------------------------------------------------------
     def _on_tick(self, now: float) -> list[ReceiverAction]:

@@ -1,20 +1,26 @@
-"""Records of a load: its sources, and its pieces that have not been written yet.
+"""Records of a load, from its request to its report.
 
     IncomingTransfer -- SourceRecord    for each sender that this rank reads from
-                     -- PieceRecord     for each piece from its cut to its last byte
+                     -- PieceRecord     for each piece, until it is written
 
 `receiver.py` has the states of transfers and sources, `piece_reads.py` those of pieces.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from ..kv.extents import Extent
 from . import messages
+from .events import LoadRequested, LoadResult
 from .read_plan import ReadPlan
 from .reasons import Reason, Uncompared
+
+# Between two keep-alives, however short the lease of a source is.
+MIN_KEEPALIVE_SECONDS = 0.1
 
 
 class SourceState(Enum):
@@ -129,7 +135,7 @@ class IncomingTransfer:
     started_at: float
     last_progress: float  # time at which tokens, bytes or a Confirm arrived last
     retry_at: float  # time of the next keep-alive
-    keepalive_interval: float  # of this transfer: see `Receiver._keepalive_interval`
+    keepalive_interval: float  # of this transfer: see `_keepalive_interval`
     failure: Reason | None = None  # set in DRAINING
     pieces_created: int = 0
     pieces: dict[int, PieceRecord] = field(default_factory=dict)  # those not written yet, by number
@@ -151,3 +157,100 @@ class IncomingTransfer:
         """Why not all blocks that were read were compared: that of the first such source."""
         found = (source.uncompared for source in self.sources.values())
         return next((reason for reason in found if reason is not None), None)
+
+    def forgive_sleep(self, interval: float, now: float) -> None:
+        """Prolongs all waits by the time in which this process slept.
+
+        `interval`: seconds between the keep-alives of this rank.
+        """
+        # Not the transfer's own interval: sources choose their lease, and by a short one each
+        # tick would be sleep, so that a silent source were never given up.
+        if now < self.retry_at + interval:
+            return
+        # A whole interval was missed: this process slept, and so its peers seem silent.  They
+        # get one more keep-alive, which is sent now, and the rest of `peer_timeout` to answer it.
+        for source in self.open_sources:
+            source.last_seen = max(source.last_seen, now - interval)
+        # Nothing could be requested meanwhile, so the missed time is no stall of theirs.
+        self.last_progress = min(now, self.last_progress + now - self.retry_at)
+
+    def reason_overdue(self, peer_timeout: float, now: float) -> Reason | None:
+        """Returns why the load is given up by now; None if it goes on."""
+        # One silent source is enough: without its layers or heads the load has no use.
+        if any(now >= source.last_seen + peer_timeout for source in self.open_sources):
+            return Reason.PEER_TIMEOUT
+        # The peers answer, but tokens and bytes do not come: recomputing is quicker.
+        if now >= self.last_progress + self.stall_timeout:
+            return Reason.TRANSFER_STALLED
+        return None
+
+    def result(
+        self, name: str, reason: Reason | None, now: float, *, sums_blocks: bool
+    ) -> LoadResult:
+        """Returns the report of the load's end.  `sums_blocks`: this rank can sum blocks."""
+        uncompared = None
+        # A rank that reads nothing has no sources.
+        if reason is None and self.sources:
+            uncompared = self.uncompared if sums_blocks else Uncompared.NOT_SUMMED_HERE
+        return LoadResult(
+            transfer=name,
+            reason=reason,
+            bytes_landed=self.bytes_landed,
+            bytes_overlapped=self.bytes_overlapped,
+            seconds=now - self.started_at,
+            seconds_after_prefill=now - max(self.computed_at, self.started_at),
+            ended_at=now,
+            is_verified=reason is None and bool(self.sources) and uncompared is None,
+            uncompared=uncompared,
+            detail=self.detail,
+        )
+
+
+def begin_load(
+    event: LoadRequested,
+    plans: Mapping[int, list[ReadPlan]],
+    keepalive_interval: float,
+    now: float,
+    *,
+    sums_blocks: bool,
+) -> IncomingTransfer:
+    """Returns the record of a load that begins.
+
+    `plans`: all that this rank reads, by rank of the source.  `keepalive_interval` in seconds: the
+    longest one.  `sums_blocks`: this rank can sum blocks.
+    """
+    interval = _keepalive_interval(event, keepalive_interval)
+    t = IncomingTransfer(
+        sources={},
+        token_end=event.token_end,
+        stall_timeout=event.stall_timeout,
+        prompt=event.prompt,
+        started_at=now,
+        last_progress=now,
+        retry_at=now + interval,
+        keepalive_interval=interval,
+    )
+    for rank, read_plans in plans.items():
+        source = SourceRecord(
+            name=event.sources[rank].name,
+            readers=event.plan.readers[rank],
+            read_plans=read_plans,
+            # The sum is known before any Progress, so the last byte is recognised without a
+            # message that could be lost.
+            bytes_remaining=sum(read_plan.bytes for read_plan in read_plans),
+            last_seen=now,
+        )
+        if sums_blocks:
+            source.compared = [plan for plan in read_plans if plan.is_comparable]
+        t.sources[source.name] = source
+    return t
+
+
+def _keepalive_interval(event: LoadRequested, longest: float) -> float:
+    """Returns the seconds between keep-alives of a load: at most a third of a source's lease.
+
+    The settings of two engines may differ.
+    """
+    lease = min((worker.lease for worker in event.sources), default=math.inf)
+    # Not below: the sources choose their lease, and each keep-alive costs a turn here.
+    return min(longest, max(lease / 3, MIN_KEEPALIVE_SECONDS))

@@ -40,7 +40,6 @@ Rules, checked by `validate` and by the property tests:
 
 from __future__ import annotations
 
-import math
 from typing import assert_never
 
 from ..kv.extents import Extent
@@ -55,7 +54,6 @@ from .events import (
     LayersSummed,
     LoadCancelled,
     LoadRequested,
-    LoadResult,
     LoadSkipped,
     LookupRequested,
     ReadCompleted,
@@ -73,19 +71,17 @@ from .incoming_transfer import (
     PieceState,
     SourceRecord,
     SourceState,
+    begin_load,
 )
 from .lookup import Lookups
 from .piece_reads import PieceReads
 from .read_plan import read_plans
 from .read_window import ReadWindow
-from .reasons import Uncompared
 from .repeated_aborts import RepeatedAborts
 
 # For a piece whose bytes arrive damaged.  An accident seldom repeats.  Faulty memory or a faulty
 # transport does, and each further try costs time in which D could compute the prompt.
 MAX_PIECE_TRIES = 3
-# Between two keep-alives, however short the lease of a source is.
-MIN_KEEPALIVE_SECONDS = 0.1
 
 
 class Receiver:
@@ -187,35 +183,14 @@ class Receiver:
         # between: the sources would refuse this receiver from then on.
         self.lookups.end(event.transfer)
         actions = self._release_idle_sources(event)
-        keepalive_interval = self._keepalive_interval(event)
-        t = IncomingTransfer(
-            sources={},
-            token_end=event.token_end,
-            stall_timeout=event.stall_timeout,
-            prompt=event.prompt,
-            started_at=now,
-            last_progress=now,
-            retry_at=now + keepalive_interval,
-            keepalive_interval=keepalive_interval,
-        )
+        plans = read_plans(event, self.rank, self.layout)
+        t = begin_load(event, plans, self.keepalive_interval, now, sums_blocks=self.sums_blocks)
         self.transfers[event.transfer] = t
-        for rank, plans in read_plans(event, self.rank, self.layout).items():
+        for rank in plans:
             worker = event.sources[rank]
-            source = SourceRecord(
-                name=worker.name,
-                readers=event.plan.readers[rank],
-                read_plans=plans,
-                # The sum is known before any Progress, so the last byte is recognised without a
-                # message that could be lost.
-                bytes_remaining=sum(read_plan.bytes for read_plan in plans),
-                last_seen=now,
-            )
-            if self.sums_blocks:
-                source.compared = [plan for plan in plans if plan.is_comparable]
-            t.sources[worker.name] = source
             # The connection first: without one the message would be dropped.
             actions.append(ConnectPeer(worker))
-            actions.append(self._transfer_request(event.transfer, source))
+            actions.append(self._transfer_request(event.transfer, t.sources[worker.name]))
         for source in t.sources.values():
             address = self.reads.address_for(source.name)
             reason = self.compared_paths.reason_given_up(source.name, _transport(address))
@@ -229,15 +204,6 @@ class Receiver:
             actions.append(GiveUpPath(source.name, _transport(address)))
         # A rank that reads nothing has no sources and is settled at once.
         return actions + self._report_if_settled(event.transfer, t, now)
-
-    def _keepalive_interval(self, event: LoadRequested) -> float:
-        """Returns the seconds between keep-alives of a load: at most a third of a source's lease.
-
-        The settings of two engines may differ.
-        """
-        lease = min((worker.lease for worker in event.sources), default=math.inf)
-        # Not below: the sources choose their lease, and each keep-alive costs a turn here.
-        return min(self.keepalive_interval, max(lease / 3, MIN_KEEPALIVE_SECONDS))
 
     def _on_unknown_transfer(self, event: ReceiverEvent) -> list[ReceiverAction]:
         match event:
@@ -516,21 +482,10 @@ class Receiver:
         if t.failure is not None:
             return []
         self.window.count_turns(t, now)
-        if now >= t.retry_at + self.keepalive_interval:
-            # A whole interval was missed: this process slept, and so its peers seem silent.  They
-            # get one more keep-alive, sent below, and the rest of `peer_timeout` to answer it.
-            # Not the transfer's own interval: sources choose their lease, and by a short one each
-            # tick would be sleep, so that a silent source were never given up.
-            for source in t.open_sources:
-                source.last_seen = max(source.last_seen, now - self.keepalive_interval)
-            # Nothing could be requested meanwhile, so the missed time is no stall of theirs.
-            t.last_progress = min(now, t.last_progress + now - t.retry_at)
-        # One silent source is enough: without its layers or heads the load has no use.
-        if any(now >= source.last_seen + self.peer_timeout for source in t.open_sources):
-            return self._fail(name, Reason.PEER_TIMEOUT, now)
-        # The peers answer, but tokens and bytes do not come: recomputing is quicker.
-        if now >= t.last_progress + t.stall_timeout:
-            return self._fail(name, Reason.TRANSFER_STALLED, now)
+        t.forgive_sleep(self.keepalive_interval, now)
+        reason = t.reason_overdue(self.peer_timeout, now)
+        if reason is not None:
+            return self._fail(name, reason, now)
         if now < t.retry_at:
             return []
         # From `now` on, not from the old time: after a pause there is no burst of repeats.
@@ -614,23 +569,7 @@ class Receiver:
     def _report(self, name: str, reason: Reason | None, now: float) -> list[ReceiverAction]:
         # Rule 1.  Late messages and completions find no transfer any more.
         t = self.transfers.pop(name)
-        uncompared = None
-        # A rank that reads nothing has no sources.
-        if reason is None and t.sources:
-            uncompared = t.uncompared if self.sums_blocks else Uncompared.NOT_SUMMED_HERE
-        result = LoadResult(
-            transfer=name,
-            reason=reason,
-            bytes_landed=t.bytes_landed,
-            bytes_overlapped=t.bytes_overlapped,
-            seconds=now - t.started_at,
-            seconds_after_prefill=now - max(t.computed_at, t.started_at),
-            ended_at=now,
-            is_verified=reason is None and bool(t.sources) and uncompared is None,
-            uncompared=uncompared,
-            detail=t.detail,
-        )
-        return [result]
+        return [t.result(name, reason, now, sums_blocks=self.sums_blocks)]
 
     # Messages -------------------------------------------------------------------------------------
     def _transfer_request(self, name: str, source: SourceRecord) -> SendMessage:

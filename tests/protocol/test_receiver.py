@@ -383,7 +383,7 @@ def test_a_lost_piece_moves_to_the_present_address(side: Receiver) -> None:
 
 
 def test_a_cancelled_load_is_reported_when_its_last_read_has_ended(side: Receiver) -> None:
-    side.piece_bytes = 20
+    side.reads.piece_bytes = 20
     assert posts(side.handle(offer(8), 0.1)) == [(0, ""), (1, "")]
     _, cancel = side.handle(LoadCancelled("t"), 0.2)
     assert cancel == CancelReads("t", [0, 1]) and not side.window.credit_in_use.total()
@@ -394,7 +394,7 @@ def test_a_cancelled_load_is_reported_when_its_last_read_has_ended(side: Receive
 
 
 def test_a_piece_that_is_damaged_three_times_fails_the_load(side: Receiver) -> None:
-    side.piece_bytes = 20
+    side.reads.piece_bytes = 20
     side.handle(offer(8), 0.1)
     # Under another number each time: the sender may still count the last one as being sent.
     for number, following in ((0, 2), (2, 3)):
@@ -409,13 +409,13 @@ def test_a_piece_that_is_damaged_three_times_fails_the_load(side: Receiver) -> N
 
 def test_a_transport_may_need_pieces_of_another_size(side: Receiver) -> None:
     """The prompt has 40 bytes; only pieces that are cut from now on have the new size."""
-    side.piece_bytes = 10
+    side.reads.piece_bytes = 10
     side.handle(TransportChanged("p", "fast:1", piece_bytes=40), 0.1)
     assert posts(side.handle(offer(8), 0.2)) == [(0, "fast:1")]
 
 
 def test_the_size_of_pieces_ends_with_its_transport(side: Receiver) -> None:
-    side.piece_bytes = 20
+    side.reads.piece_bytes = 20
     side.handle(TransportChanged("p", "fast:1", piece_bytes=40), 0.1)
     side.handle(TransportChanged("p", ""), 0.1)
     assert posts(side.handle(offer(8), 0.2)) == [(0, ""), (1, "")]
@@ -530,7 +530,7 @@ def test_sources_that_hang_stop_others_for_a_time_only(tokens: int, waits: bool)
 
 
 def test_no_piece_is_larger_than_half_the_window(side: Receiver) -> None:
-    side.piece_bytes = 10
+    side.reads.piece_bytes = 10
     side.window.window_bytes = 40
     side.handle(TransportChanged("p", "fast:1", piece_bytes=1000), 0.1)
     side.handle(offer(8), 0.2)

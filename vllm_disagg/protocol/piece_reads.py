@@ -2,6 +2,7 @@
 
 States of one piece:
 
+    (cut) -> QUEUED         Progress: its bytes are final at the source
     QUEUED -> POSTED        there is a credit: PostRead, then ReadRequest.  No ReadRequest if
                             the transport reads by address and the source's block ids are known
     POSTED -> (forgotten)   ReadCompleted(WRITTEN)
@@ -18,6 +19,8 @@ Rules 4 and 5 of `receiver.py` are kept here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from . import messages
 from .events import (
     BlocksAtSource,
@@ -27,23 +30,34 @@ from .events import (
     SendMessage,
     TransportChanged,
 )
-from .incoming_transfer import IncomingTransfer, PieceRecord, PieceState
+from .incoming_transfer import IncomingTransfer, PieceRecord, PieceState, SourceRecord
+from .read_window import ReadWindow
 
 
 class PieceReads:
     """Addresses of one rank's sources, and the reads of its pieces there.
 
     `name` is the worker's name, `address` (<transport>:<address>) is where pieces arrive by
-    default.  `peer_timeout` is in seconds.
+    default.  `piece_bytes` limits one piece, `window` decides which is posted next.
+    `peer_timeout` is in seconds.
     """
 
-    def __init__(self, name: str, address: str, peer_timeout: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        piece_bytes: int,
+        peer_timeout: float,
+        window: ReadWindow,
+    ) -> None:
         self.name = name
         self.address = address
+        self.piece_bytes = piece_bytes
         self.peer_timeout = peer_timeout
+        self.window = window
         # By source: where its pieces arrive, if not at `address`.
         self.addresses: dict[str, str] = {}
-        # By source: the limit of one piece, if not that of the receiver.
+        # By source: the limit of one piece, if not `piece_bytes`.
         self.piece_limits: dict[str, int] = {}
         # Sources of which pieces are read by address at present.
         self.read_by_address: set[str] = set()
@@ -68,7 +82,52 @@ class PieceReads:
         """Returns where the pieces of this source arrive."""
         return self.addresses.get(source, self.address)
 
-    def post(self, name: str, t: IncomingTransfer, number: int, now: float) -> list[ReceiverAction]:
+    def transfer_request(self, name: str, t: IncomingTransfer, source: SourceRecord) -> SendMessage:
+        """Returns the keep-alive of a source, which has the address of its pieces."""
+        request = messages.TransferRequest(
+            transfer=name,
+            source=source.name,
+            reader=self.name,
+            # Each keep-alive has the present address, so a lost one delays a change of transport
+            # by one interval only.
+            address=self.address_for(source.name),
+            readers=source.readers,
+            # In each one: the sender may have forgotten this receiver, and compares it anew.
+            prompt=t.prompt,
+            reads_by_address=source.name in self.read_by_address,
+        )
+        return SendMessage(source.name, request)
+
+    def cut(self, name: str, t: IncomingTransfer, source: SourceRecord) -> None:
+        """Cuts and queues all pieces of a source that became final since the last call."""
+        limit = self.piece_limits.get(source.name, self.piece_bytes)
+        # Of more than half the window, a piece would wait until no other source reads anything.
+        limit = min(limit, max(self.piece_bytes, self.window.window_bytes // 2))
+        progress = (source.tokens_final, source.tokens_partial, source.layers_partial)
+        for read_plan in source.read_plans:
+            # A transport reads these pieces into a buffer of its own, which has to be small.
+            is_rearranged = read_plan.piece_kind is not None
+            piece_bytes = min(limit, self.piece_bytes) if is_rearranged else limit
+            for extent, size in read_plan.cut(*progress, t.token_end, piece_bytes):
+                # Numbers are not reused: a late piece is never taken for another one.
+                number = t.pieces_created
+                t.pieces_created += 1
+                credit = self.window.credit(size)
+                t.pieces[number] = PieceRecord(source.name, read_plan, extent, size, credit)
+                self.window.add(source.name, name, number)
+
+    def post_queued(
+        self, transfers: Mapping[str, IncomingTransfer], now: float
+    ) -> list[ReceiverAction]:
+        """Posts and requests as many queued pieces as there are credits."""
+        actions: list[ReceiverAction] = []
+        for name, number in self.window.take(transfers, now):
+            actions += self._post(name, transfers[name], number, now)
+        return actions
+
+    def _post(
+        self, name: str, t: IncomingTransfer, number: int, now: float
+    ) -> list[ReceiverAction]:
         """Posts the read of a piece where its source sends to, then requests the piece."""
         piece = t.pieces[number]
         piece.state = PieceState.POSTED
@@ -107,7 +166,7 @@ class PieceReads:
         """
         t.pieces[t.pieces_created] = t.pieces.pop(number)
         t.pieces_created += 1
-        return self.post(name, t, t.pieces_created - 1, now)
+        return self._post(name, t, t.pieces_created - 1, now)
 
     def post_cancelled(
         self, name: str, t: IncomingTransfer, source: str, now: float

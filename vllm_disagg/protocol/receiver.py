@@ -26,6 +26,7 @@ DRAINING  The transfer has failed and its reads are cancelled, but a piece may s
           and change its tokens.
 
 `piece_reads.py` has the states of one piece.  `read_window.py` decides which piece is posted next.
+`incoming_transfer.py` has the records of all of them.
 A lookup (`lookup.py`) precedes a transfer: it has no blocks and requests only a number of tokens.
 
 Rules, checked by `validate` and by the property tests:
@@ -67,7 +68,6 @@ from .events import (
 )
 from .incoming_transfer import (
     IncomingTransfer,
-    PieceRecord,
     PieceState,
     SourceRecord,
     SourceState,
@@ -119,13 +119,12 @@ class Receiver:
         self.keepalive_interval = keepalive_interval
         self.peer_timeout = peer_timeout
         self.engine_stall_timeout = engine_stall_timeout
-        self.piece_bytes = piece_bytes
         self.sums_blocks = sums_blocks
         self.transfers: dict[str, IncomingTransfer] = {}
         self.lookups = Lookups(name, rank, keepalive_interval)
         self.compared_paths = ComparedPaths()
         self.window = ReadWindow(window_bytes, peer_timeout)
-        self.reads = PieceReads(name, address, peer_timeout)
+        self.reads = PieceReads(name, address, piece_bytes, peer_timeout, self.window)
         self.repeated_aborts = RepeatedAborts(keepalive_interval)
 
     def handle(self, event: ReceiverEvent, now: float) -> list[ReceiverAction]:
@@ -190,7 +189,7 @@ class Receiver:
             worker = event.sources[rank]
             # The connection first: without one the message would be dropped.
             actions.append(ConnectPeer(worker))
-            actions.append(self._transfer_request(event.transfer, t.sources[worker.name]))
+            actions.append(self.reads.transfer_request(event.transfer, t, t.sources[worker.name]))
         for source in t.sources.values():
             address = self.reads.address_for(source.name)
             reason = self.compared_paths.reason_given_up(source.name, _transport(address))
@@ -242,7 +241,7 @@ class Receiver:
                 if source.name != event.source or source.state is not SourceState.MOVING:
                     continue
                 # The keep-alive has the new address: the sender must have it before requests.
-                actions.append(self._transfer_request(name, source))
+                actions.append(self.reads.transfer_request(name, t, source))
                 actions += self.reads.post_cancelled(name, t, source.name, now)
         return actions
 
@@ -316,7 +315,7 @@ class Receiver:
             t.bytes_overlapped += piece.bytes
         # Only the last piece of all makes the number of remaining bytes zero.
         if source.bytes_remaining:
-            return self._use_credits(now)
+            return self.reads.post_queued(self.transfers, now)
         # At once: what its engine did with the blocks says nothing of the path.
         self.compared_paths.judge(source.name, source.transports, Reason.CORRUPT, is_equal=True)
         # For each source alone: it need not hold its blocks until the slowest source is done.
@@ -324,7 +323,7 @@ class Receiver:
         actions: list[ReceiverAction] = [self._read_complete(event.transfer, source)]
         if source.compared:
             actions.append(self._sum_blocks(event.transfer, source))
-        return actions + self._use_credits(now)
+        return actions + self.reads.post_queued(self.transfers, now)
 
     # Messages from senders ------------------------------------------------------------------------
     def _on_message(
@@ -387,21 +386,8 @@ class Receiver:
         # Only here, not with each answer: a sender that lives but computes nothing must run into
         # `stall_timeout`.
         t.last_progress = now
-        limit = self.reads.piece_limits.get(source.name, self.piece_bytes)
-        # Of more than half the window, a piece would wait until no other source reads anything.
-        limit = min(limit, max(self.piece_bytes, self.window.window_bytes // 2))
-        for read_plan in source.read_plans:
-            # A transport reads these pieces into a buffer of its own, which has to be small.
-            is_rearranged = read_plan.piece_kind is not None
-            piece_bytes = min(limit, self.piece_bytes) if is_rearranged else limit
-            for extent, size in read_plan.cut(*progress, t.token_end, piece_bytes):
-                # Numbers are not reused: a late piece is never taken for another one.
-                number = t.pieces_created
-                t.pieces_created += 1
-                credit = self.window.credit(size)
-                t.pieces[number] = PieceRecord(source.name, read_plan, extent, size, credit)
-                self.window.add(source.name, event.transfer, number)
-        return self._use_credits(now)
+        self.reads.cut(event.transfer, t, source)
+        return self.reads.post_queued(self.transfers, now)
 
     def _on_confirm(
         self,
@@ -471,7 +457,7 @@ class Receiver:
         # A copy of the names, because a transfer that fails may leave the dict.
         for name in list(self.transfers):
             actions += self._tick(name, now)
-        actions += self._use_credits(now)
+        actions += self.reads.post_queued(self.transfers, now)
         actions += self.lookups.tick(now)
         actions += self.repeated_aborts.tick(now)
         return actions
@@ -497,16 +483,8 @@ class Receiver:
             if source.state is SourceState.SETTLING:
                 actions.append(self._read_complete(name, source))
                 continue
-            actions.append(self._transfer_request(name, source))
+            actions.append(self.reads.transfer_request(name, t, source))
             actions += self.reads.request_late(name, t, source.name, now)
-        return actions
-
-    # Pieces ---------------------------------------------------------------------------------------
-    def _use_credits(self, now: float) -> list[ReceiverAction]:
-        """Posts and requests as many pieces as there are credits."""
-        actions: list[ReceiverAction] = []
-        for name, number in self.window.take(self.transfers, now):
-            actions += self.reads.post(name, self.transfers[name], number, now)
         return actions
 
     # Ends -----------------------------------------------------------------------------------------
@@ -542,7 +520,7 @@ class Receiver:
         if t.pieces:
             actions.append(CancelReads(name, list(t.pieces)))
         actions += self._report_if_drained(name, t, now)
-        return actions + self._use_credits(now)
+        return actions + self.reads.post_queued(self.transfers, now)
 
     def _report_if_drained(
         self,
@@ -572,21 +550,6 @@ class Receiver:
         return [t.result(name, reason, now, sums_blocks=self.sums_blocks)]
 
     # Messages -------------------------------------------------------------------------------------
-    def _transfer_request(self, name: str, source: SourceRecord) -> SendMessage:
-        request = messages.TransferRequest(
-            transfer=name,
-            source=source.name,
-            reader=self.name,
-            # Each keep-alive has the present address, so a lost one delays a change of transport
-            # by one interval only.
-            address=self.reads.address_for(source.name),
-            readers=source.readers,
-            # In each one: the sender may have forgotten this receiver, and compares it anew.
-            prompt=self.transfers[name].prompt,
-            reads_by_address=source.name in self.reads.read_by_address,
-        )
-        return SendMessage(source.name, request)
-
     def _read_complete(self, name: str, source: SourceRecord) -> SendMessage:
         token_end = self.transfers[name].token_end
         complete = messages.ReadComplete(

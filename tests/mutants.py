@@ -105,6 +105,8 @@ def worlds(tests: Sequence[str], *seeds: int) -> list[Run]:
 MACHINES = (
     "protocol/sender.py",
     "protocol/receiver.py",
+    "protocol/outgoing_transfer.py",
+    "protocol/endings.py",
     "protocol/incoming_transfer.py",
     "protocol/read_window.py",
     "protocol/piece_reads.py",

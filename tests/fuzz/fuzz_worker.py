@@ -342,9 +342,9 @@ class WorkerTarget:
         for what, entries in left.items():
             if entries:
                 raise Leak(f"{what}: {len(entries)}, as {next(iter(entries))!r}")
-        if len(driver._sender.endings) > 4096:
-            raise Leak(f"{len(driver._sender.endings)} endings")
-        if len(driver._sender.undelivered) > 65536:
-            raise Leak(f"{len(driver._sender.undelivered)} undelivered endings")
+        if len(driver._sender.endings.confirmed) > 4096:
+            raise Leak(f"{len(driver._sender.endings.confirmed)} endings")
+        if len(driver._sender.endings.undelivered) > 65536:
+            raise Leak(f"{len(driver._sender.endings.undelivered)} undelivered endings")
         if any(plane[STRANGER_BLOCK].any() for layer in self.memory.planes for plane in layer):
             raise AssertionError("wrote into a block of another request")

@@ -12,6 +12,7 @@ from vllm_disagg.kv import extents
 from vllm_disagg.kv.block_sums import SummedBlocks, layer_sum
 from vllm_disagg.kv.layout import STATE, LayerLayout, RankLayout, opaque
 from vllm_disagg.protocol import messages
+from vllm_disagg.protocol.endings import MAX_ENDINGS, MAX_UNDELIVERED
 from vllm_disagg.protocol.events import (
     BlocksRevoked,
     BlocksScheduled,
@@ -29,7 +30,7 @@ from vllm_disagg.protocol.events import (
     SendMessage,
     SendPiece,
 )
-from vllm_disagg.protocol.sender import MAX_TRANSFERS, MAX_UNDELIVERED, Sender
+from vllm_disagg.protocol.sender import Sender
 
 FULL = LayerLayout("kv", 4, [32], [opaque(32, 2)], 2, 0, 2)
 WINDOW = msgspec.structs.replace(FULL, group=1, window=6)
@@ -201,7 +202,7 @@ def test_a_receiver_that_asks_thousands_of_endings_later_is_refused_at_once(end:
             side.handle(messages.TransferRequest("late", "p", "e", "zmq:x", readers=2), 0.0)
             side.handle(messages.ReadComplete("late", "p", "e"), 0.0)
         assert side.handle(ClockTick(), 20.0) == [ReleaseBlocks("late", delivered=False)]
-    for number in range(2 * MAX_TRANSFERS):
+    for number in range(2 * MAX_ENDINGS):
         name = str(number)
         side.handle(BlocksScheduled(name, 4, [[1]]), 20.0)
         side.handle(LayersComputed(name, 1), 20.0)
@@ -220,8 +221,8 @@ def test_undelivered_endings_are_bounded() -> None:
     side = Sender("p", RankLayout([FULL], [0]))
     for number in range(MAX_UNDELIVERED + 10):
         side.handle(BlocksRevoked(str(number)), 0.0)
-    assert len(side.undelivered) == MAX_UNDELIVERED
-    assert next(iter(side.undelivered)) == "10"
+    assert len(side.endings.undelivered) == MAX_UNDELIVERED
+    assert next(iter(side.endings.undelivered)) == "10"
 
 
 def test_the_first_request_sets_how_many_receivers_are_served(side: Sender) -> None:

@@ -19,7 +19,7 @@ from vllm_disagg.driver import Driver
 from vllm_disagg.fleet import keys
 from vllm_disagg.kv import reshard
 from vllm_disagg.kv.memory import HostMemory
-from vllm_disagg.protocol import events, sender
+from vllm_disagg.protocol import endings, events
 
 LAYERS, BLOCKS, BLOCK_SIZE, BLOCK_BYTES = 2, 32, 16, 64
 TOKENS = 5 * BLOCK_SIZE - 3
@@ -60,8 +60,8 @@ def test_transfers_leave_nothing_behind(
 ) -> None:
     # pytest would keep each line of the log.
     caplog.set_level(logging.CRITICAL, "vllm_disagg")
-    monkeypatch.setattr(sender, "MAX_TRANSFERS", REMEMBERED)
-    monkeypatch.setattr(sender, "MAX_UNDELIVERED", REMEMBERED)
+    monkeypatch.setattr(endings, "MAX_ENDINGS", REMEMBERED)
+    monkeypatch.setattr(endings, "MAX_UNDELIVERED", REMEMBERED)
     monkeypatch.setattr(trace, "MAX_TRACE_ENTRIES", REMEMBERED)
     drivers = []
     for _ in range(2):

@@ -42,16 +42,15 @@ Rules, checked by `validate` and by the property tests:
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from collections import Counter
 from typing import assert_never
 
 from ..config import MAX_PIECE_BYTES
 from ..kv.block_sums import BlockSums
 from ..kv.extents import Extent, blocks_of, heads_of, size
-from ..kv.layout import STATE, LayerLayout, RankLayout
+from ..kv.layout import STATE, RankLayout
 from . import messages
+from .endings import Endings
 from .events import (
     BlocksRevoked,
     BlocksScheduled,
@@ -70,98 +69,14 @@ from .events import (
     SendMessage,
     SendPiece,
 )
+from .outgoing_transfer import OutgoingTransfer, ReceiverRecord, SendState
 
-# Transfers known at a time; also the number of endings remembered with their sums.  A request for
-# an unknown transfer makes an entry, so without a bound one faulty receiver could fill the memory.
+# Transfers known at a time.  A request for an unknown transfer makes an entry, so without a bound
+# one faulty receiver could fill the memory.
 MAX_TRANSFERS = 4096
-# Names of undelivered endings; some 200 bytes each, 13 MB in all.  A receiver may ask minutes
-# later, when its engine's queue lets it.  The default patience of 120 s and its margin of 60 s are
-# covered up to 364 undelivered endings a second, ten minutes up to 109.
-MAX_UNDELIVERED = 65536
 STEP_GAP_SECONDS = 1.0  # shorter gaps between two engine steps are not reported
 
 Actions = list[SenderAction]
-
-
-class SendState(Enum):
-    """State of an outgoing transfer; see the head of this file."""
-
-    WANTED = auto()
-    COMPUTING = auto()
-    HELD = auto()
-
-
-@dataclass
-class ReceiverRecord:
-    """One receiver of one outgoing transfer."""
-
-    address: str  # <transport>:<address>, to which its pieces go
-    # Digest of its own prompt.  The first request sets it, and no later one can replace it to
-    # pass the comparison.
-    prompt: str
-    last_seen: float
-    # Of this process, while the receiver's connection is lost: the last time at which it ran.
-    awake_at: float | None = None
-    # Number and address of each SendPiece that has not ended.
-    sending: set[tuple[int, str]] = field(default_factory=set)
-    reads_by_address: bool = False
-    blocks_sent: dict[int, int] = field(default_factory=dict)  # by KV-cache group: how many
-    is_complete: bool = False  # has sent ReadComplete
-    sums: list[int] = field(default_factory=list)  # those of its Confirm
-    waiting: messages.ReadComplete | None = None  # until the blocks are summed
-    is_gone: bool = False  # aborted, refused, or silent for the lease
-
-    @property
-    def is_active(self) -> bool:
-        """Whether the receiver may still request pieces."""
-        return not (self.is_complete or self.is_gone)
-
-    def note_message(self, now: float) -> None:
-        """Begins the lease anew: the receiver lives, and has a connection."""
-        self.last_seen = now
-        self.awake_at = None
-
-
-@dataclass
-class OutgoingTransfer:
-    """One prompt's KV and its receivers."""
-
-    state: SendState
-    deadline: float  # end of WANTED and HELD while no receiver is active
-    blocks: list[list[int]] = field(default_factory=list)  # block ids by KV-cache group
-    prompt: str = ""  # digest of the prompt that the blocks belong to
-    tokens_final: int = 0  # final in all layers
-    tokens_partial: int = 0  # final in the first `layers_partial` layers
-    layers_partial: int = 0
-    block_sums: BlockSums | None = None  # None: the blocks are not summed
-    tokens_summed: int = 0  # tokens whose blocks have their sums
-    is_recomputed: bool = False  # final layers were computed again: no receiver is served any more
-    expected_receivers: int | None = None  # set by the first TransferRequest
-    receivers: dict[str, ReceiverRecord] = field(default_factory=dict)
-
-    def is_over(self) -> bool:
-        """Whether all expected receivers have ended and no piece is being sent."""
-        ended = sum(not receiver.is_active for receiver in self.receivers.values())
-        expected = self.expected_receivers
-        # None: no request came yet, so the number of receivers is unknown.  0 expected: over at
-        # once.  Ended receivers count however they ended: none of them reads any more.
-        return expected is not None and ended >= expected and not self.is_sending()
-
-    def is_sending(self) -> bool:
-        """Whether a transport still reads blocks of this transfer."""
-        # A receiver that has gone counts too: its transport may not have noticed yet.
-        return any(receiver.sending for receiver in self.receivers.values())
-
-    def is_final(self, extent: Extent) -> bool:
-        """Whether all bytes of the extent are computed and do not change any more."""
-        # Progress is a staircase of two steps; the extent is under the upper or the lower one.
-        if extent.token_end <= self.tokens_final:
-            return True
-        return extent.token_end <= self.tokens_partial and extent.layer_end <= self.layers_partial
-
-    def active_receivers(self) -> list[str]:
-        """Names of the receivers that may still request pieces."""
-        return [name for name, receiver in self.receivers.items() if receiver.is_active]
 
 
 class Sender:
@@ -197,13 +112,7 @@ class Sender:
             kind = layout.kinds[index]
             self._block_bytes[kind.group] += sum(kind.block_bytes)
         self.transfers: dict[str, OutgoingTransfer] = {}
-        # The last endings: by transfer, the receivers that had sent ReadComplete by then, with the
-        # sums of their Confirm.
-        self.endings: dict[str, dict[str, list[int]]] = {}
-        # The last transfers that ended before all receivers had them.  `endings` alone would not
-        # do: its entries are large, and those of delivered transfers displace the others.
-        # Ordered: of a plain dict, the first entry of so many takes 0.2 ms to find.
-        self.undelivered: OrderedDict[str, None] = OrderedDict()
+        self.endings = Endings()
         # Time of vLLM's last call into the driver, which sets it before each `handle`.
         self.last_engine_step: float | None = None
 
@@ -261,7 +170,7 @@ class Sender:
 
     # Facts from vLLM ------------------------------------------------------------------------------
     def _on_scheduled(self, event: BlocksScheduled, now: float) -> Actions:
-        if self._has_ended(event.transfer):
+        if event.transfer in self.endings:
             return []  # revoked before, or all receivers have ended: no one will be served
         t = self.transfers.get(event.transfer)
         if t is None:
@@ -348,7 +257,8 @@ class Sender:
         # Ended before: the blocks are of no use to any receiver.  vLLM waits for an answer all
         # the same, and would keep the blocks for ever without one (rule 1).
         if t is None:
-            return [ReleaseBlocks(transfer, delivered=bool(self.endings.get(transfer)))]
+            delivered = bool(self.endings.confirmed_receivers(transfer))
+            return [ReleaseBlocks(transfer, delivered)]
         # From now on the lease runs: a receiver that has not asked yet may still come.
         t.state = SendState.HELD
         t.deadline = now + self.lease
@@ -365,7 +275,7 @@ class Sender:
         # No receiver counts as complete: a ReadComplete that is under way must not be confirmed.
         # Remembered for unknown transfers too: the connector revokes a refused one before any
         # block is scheduled, so that its receiver does not wait in WANTED for the lease.
-        self._remember_ending(transfer, {}, delivered=False)
+        self.endings.add(transfer, {}, delivered=False)
         if t is None:
             return []
         # HELD blocks are vLLM's again only after ReleaseBlocks: it cannot take them earlier.
@@ -413,7 +323,7 @@ class Sender:
         is_full = t is None and len(self.transfers) >= MAX_TRANSFERS
         # An ended transfer never comes back: a new WANTED entry would only keep the receiver from
         # recomputing the prompt.
-        if self._has_ended(event.transfer) or is_full:
+        if event.transfer in self.endings or is_full:
             return [_abort(event)]
         # The receiver's request may be quicker than vLLM's scheduler.
         if t is None:
@@ -514,7 +424,7 @@ class Sender:
             or not (t.tokens_final or t.layers_partial)
         ):
             # A repeated ReadComplete after the release gets the same answer as the first one.
-            complete = self.endings.get(event.transfer, {})
+            complete = self.endings.confirmed_receivers(event.transfer)
             valid = event.reader in complete
             return [self._confirm(event, valid, complete.get(event.reader, []))]
         # The transfer is still here, so its blocks were held until now: the driver has handed in
@@ -624,7 +534,7 @@ class Sender:
             # Whole blocks are sent, so a start inside a block would shift all bytes.
             and extent.token % kind.block_size == 0
             and t.is_final(extent)
-            and _is_in_sliding_window(t, extent, kind)
+            and t.holds_start(extent, kind)
             # An SSM state is the state after one exact number of tokens.
             and (kind.block_size < STATE or extent.token_end == t.tokens_partial)
             # Short runs are copied before they are sent: a piece must not take all memory.
@@ -768,33 +678,14 @@ class Sender:
         del self.transfers[transfer]
         complete = {name: r.sums for name, r in t.receivers.items() if r.is_complete}
         delivered = len(complete) == t.expected_receivers
-        self._remember_ending(transfer, complete, delivered=delivered)
+        self.endings.add(transfer, complete, delivered=delivered)
         return [ReleaseBlocks(transfer, delivered)]
-
-    def _remember_ending(
-        self, transfer: str, complete: dict[str, list[int]], *, delivered: bool
-    ) -> None:
-        self.endings[transfer] = complete
-        # Insertion order is the order of endings: the oldest one is forgotten first.  Its
-        # ReadComplete is then answered as not valid, and the receiver recomputes.
-        while len(self.endings) > MAX_TRANSFERS:
-            oldest = next(iter(self.endings))
-            del self.endings[oldest]
-        # A receiver of a forgotten one would wait in WANTED until its load stalls.
-        if not delivered:
-            self.undelivered[transfer] = None
-        while len(self.undelivered) > MAX_UNDELIVERED:
-            self.undelivered.popitem(last=False)
-
-    def _has_ended(self, transfer: str) -> bool:
-        """Returns whether the ending of a transfer is remembered."""
-        return transfer in self.endings or transfer in self.undelivered
 
     def validate(self) -> None:
         """Raises AssertionError if the state contradicts itself.  Tests call it at each event."""
         for name, t in self.transfers.items():
             context = (name, t)
-            assert not self._has_ended(name), name
+            assert name not in self.endings, name
             assert (t.state is SendState.WANTED) == (not t.blocks), context
             capacities = [0]  # by layer kind: tokens for which there are blocks
             if t.blocks:
@@ -816,15 +707,6 @@ def _lasting_groups(layout: RankLayout) -> list[int]:
         if kind.window or kind.block_size >= STATE:
             groups.discard(kind.group)
     return sorted(groups)
-
-
-def _is_in_sliding_window(t: OutgoingTransfer, extent: Extent, kind: LayerLayout) -> bool:
-    """Returns whether vLLM still keeps the extent's first block; older ones are freed."""
-    if not kind.window:
-        return True
-    # vLLM's own rule: it frees the blocks that end before the first token to which the next token
-    # attends.  They may hold another request by now, and `Confirm` would vouch for them.
-    return extent.token + kind.block_size > t.tokens_partial - kind.window + 1
 
 
 def _abort(message: messages.ToSender) -> SendMessage:

@@ -107,6 +107,8 @@ MACHINES = (
     "protocol/receiver.py",
     "protocol/outgoing_transfer.py",
     "protocol/endings.py",
+    "protocol/served_blocks.py",
+    "protocol/confirmed_sums.py",
     "protocol/incoming_transfer.py",
     "protocol/read_window.py",
     "protocol/piece_reads.py",

@@ -42,14 +42,13 @@ Rules, checked by `validate` and by the property tests:
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import assert_never
 
-from ..config import MAX_PIECE_BYTES
 from ..kv.block_sums import BlockSums
-from ..kv.extents import Extent, blocks_of, heads_of, size
-from ..kv.layout import STATE, RankLayout
+from ..kv.extents import blocks_of
+from ..kv.layout import RankLayout
 from . import messages
+from .confirmed_sums import lacks_sums, layer_sums
 from .endings import Endings
 from .events import (
     BlocksRevoked,
@@ -70,6 +69,7 @@ from .events import (
     SendPiece,
 )
 from .outgoing_transfer import OutgoingTransfer, ReceiverRecord, SendState
+from .served_blocks import ServedBlocks
 
 # Transfers known at a time.  A request for an unknown transfer makes an entry, so without a bound
 # one faulty receiver could fill the memory.
@@ -102,15 +102,7 @@ class Sender:
         self.lease = lease
         self.grace = grace
         self.sums_blocks = sums_blocks
-        # KV-cache groups whose blocks receivers may read at any time.  vLLM frees blocks of a
-        # sliding window while it computes the prompt, and rewrites those of a state: such pieces
-        # are checked when they are requested.
-        self._lasting_groups = _lasting_groups(layout)
-        # By KV-cache group: bytes of one block, in all layers.
-        self._block_bytes: Counter[int] = Counter()
-        for index in layout.layers:
-            kind = layout.kinds[index]
-            self._block_bytes[kind.group] += sum(kind.block_bytes)
+        self.served = ServedBlocks(layout)
         self.transfers: dict[str, OutgoingTransfer] = {}
         self.endings = Endings()
         # Time of vLLM's last call into the driver, which sets it before each `handle`.
@@ -233,7 +225,11 @@ class Sender:
         # A copy: the last answer may end the transfer.
         for receiver in list(t.receivers.values()):
             waiting = receiver.waiting
-            if waiting is None or not receiver.is_active or self._lacks_sums(t, waiting.extents):
+            if (
+                waiting is None
+                or not receiver.is_active
+                or lacks_sums(t, waiting.extents, self.layout)
+            ):
                 continue
             receiver.waiting = None
             actions += self._on_read_complete(waiting, now)
@@ -382,7 +378,7 @@ class Sender:
             return [_abort(event)]
         # Answered, not ignored: the receiver fails at once, and does not repeat the request until
         # it stalls.
-        if not self._is_servable(t, event.extent):
+        if not self.served.is_servable(t, event.extent):
             return [_abort(event)]
         receiver.note_message(now)
         # Complete: a delayed copy of a request, which must not hold the blocks any longer.  Too
@@ -431,27 +427,22 @@ class Sender:
         # all facts from vLLM before this message (rule 3).
         actions: Actions = []
         if not receiver.is_complete:
-            if self._lacks_sums(t, event.extents):
+            if lacks_sums(t, event.extents, self.layout):
                 receiver.waiting = event
                 receiver.note_message(now)
                 # Else this sender would seem dead: a step may last longer than `peer_timeout`.
                 stalled_seconds = self._stalled_seconds(now)
                 return [self._progress(event.transfer, t, event.reader, stalled_seconds)]
             # Once: a repeated ReadComplete gets the sums of the first one.
-            receiver.sums = self._layer_sums(t, event.extents)
+            receiver.sums = layer_sums(t, event.extents, self.layout)
             if event.uncounted_bytes:
                 # At most what there is: a peer must not choose what this engine's metrics add up.
-                size = min(event.uncounted_bytes, self._bytes_held(t))
+                size = min(event.uncounted_bytes, self.served.bytes_held(t))
                 actions.append(CountSentBytes(size))
         # Complete receivers do not hold the blocks any longer; the last one releases them.
         receiver.is_complete = True
         actions.append(self._confirm(event, True, receiver.sums))
         return actions + self._release_if_over(event.transfer, t)
-
-    def _bytes_held(self, t: OutgoingTransfer) -> int:
-        """Returns the bytes of a transfer's blocks, in all layers."""
-        counts = self._block_bytes.items()
-        return sum(len(t.blocks[group]) * block_bytes for group, block_bytes in counts)
 
     def _on_abort(self, event: messages.Abort) -> Actions:
         t = self.transfers.get(event.transfer)
@@ -517,76 +508,6 @@ class Sender:
             receiver.awake_at = now
 
     # Parts ----------------------------------------------------------------------------------------
-    def _is_servable(self, t: OutgoingTransfer, extent: Extent) -> bool:
-        """Returns whether the extent exists in this layout, is final, and is still held."""
-        # The extent comes from another process: no field can be trusted.  Layers come first,
-        # because `kind` would fail for a layer that does not exist.
-        if not extent.layer < extent.layer_end <= len(self.layout.layers):
-            return False
-        kind = self.layout.kind(extent.layer)
-        layers = range(extent.layer, extent.layer_end)
-        head, head_end = heads_of(extent, kind)
-        return (
-            # One kind has one list of blocks; layers of another kind would be read from them too.
-            all(self.layout.kind(layer) is kind for layer in layers)
-            and head < head_end <= kind.heads
-            and extent.token < extent.token_end
-            # Whole blocks are sent, so a start inside a block would shift all bytes.
-            and extent.token % kind.block_size == 0
-            and t.is_final(extent)
-            and t.holds_start(extent, kind)
-            # An SSM state is the state after one exact number of tokens.
-            and (kind.block_size < STATE or extent.token_end == t.tokens_partial)
-            # Short runs are copied before they are sent: a piece must not take all memory.
-            and size(extent, kind) <= MAX_PIECE_BYTES
-        )
-
-    def _lacks_sums(self, t: OutgoingTransfer, extents: list[Extent]) -> bool:
-        """Returns whether BlocksSummed may still come for tokens of these extents."""
-        # A receiver of the first layers only may have all its bytes before the step has ended.
-        # BlocksSummed precedes the end of each step and PrefillFinished.  If it did not come by
-        # then, the blocks were not summed, and the receiver gets its Confirm without sums.
-        if t.block_sums is None or t.state is not SendState.COMPUTING:
-            return False
-        # What is never summed need not wait, and would be kept: it may fill its whole message.
-        if not self._are_of_whole_blocks(extents):
-            return False
-        return any(extent.token_end > t.tokens_final for extent in extents)
-
-    def _layer_sums(self, t: OutgoingTransfer, extents: list[Extent]) -> list[int]:
-        """Returns the layer sums of these extents; empty if they were not summed."""
-        if t.block_sums is None or not self._are_of_whole_blocks(extents):
-            return []
-        if any(extent.token_end > t.tokens_summed for extent in extents):
-            return []
-        sums: list[int] = []
-        for extent in extents:
-            block_size = self.layout.kind(extent.layer).block_size
-            first = extent.token // block_size
-            end = -(-extent.token_end // block_size)
-            for layer in range(extent.layer, extent.layer_end):
-                sums.append(t.block_sums.layer_sum(layer, first, end))
-        return sums
-
-    def _are_of_whole_blocks(self, extents: list[Extent]) -> bool:
-        """Returns whether the extents are of whole blocks, each layer at most once."""
-        # They come from another process: no field can be trusted.  In ascending order no layer is
-        # summed twice, which bounds the work.
-        next_layer = 0
-        for extent in extents:
-            if not next_layer <= extent.layer < extent.layer_end <= len(self.layout.layers):
-                return False
-            next_layer = extent.layer_end
-            kind = self.layout.kind(extent.layer)
-            layers = range(extent.layer, extent.layer_end)
-            if not all(self.layout.kind(layer) is kind for layer in layers):
-                return False
-            if heads_of(extent, kind) != (0, kind.heads) or extent.token % kind.block_size:
-                return False
-            if not extent.token < extent.token_end:
-                return False
-        return True
-
     def _refuse(
         self,
         transfer: str,
@@ -615,28 +536,9 @@ class Sender:
             tokens_partial=t.tokens_partial,
             layers_partial=t.layers_partial,
             seconds_without_step=stalled_seconds,
-            blocks=self._new_blocks(t, t.receivers[receiver]),
+            blocks=self.served.new_blocks(t, t.receivers[receiver]),
         )
         return SendMessage(receiver, progress)
-
-    def _new_blocks(
-        self, t: OutgoingTransfer, receiver: ReceiverRecord
-    ) -> list[messages.NewBlocks]:
-        """Returns the block ids that no Progress for this receiver has had."""
-        made: list[messages.NewBlocks] = []
-        if not receiver.reads_by_address:
-            return made
-        room = messages.MAX_BLOCKS_PER_PROGRESS
-        for group in self._lasting_groups:
-            # No list is there before vLLM has scheduled the prompt.
-            blocks = t.blocks[group] if t.blocks else []
-            first = receiver.blocks_sent.get(group, 0)
-            ids = blocks[first : first + room]
-            if ids:
-                made.append(messages.NewBlocks(group, first, ids))
-                receiver.blocks_sent[group] = first + len(ids)
-                room -= len(ids)
-        return made
 
     def _stalled_seconds(self, now: float) -> float:
         """Returns the seconds without an engine step while a prompt of ours is being computed.
@@ -698,15 +600,6 @@ class Sender:
                 assert len(receiver.sending) <= messages.MAX_PIECES_PER_RECEIVER, context
             # Else no event would be left that releases the blocks before the lease runs out.
             assert not (t.state is SendState.HELD and t.is_over()), context
-
-
-def _lasting_groups(layout: RankLayout) -> list[int]:
-    """Returns the KV-cache groups without a sliding window and without a state."""
-    groups = {kind.group for kind in layout.kinds}
-    for kind in layout.kinds:
-        if kind.window or kind.block_size >= STATE:
-            groups.discard(kind.group)
-    return sorted(groups)
 
 
 def _abort(message: messages.ToSender) -> SendMessage:

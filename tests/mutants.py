@@ -107,6 +107,7 @@ MACHINES = (
     "protocol/receiver.py",
     "protocol/outgoing_transfer.py",
     "protocol/endings.py",
+    "protocol/lease.py",
     "protocol/served_blocks.py",
     "protocol/confirmed_sums.py",
     "protocol/incoming_transfer.py",

@@ -454,7 +454,7 @@ def test_a_reader_waits_until_the_last_chunk_is_summed() -> None:
     assert complete(side, WHOLE, now=1.0) == []
     side.handle(BlocksSummed("t", 8, [SummedBlocks(0, sums[:2]) for sums in BLOCK_SUMS]), 5.0)
     assert confirms(side, LayersComputed("t", 2), now=5.0) == []
-    assert side.transfers["t"].receivers["d"].last_seen == 1.0, "the reader was silent since"
+    assert side.transfers["t"].receivers["d"].lease.last_seen == 1.0, "the reader was silent since"
     side.handle(BlocksScheduled("t", 12, [[3]]), 6.0)
     side.handle(BlocksSummed("t", 12, [SummedBlocks(2, sums[2:]) for sums in BLOCK_SUMS]), 6.0)
     (confirm,) = confirms(side, LayersComputed("t", 2), now=6.0)

@@ -14,6 +14,7 @@ from ..kv.block_sums import BlockSums
 from ..kv.extents import Extent
 from ..kv.layout import LayerLayout
 from . import messages
+from .lease import Lease
 
 
 class SendState(Enum):
@@ -32,9 +33,7 @@ class ReceiverRecord:
     # Digest of its own prompt.  The first request sets it, and no later one can replace it to
     # pass the comparison.
     prompt: str
-    last_seen: float
-    # Of this process, while the receiver's connection is lost: the last time at which it ran.
-    awake_at: float | None = None
+    lease: Lease
     # Number and address of each SendPiece that has not ended.
     sending: set[tuple[int, str]] = field(default_factory=set)
     reads_by_address: bool = False
@@ -48,11 +47,6 @@ class ReceiverRecord:
     def is_active(self) -> bool:
         """Whether the receiver may still request pieces."""
         return not (self.is_complete or self.is_gone)
-
-    def note_message(self, now: float) -> None:
-        """Begins the lease anew: the receiver lives, and has a connection."""
-        self.last_seen = now
-        self.awake_at = None
 
 
 @dataclass

@@ -68,6 +68,7 @@ from .events import (
     SendMessage,
     SendPiece,
 )
+from .lease import Lease
 from .outgoing_transfer import OutgoingTransfer, ReceiverRecord, SendState
 from .served_blocks import ServedBlocks
 
@@ -296,21 +297,11 @@ class Sender:
         return self._release_if_over(event.transfer, t)
 
     def _on_connection_lost(self, name: str, now: float) -> Actions:
-        """Shortens the receiver's lease to `grace` seconds in all transfers.
-
-        A live receiver repeats its TransferRequest within that time.  Blocks that a dead receiver
-        would have read need not wait for the whole lease.  Time in which this process slept
-        counts for nobody (`_forgive_sleep`): nobody could connect anew meanwhile.
-        """
+        """Shortens the receiver's lease in all transfers."""
         for t in self.transfers.values():
             receiver = t.receivers.get(name)
             if receiver is not None:
-                # Another of its connections may have been lost before.
-                self._forgive_sleep(receiver, now)
-                # Set back instead of ended: the receiver may live and go on by another transport.
-                # The minimum, because a loss must never prolong the lease of a silent receiver.
-                receiver.last_seen = min(receiver.last_seen, now + self.grace - self.lease)
-                receiver.awake_at = now
+                receiver.lease.shorten(now)
         return []
 
     # Messages from receivers ----------------------------------------------------------------------
@@ -338,10 +329,10 @@ class Sender:
             receiver = ReceiverRecord(
                 address=event.address,
                 prompt=event.prompt,
-                last_seen=now,
+                lease=Lease(self.lease, self.grace, last_seen=now),
             )
             t.receivers[event.reader] = receiver
-        receiver.note_message(now)
+        receiver.lease.renew(now)
         receiver.address = event.address  # the receiver may have changed its transport
         if receiver.reads_by_address != event.reads_by_address:
             receiver.reads_by_address = event.reads_by_address
@@ -380,7 +371,7 @@ class Sender:
         # it stalls.
         if not self.served.is_servable(t, event.extent):
             return [_abort(event)]
-        receiver.note_message(now)
+        receiver.lease.renew(now)
         # Complete: a delayed copy of a request, which must not hold the blocks any longer.  Too
         # many: the receiver asks again if it still needs the piece.
         if receiver.is_complete or len(receiver.sending) >= messages.MAX_PIECES_PER_RECEIVER:
@@ -429,7 +420,7 @@ class Sender:
         if not receiver.is_complete:
             if lacks_sums(t, event.extents, self.layout):
                 receiver.waiting = event
-                receiver.note_message(now)
+                receiver.lease.renew(now)
                 # Else this sender would seem dead: a step may last longer than `peer_timeout`.
                 stalled_seconds = self._stalled_seconds(now)
                 return [self._progress(event.transfer, t, event.reader, stalled_seconds)]
@@ -462,10 +453,7 @@ class Sender:
         leases: list[float] = []
         for receiver in t.receivers.values():
             if receiver.is_active:
-                leases.append(receiver.last_seen + self.lease)
-                # A tick that comes later than this shows that the process slept.
-                if receiver.awake_at is not None:
-                    leases.append(receiver.awake_at + self.grace / 2)
+                leases += receiver.lease.deadlines()
         # COMPUTING ends by vLLM's events only, sends by SendCompleted only.
         if leases or t.state is SendState.COMPUTING or t.is_sending():
             return min(leases, default=None)
@@ -485,8 +473,8 @@ class Sender:
             return []
         # Silence for the lease is as good as an Abort.
         for receiver in t.receivers.values():
-            self._forgive_sleep(receiver, now)
-            if receiver.is_active and receiver.last_seen + self.lease <= now:
+            receiver.lease.forgive_sleep(now)
+            if receiver.is_active and receiver.lease.has_run_out(now):
                 receiver.is_gone = True
         # A lease serves liveness, never safety: time alone takes no block from a running send.
         if t.active_receivers() or t.is_sending() or t.deadline > now:
@@ -499,13 +487,6 @@ class Sender:
         elif t.state is SendState.HELD:
             return self._release(transfer, t)
         return []
-
-    def _forgive_sleep(self, receiver: ReceiverRecord, now: float) -> None:
-        """Prolongs the grace of a lost connection by the time that a tick was late."""
-        if receiver.awake_at is not None:
-            late = now - (receiver.awake_at + self.grace / 2)
-            receiver.last_seen += max(0.0, late)
-            receiver.awake_at = now
 
     # Parts ----------------------------------------------------------------------------------------
     def _refuse(

@@ -37,8 +37,9 @@ from vllm_disagg.transports.collective.channel import (
     LinkUp,
     SlotCompleted,
 )
+from vllm_disagg.transports.collective.link import Slot
+from vllm_disagg.transports.collective.staging import HostStaging
 from vllm_disagg.transports.collective.transport import CollectiveTransport
-from vllm_disagg.transports.collective.worker import HostStaging, Slot
 
 if is_gloo_available():
     from torch.distributed import ProcessGroupGloo
@@ -143,7 +144,7 @@ def lengths(value: bytes) -> tuple[int, int]:
 
 
 class GlooLink:
-    """One end of a link; see `collective.worker.CollectiveLink`.
+    """One end of a link; see `collective.link.CollectiveLink`.
 
     Threads: the collective worker's thread calls all public methods, the driver's `close`. The
     link's own thread makes the group and waits for the end of each operation. Another one aborts.

@@ -176,6 +176,7 @@ TESTS = {
     "transports/tcp/notes.py": [Run(["tests/transports/processes/test_tcp.py"])],
     "transports/collective/transport.py": [Run(["tests/transports/processes/test_collective.py"])],
     "transports/collective/worker.py": [Run(["tests/transports/processes/test_collective.py"])],
+    "transports/collective/staging.py": [Run(["tests/transports/processes/test_collective.py"])],
     "transports/zmq/control.py": [Run(["tests/transports/zmq", "tests/unit/test_driver.py"])],
     "transports/zmq/transport.py": [
         Run(["tests/transports/zmq/test_zmq_transport.py", "tests/unit/test_driver.py"])

@@ -42,8 +42,9 @@ from vllm_disagg.transports.collective.channel import (
     LinkUp,
     SlotCompleted,
 )
+from vllm_disagg.transports.collective.link import Slot
 from vllm_disagg.transports.collective.transport import CollectiveTransport
-from vllm_disagg.transports.collective.worker import POLL_SECONDS, Slot
+from vllm_disagg.transports.collective.worker import POLL_SECONDS
 
 from .memory import DeviceMemory
 from .runtime import Runtime
@@ -214,7 +215,7 @@ class LinkStreams:
 
 
 class NcclLink:
-    """One end of a link; see `collective.worker.CollectiveLink`.
+    """One end of a link; see `collective.link.CollectiveLink`.
 
     The link's own thread makes all of its NCCL calls, from the unique id to the abort. So a call
     that waits, for a GPU or a peer, holds up this link alone. NCCL permits one thread at a time in

@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_disagg.protocol.events import PostRead, SendPiece
-from vllm_disagg.transports.collective.worker import Poll, Slot
+from vllm_disagg.transports.collective.link import Slot
+from vllm_disagg.transports.collective.staging import Poll
 
 from .kernels import checksum
 from .memory import DeviceMemory
@@ -20,7 +21,7 @@ SUM_BYTES = 8  # one int64
 
 
 class DeviceStaging:
-    """Gathers and scatters between GPU blocks and slots; see `collective.worker.Staging`.
+    """Gathers and scatters between GPU blocks and slots; see `collective.staging.Staging`.
 
     Gathers and scatters have separate streams, so that none waits behind a peer's receive. Used by
     the collective worker's thread, which calls `slots` before anything else.

@@ -21,14 +21,9 @@ from vllm_disagg.transports.collective.channel import (
     LinkFailed,
     SlotGathered,
 )
-from vllm_disagg.transports.collective.worker import (
-    CollectiveLink,
-    CollectiveWorker,
-    LinkSlot,
-    Poll,
-    Report,
-    Slot,
-)
+from vllm_disagg.transports.collective.link import CollectiveLink, Report, Slot
+from vllm_disagg.transports.collective.staging import Poll
+from vllm_disagg.transports.collective.worker import CollectiveWorker, LinkSlot
 
 KEY = ("sends to", "d/0", 1)
 EXTENT = Extent(0, 1, 0, 16)

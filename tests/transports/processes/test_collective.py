@@ -16,7 +16,8 @@ from vllm_disagg.driver import Driver
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.protocol import events
 from vllm_disagg.transports.collective import transport as collective
-from vllm_disagg.transports.collective import worker as collective_worker
+from vllm_disagg.transports.collective.link import CollectiveLink, Slot
+from vllm_disagg.transports.collective.staging import HostStaging
 
 ROW = 400_000  # about 100 MB in 8 planes
 TOKENS = BLOCKS * BLOCK_SIZE
@@ -123,13 +124,13 @@ def test_a_damaged_piece_is_requested_again(
     """Damages one bit, after the sender has made its checksum."""
     ours, theirs = memory(4096, None), memory(4096, 1)
     p, d = start(theirs), start(ours)
-    true, damaged = collective_worker.HostStaging.gather, []
+    true, damaged = HostStaging.gather, []
 
     def gather(
-        self: collective_worker.HostStaging,
+        self: HostStaging,
         piece: events.SendPiece,
-        slot: collective_worker.Slot,
-        link: collective_worker.CollectiveLink,
+        slot: Slot,
+        link: CollectiveLink,
     ) -> object:
         made = true(self, piece, slot, link)
         if not damaged:
@@ -137,7 +138,7 @@ def test_a_damaged_piece_is_requested_again(
             damaged.append(piece)
         return made
 
-    monkeypatch.setattr(collective_worker.HostStaging, "gather", gather)
+    monkeypatch.setattr(HostStaging, "gather", gather)
     end, number = time.monotonic() + 60, 0
     while not by_gloo(d):
         assert time.monotonic() < end

@@ -31,10 +31,12 @@ from ..base import DriverPort, TransportEvent
 from ..posted_reads import PostedReads
 from . import channel, notes
 from .channel import ChannelState
+from .link import MakeLink
 from .proof import proof_seed
 from .receiver_end import ReceiverEnd
 from .sender_end import SenderEnd
-from .worker import MAX_COMMUNICATORS, CollectiveWorker, MakeLink, Staging
+from .staging import Staging
+from .worker import MAX_COMMUNICATORS, CollectiveWorker
 
 log = logging.getLogger("vllm_disagg.collective")
 

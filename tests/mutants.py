@@ -172,6 +172,10 @@ TESTS = {
         Run(["tests/transports/tcp"]),
         Run(["tests/transports/processes/test_tcp.py"]),
     ],
+    "transports/tcp/piece_stream.py": [
+        Run(["tests/transports/tcp"]),
+        Run(["tests/transports/processes/test_tcp.py"]),
+    ],
     "transports/tcp/sender.py": [Run(["tests/transports/processes/test_tcp.py"])],
     "transports/tcp/notes.py": [Run(["tests/transports/processes/test_tcp.py"])],
     "transports/collective/transport.py": [Run(["tests/transports/processes/test_collective.py"])],

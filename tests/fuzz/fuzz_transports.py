@@ -157,8 +157,7 @@ class TcpTarget:
             end.setblocking(False)
         source.connection = ours
         source.state = TcpState.WAITING
-        source.parser = transport._parse(source)
-        source.unfilled = memoryview(b"")
+        source.stream = transport._new_stream(source)
         transport._by_fd[ours.fileno()] = source
         transport._port.poller.register(ours.fileno(), zmq.POLLIN)
         self._unsent = tcp_notes.ACCEPTED

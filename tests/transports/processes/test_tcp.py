@@ -518,8 +518,9 @@ def test_a_piece_that_stops_in_the_middle_ends(start: Callable[..., Driver]) -> 
         d._transports["tcp"],
         time.monotonic() + 60,
     )  # so that D's own thread finds nothing to do
-    source.last_progress, source.piece_deadline = then, then + 60
-    source.is_in_piece = True
+    assert source.stream is not None
+    source.stream.last_progress, source.stream.piece_deadline = then, then + 60
+    source.stream.is_in_piece = True
     transport._check_deadlines(source, then + SILENCE - 0.1)  # type: ignore[attr-defined]
     assert source.state is tcp.TcpState.UP
     transport._check_deadlines(source, then + SILENCE + 0.1)  # type: ignore[attr-defined]
@@ -553,6 +554,8 @@ def test_a_piece_that_takes_too_long_ends_at_both_ends(start: Callable[..., Driv
         list(sender.poll_events(())) == [events.SendCompleted("t", "d", 0, "tcp:1")]
         and not sender._receivers
     )
-    source.is_in_piece, source.last_progress, source.piece_deadline = True, now + 5, now - 1
+    stream = source.stream
+    assert stream is not None
+    stream.is_in_piece, stream.last_progress, stream.piece_deadline = True, now + 5, now - 1
     d._transports["tcp"]._check_deadlines(source, now)  # type: ignore[attr-defined]
     assert source.connection is None and source.state is tcp.TcpState.DOWN

@@ -20,7 +20,7 @@ from vllm_disagg.kv.memory import HostMemory, hasher
 from vllm_disagg.protocol.events import PostRead, ReadCompleted, ReadStatus, TransportChanged
 from vllm_disagg.protocol.peers import WorkerInfo
 from vllm_disagg.transports.base import Counters, DriverPort, TransportEvent
-from vllm_disagg.transports.tcp import notes
+from vllm_disagg.transports.tcp import notes, piece_stream
 from vllm_disagg.transports.tcp import transport as module
 from vllm_disagg.transports.tcp.transport import TcpState, TcpTransport
 
@@ -53,7 +53,7 @@ class Receiving:
         self.source = self.transport._sources["p"]
         self.source.connection = ours
         self.source.state = TcpState.WAITING
-        self.source.parser = self.transport._parse(self.source)
+        self.source.stream = self.transport._new_stream(self.source)
         self.transport._by_fd[ours.fileno()] = self.source
         poller.register(ours.fileno(), zmq.POLLIN)
         self.sender.sendall(notes.ACCEPTED)
@@ -146,7 +146,8 @@ def test_all_reads_end_when_the_connection_is_lost(receiving: Receiving, how: st
     elif how == "disconnect":
         receiving.transport.disconnect("p")
     else:
-        receiving.source.last_progress = time.monotonic() - 10
+        assert receiving.source.stream is not None
+        receiving.source.stream.last_progress = time.monotonic() - 10
     assert receiving.poll() == [
         TransportChanged("p", "zmq:1"),
         completed(0, CANCELLED),
@@ -204,7 +205,7 @@ def test_a_lack_of_memory_ends_the_read_of_one_piece(
     receiving.post(0)
     receiving.post(1)
     with monkeypatch.context() as patched:
-        patched.setattr(module.np, "empty", lack)
+        patched.setattr(piece_stream.np, "empty", lack)
         receiving.send(0)
         assert receiving.poll() == [completed(0, CANCELLED)]
     assert f"no memory for {BLOCK_BYTES} bytes" in caplog.text

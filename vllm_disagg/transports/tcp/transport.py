@@ -28,15 +28,13 @@ reads end as CANCELLED, and ZMQ takes over at once. The pause until `retry_at` d
 failure, up to MAX_RETRY_SECONDS.
 
 Why not ZMQ alone: ZMQ's threads copy the bytes into ZMQ's memory first, and that is most of its
-cost. Here, as with NIXL, late or damaged bytes are in the blocks already. They
-are not used, because no LoadResult reports them.
+cost. `piece_stream.py` puts them into the blocks, `sender.py` is the sending half.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-import math
 import os
 import socket
 import time
@@ -45,20 +43,15 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-import numpy as np
 import zmq
 
 from ...config import Config
 from ...errors import BadMessage
 from ...fleet import dialling
-from ...kv.memory import (
-    FRAME_BYTES,
-    SMALL_RUN_BYTES,
-    HostMemory,
-    hasher,
-)
+from ...kv.memory import FRAME_BYTES
 from ...protocol.events import (
     PostRead,
+    ReadCompleted,
     ReadStatus,
     SendPiece,
     TransportChanged,
@@ -66,8 +59,9 @@ from ...protocol.events import (
 from ...protocol.peers import WorkerInfo
 from ..base import DriverPort, TransportEvent, retry_pause
 from ..machine_identity import machine_id
-from ..posted_reads import PostedReads, status_of_write
+from ..posted_reads import PostedReads
 from . import notes
+from .piece_stream import PieceStream
 from .sender import TcpSender
 
 log = logging.getLogger("vllm_disagg.tcp")
@@ -81,7 +75,6 @@ RETRY_SECONDS = 1.0  # until the next attempt after the first failure; doubles
 # A path that never works costs some notes a minute; one that is mended is back within a minute.
 MAX_RETRY_SECONDS = 60.0
 BYTES_PER_TURN = 8 << 20  # bytes received from one sender before the others have their turn
-EMPTY = memoryview(b"")
 
 
 class TcpState(Enum):
@@ -99,13 +92,7 @@ PAIRING_STATES = (TcpState.ASKING, TcpState.CONNECTING, TcpState.WAITING)
 
 @dataclass
 class TcpSource:
-    """A sender, seen from this receiver.
-
-    `parser` yields either a buffer to fill from the connection, or an event. `unfilled` is the
-    rest of the current buffer. `is_in_piece` holds from a piece's first bytes to its last;
-    `last_progress` and `piece_deadline` bound that time. `read` is the posted read of the current
-    piece; None: its bytes are dropped.
-    """
+    """A sender, seen from this receiver."""
 
     worker: WorkerInfo
     state: TcpState = TcpState.DOWN
@@ -116,13 +103,7 @@ class TcpSource:
     failures: int = 0  # since the last piece that came
     token: bytes = b""
     connection: socket.socket | None = None
-    # A generator: the connection may be empty after any byte, and parsing goes on from there.
-    parser: Iterator[memoryview | TransportEvent] | None = None
-    unfilled: memoryview = EMPTY
-    is_in_piece: bool = False
-    last_progress: float = 0.0
-    piece_deadline: float = math.inf
-    read: PostRead | None = None
+    stream: PieceStream | None = None  # of the connection, from WAITING on
 
 
 class TcpTransport:
@@ -246,9 +227,12 @@ class TcpTransport:
         # would wake the driver without end.
         self._port.poller.modify(source.connection.fileno(), zmq.POLLIN)
         source.state = TcpState.WAITING
-        source.parser = self._parse(source)
-        # The buffer of an earlier connection may be half full.
-        source.unfilled = EMPTY
+        source.stream = self._new_stream(source)
+
+    def _new_stream(self, source: TcpSource) -> PieceStream:
+        """Returns the stream of a new connection."""
+        address = notes.address(source.attempt)
+        return PieceStream(source.worker.name, address, self._port, self._posted, self._dropped)
 
     def _close(self, source: TcpSource) -> None:
         """Closes the connection; after this nothing is written for it."""
@@ -264,14 +248,12 @@ class TcpTransport:
             fallback = self._port.fallback_address
             self._events.append(TransportChanged(source.worker.name, fallback))
         # `flush` leaves a read that is being written, because only its transport stops the write.
-        if source.read is not None:
-            self._events.append(self._posted.end(source.read, ReadStatus.CANCELLED))
+        if source.stream is not None and source.stream.read is not None:
+            self._events.append(self._posted.end(source.stream.read, ReadStatus.CANCELLED))
         self._posted.flush(source.worker.name)
         source.state = TcpState.DOWN
-        source.read = None
-        # Both deadlines end with the connection, or they would count as a second loss.
-        source.is_in_piece = False
-        source.piece_deadline = math.inf
+        # With its deadlines, or they would count as a second loss.
+        source.stream = None
 
     def _lose(self, source: TcpSource, reason: str) -> None:
         """Closes the connection until the next attempt."""
@@ -317,22 +299,22 @@ class TcpTransport:
         received = 0
         while True:
             # The driver may have disconnected this sender while handling an event.
-            if source.connection is None or source.parser is None:
+            stream = source.stream
+            if source.connection is None or stream is None:
                 return
             try:
                 # The parser goes on before more is read, so that a piece ends with its own last
                 # byte, and not with the first one of the next piece.
-                if not source.unfilled:
-                    step = next(source.parser)
-                    if isinstance(step, memoryview):
-                        source.unfilled = step
-                    else:
-                        yield step
+                if not stream.unfilled:
+                    event = stream.advance()
+                    if event is not None:
+                        self._note_event(source, event)
+                        yield event
                     continue
                 # After the parser: no byte may follow for long, and a piece that is here must end.
                 if received >= BYTES_PER_TURN:
                     return
-                count = source.connection.recv_into(source.unfilled)
+                count = stream.fill(source.connection)
             except BlockingIOError:
                 return
             except BadMessage as error:
@@ -346,122 +328,17 @@ class TcpTransport:
             if not count:
                 self._lose(source, "the sender has closed the connection")
                 return
-            source.unfilled = source.unfilled[count:]
-            source.last_progress = time.monotonic()
             received += count
 
-    def _parse(self, source: TcpSource) -> Iterator[memoryview | TransportEvent]:
-        """Yields each buffer to fill next, and events; resumed when the buffer is full.
-
-        Raises BadMessage for bytes that make no sense.
-        """
-        accepted = bytearray(len(notes.ACCEPTED))
-        yield memoryview(accepted)
-        if accepted != notes.ACCEPTED:
-            raise BadMessage(f"TCP: {bytes(accepted)!r} instead of ACCEPTED")
-        # Only now: the kernel accepts connections for a sender that never reads the token.
-        source.state = TcpState.UP
-        log.info("tcp: connected; pieces of %s come by TCP", source.worker.name)
-        yield TransportChanged(source.worker.name, notes.address(source.attempt))
-        length = bytearray(notes.HEADER_LENGTH_BYTES)
-        while True:
-            # Between two pieces the connection may be silent for as long as it likes.
-            yield memoryview(length)
-            source.is_in_piece = True
-            raw_head = bytearray(int.from_bytes(length, "big"))
-            yield memoryview(raw_head)
-            head = notes.decode_head(raw_head)
-            peer_timeout = self._port.config.peer_timeout
-            source.piece_deadline = notes.piece_deadline(
-                time.monotonic(),
-                head.size,
-                peer_timeout,
-            )
-            # Not before the head is whole: from here on the blocks wait for this connection.
-            source.read = self._posted.begin(source.worker.name, head.transfer, head.number)
-            # The bytes are read all the same, because the next piece follows them in the stream.
-            if source.read is None:
-                yield from self._skip(head.size)
-            else:
-                yield from self._fill(source, source.read, head)
-            source.is_in_piece = False
-            source.piece_deadline = math.inf
-
-    def _skip(self, size: int) -> Iterator[memoryview]:
-        """Yields buffers for the bytes and the checksum of a piece that is not wanted any more."""
-        for offset in range(0, size, FRAME_BYTES):
-            yield self._dropped[: min(FRAME_BYTES, size - offset)]
-        yield memoryview(bytearray(notes.CHECKSUM_BYTES))
-
-    def _fill(
-        self,
-        source: TcpSource,
-        read: PostRead,
-        head: notes.PieceHead,
-    ) -> Iterator[memoryview | TransportEvent]:
-        """Yields buffers for the bytes and the checksum of a piece, then its ReadCompleted."""
-        try:
-            buffer, views = self._destination(read, head.size)
-        except MemoryError:
-            log.warning(
-                "tcp: a piece of transfer %s was not received: no memory for %d bytes",
-                head.transfer,
-                head.size,
-            )
-            yield from self._skip(head.size)
-            source.read = None
-            # No damage of the path: the receiver posts the read again with its next keep-alive.
-            yield self._posted.end(read, ReadStatus.CANCELLED)
-            return
-        state = hasher(head.transfer)
-        for view in views:
-            yield view
-            # Now, and not when all is there: the frame is still in the CPU's cache.
-            state.update(view)
-        expected = bytearray(notes.CHECKSUM_BYTES)
-        yield memoryview(expected)
-        # Damaged bytes may be in the blocks already. They are not used: the read is DAMAGED.
-        status = ReadStatus.WRITTEN if state.digest() == expected else ReadStatus.DAMAGED
-        # Written after the check: a copy through a buffer never puts damaged bytes into blocks.
-        if status is ReadStatus.WRITTEN and buffer is not None:
-            status = status_of_write(
-                read.transfer,
-                lambda: self._port.memory.write(
-                    read.extent, read.blocks, [buffer], read.remote_layout
-                ),
-            )
-        if status is ReadStatus.WRITTEN:
-            self._port.counters.count_received("tcp", head.size)
+    @staticmethod
+    def _note_event(source: TcpSource, event: TransportEvent) -> None:
+        """Records what an event of a stream means for its connection."""
+        if isinstance(event, TransportChanged):
+            source.state = TcpState.UP
+            log.info("tcp: connected; pieces of %s come by TCP", source.worker.name)
+        elif isinstance(event, ReadCompleted) and event.status is ReadStatus.WRITTEN:
             # Only a piece that came proves that the path works; connecting alone does not.
             source.failures = 0
-        # Before the event: handling it may lose the connection, and `_lose` must not end this read
-        # a second time.
-        source.read = None
-        yield self._posted.end(read, status)
-
-    def _destination(
-        self,
-        read: PostRead,
-        size: int,
-    ) -> tuple[memoryview | None, list[memoryview]]:
-        """Returns (buffer, views to fill), in wire order.
-
-        The views are the blocks themselves where both layouts agree and runs are long enough.
-        Otherwise they are frames of the buffer, which is written into the blocks once it is full.
-        Raises MemoryError without memory for that buffer.
-        """
-        memory = self._port.memory
-        if read.remote_layout is None and isinstance(memory, HostMemory):
-            views = memory.views(read.extent, read.blocks)
-            viewed = sum(len(view) for view in views)
-            # The size comes from the sender. A wrong one goes through the buffer, where `write`
-            # refuses it. So do short runs: each would cost a system call.
-            if viewed == size >= SMALL_RUN_BYTES * len(views):
-                return None, views
-        # Not zeroed as a bytearray would be: all of it is filled before it is used.
-        buffer = memoryview(np.empty(size, np.uint8))  # type: ignore[arg-type]
-        offsets = range(0, size, FRAME_BYTES)
-        return buffer, [buffer[offset : offset + FRAME_BYTES] for offset in offsets]
 
     # Both halves ----------------------------------------------------------------------------------
     def poll_events(self, ready: Collection[object]) -> Iterator[TransportEvent]:
@@ -485,12 +362,8 @@ class TcpTransport:
         yield from self._posted.take_cancelled()
 
     def _check_deadlines(self, source: TcpSource, now: float) -> None:
-        peer_timeout = self._port.config.peer_timeout
-        # Also if the bytes of the piece are dropped: no other piece of this sender can pass it.
-        if source.is_in_piece and now > source.last_progress + peer_timeout:
-            self._lose(source, "stalled in the middle of a piece")
-        elif now > source.piece_deadline:
-            self._lose(source, "too slow for a piece")
+        if source.stream is not None and (reason := source.stream.reason_late(now)):
+            self._lose(source, reason)
         elif source.state in PAIRING_STATES and now >= source.attempt_deadline:
             message = f"peer did not accept the connection within {PAIRING_SECONDS:g} s"
             self._lose(source, message)
@@ -503,13 +376,12 @@ class TcpTransport:
         """Returns the earliest deadline of a connection; 0 while events wait."""
         if self._events or self._posted.has_cancelled:
             return 0.0
-        peer_timeout = self._port.config.peer_timeout
         # Idle connections, and pauses between attempts, have no deadline: the next transfer calls
         # `connect`, and an idle pair wakes no thread.
         deadlines: list[float] = []
         for source in self._sources.values():
-            if source.is_in_piece:
-                deadlines.append(min(source.last_progress + peer_timeout, source.piece_deadline))
+            if source.stream is not None:
+                deadlines += source.stream.deadlines()
             if source.state in PAIRING_STATES:
                 deadlines.append(source.attempt_deadline)
             if source.state is TcpState.ASKING:

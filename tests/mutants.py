@@ -111,6 +111,7 @@ MACHINES = (
     "protocol/served_blocks.py",
     "protocol/confirmed_sums.py",
     "protocol/incoming_transfer.py",
+    "protocol/block_comparison.py",
     "protocol/read_window.py",
     "protocol/piece_reads.py",
     "protocol/repeated_aborts.py",

@@ -15,6 +15,7 @@ from enum import Enum, auto
 
 from ..kv.extents import Extent
 from . import messages
+from .block_comparison import BlockComparison
 from .events import LoadRequested, LoadResult
 from .read_plan import ReadPlan
 from .reasons import Reason, Uncompared
@@ -72,13 +73,10 @@ class SourceRecord:
     name: str
     readers: int  # ranks of this engine that read from it
     read_plans: list[ReadPlan]
+    comparison: BlockComparison
     bytes_remaining: int  # still to be written
     last_seen: float  # time of its last message or bytes
     state: SourceState = SourceState.MOVING
-    # Of the blocks that are compared with the source's; empty without a comparison.
-    compared: list[ReadPlan] = field(default_factory=list)
-    sums: list[int] | None = None  # of these blocks here; None until they are summed
-    confirmed_sums: list[int] | None = None  # of the same blocks at the source; None until Confirm
     # By KV-cache group: ids of the source's blocks, from the prompt's first one on.
     blocks: dict[int, list[int]] = field(default_factory=dict)
     uncounted_bytes: int = 0  # read without a ReadRequest
@@ -101,27 +99,6 @@ class SourceRecord:
                 count = -(-token_end // sizes[new.group])
                 later = new.ids[len(known) - new.first :]
                 known += later[: count - len(known)]
-
-    @property
-    def uncompared(self) -> Uncompared | None:
-        """Why not all blocks of a settled source were compared; None if all are equal."""
-        if len(self.compared) < len(self.read_plans):
-            return Uncompared.OTHER_LAYOUT
-        return None if self.confirmed_sums else Uncompared.NO_SENDER_SUMS
-
-    def difference(self) -> str:
-        """Returns which layer of this rank differs from the source's; the first one of several."""
-        assert self.sums is not None and self.confirmed_sums is not None
-        if not self.sums:
-            return "this rank could not sum its blocks"
-        layers: list[int] = []
-        for plan in self.compared:
-            layers += range(plan.shard.layer, plan.shard.layer_end)
-        pairs = zip(layers, self.sums, self.confirmed_sums, strict=False)
-        for layer, ours, theirs in pairs:
-            if ours != theirs:
-                return f"layer {layer} of this rank has other bytes than at {self.name}"
-        return f"{self.name} has summed {len(self.confirmed_sums)} layers of {len(layers)}"
 
 
 @dataclass
@@ -155,7 +132,7 @@ class IncomingTransfer:
     @property
     def uncompared(self) -> Uncompared | None:
         """Why not all blocks that were read were compared: that of the first such source."""
-        found = (source.uncompared for source in self.sources.values())
+        found = (source.comparison.uncompared for source in self.sources.values())
         return next((reason for reason in found if reason is not None), None)
 
     def forgive_sleep(self, interval: float, now: float) -> None:
@@ -231,18 +208,20 @@ def begin_load(
         keepalive_interval=interval,
     )
     for rank, read_plans in plans.items():
+        name = event.sources[rank].name
+        # Without sums of this rank nothing is compared.
+        comparable = [plan for plan in read_plans if sums_blocks and plan.is_comparable]
         source = SourceRecord(
-            name=event.sources[rank].name,
+            name=name,
             readers=event.plan.readers[rank],
             read_plans=read_plans,
+            comparison=BlockComparison(name, comparable, len(comparable) == len(read_plans)),
             # The sum is known before any Progress, so the last byte is recognised without a
             # message that could be lost.
             bytes_remaining=sum(read_plan.bytes for read_plan in read_plans),
             last_seen=now,
         )
-        if sums_blocks:
-            source.compared = [plan for plan in read_plans if plan.is_comparable]
-        t.sources[source.name] = source
+        t.sources[name] = source
     return t
 
 

@@ -43,7 +43,6 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from ..kv.extents import Extent
 from ..kv.layout import RankLayout
 from . import messages
 from .compared_paths import ComparedPaths
@@ -63,7 +62,6 @@ from .events import (
     ReceiverAction,
     ReceiverEvent,
     SendMessage,
-    SumBlocks,
     TransportChanged,
 )
 from .incoming_transfer import (
@@ -321,8 +319,8 @@ class Receiver:
         # For each source alone: it need not hold its blocks until the slowest source is done.
         source.state = SourceState.SETTLING
         actions: list[ReceiverAction] = [self._read_complete(event.transfer, source)]
-        if source.compared:
-            actions.append(self._sum_blocks(event.transfer, source))
+        if source.comparison.plans:
+            actions.append(source.comparison.sum_blocks(event.transfer, t.token_end))
         return actions + self.reads.post_queued(self.transfers, now)
 
     # Messages from senders ------------------------------------------------------------------------
@@ -345,7 +343,7 @@ class Receiver:
                 # It answers a TransferRequest that was overtaken by the ReadComplete.  The Confirm
                 # has vouched for the bytes, and nothing can take that back.  SETTLING with a
                 # Confirm: only our own sums are missing.
-                if source.confirmed_sums is not None:
+                if source.comparison.confirmed_sums is not None:
                     return []
                 # A newer sender may have reasons that this version lacks.  An exception here would
                 # end the driver's thread, and with it all transfers.
@@ -403,8 +401,8 @@ class Receiver:
         if not event.valid:
             return self._fail(event.transfer, Reason.BLOCKS_RELEASED, now, informed=source.name)
         # A repeated one has the same sums, and is no progress.
-        if source.confirmed_sums is None:
-            source.confirmed_sums = event.sums
+        if source.comparison.confirmed_sums is None:
+            source.comparison.confirmed_sums = event.sums
             t.last_progress = now
         return self._settle_if_equal(event.transfer, t, source, now)
 
@@ -418,7 +416,7 @@ class Receiver:
         # A failed load needs no comparison.
         if t.failure is not None:
             return []
-        source.sums = event.sums
+        source.comparison.sums = event.sums
         t.last_progress = now
         return self._settle_if_equal(event.transfer, t, source, now)
 
@@ -429,25 +427,19 @@ class Receiver:
         source: SourceRecord,
         now: float,
     ) -> list[ReceiverAction]:
-        """Ends a source's part when its blocks and ours are known to be equal.
-
-        Without sums of the source its Confirm alone ends it, as of an engine that cannot sum.
-        """
-        if source.confirmed_sums is None:
+        """Ends a source's part when its blocks and ours are known to be equal."""
+        comparison = source.comparison
+        if comparison.is_pending:
             return []
-        if source.compared and source.confirmed_sums:
-            if source.sums is None:
-                return []
-            is_equal = source.sums == source.confirmed_sums
-            given_up: list[ReceiverAction] = []
-            # Blocks that could not be summed here say nothing about the path.
-            if source.sums:
-                given_up = self.compared_paths.judge(
-                    source.name, source.transports, Reason.KV_MISMATCH, is_equal=is_equal
-                )
-            if not is_equal:
-                t.detail = source.difference()
-                return given_up + self._fail(name, Reason.KV_MISMATCH, now, informed=source.name)
+        given_up: list[ReceiverAction] = []
+        # Blocks that could not be summed here say nothing about the path.
+        if comparison.needs_sums and comparison.sums:
+            given_up = self.compared_paths.judge(
+                source.name, source.transports, Reason.KV_MISMATCH, is_equal=comparison.is_equal
+            )
+        if not comparison.is_equal:
+            t.detail = comparison.difference()
+            return given_up + self._fail(name, Reason.KV_MISMATCH, now, informed=source.name)
         source.state = SourceState.SETTLED
         return self._report_if_settled(name, t, now)
 
@@ -556,20 +548,10 @@ class Receiver:
             transfer=name,
             source=source.name,
             reader=self.name,
-            extents=[plan.whole(token_end) for plan in source.compared],
+            extents=source.comparison.extents(token_end),
             uncounted_bytes=source.uncounted_bytes,
         )
         return SendMessage(source.name, complete)
-
-    def _sum_blocks(self, name: str, source: SourceRecord) -> SumBlocks:
-        token_end = self.transfers[name].token_end
-        extents: list[Extent] = []
-        blocks: list[list[int]] = []
-        for plan in source.compared:
-            ours, ids, _ = plan.target(plan.whole(token_end))
-            extents.append(ours)
-            blocks.append(ids)
-        return SumBlocks(name, source.name, extents, blocks)
 
     def validate(self) -> None:
         """Raises AssertionError if the state contradicts itself.  Tests call it at each event."""
@@ -585,8 +567,8 @@ class Receiver:
             # Else it would be settled, and reported before.
             assert t.open_sources, context
             for source in t.sources.values():
-                if source.state is SourceState.SETTLED and source.confirmed_sums:
-                    assert source.sums == source.confirmed_sums, context
+                if source.state is SourceState.SETTLED and source.comparison.confirmed_sums:
+                    assert source.comparison.sums == source.comparison.confirmed_sums, context
                 is_moving = source.state is SourceState.MOVING
                 has_pieces = any(p.source == source.name for p in t.pieces.values())
                 assert is_moving == bool(source.bytes_remaining), context

@@ -1,7 +1,7 @@
 """Two P, two D and a proxy of two workers, as processes that a soak disturbs.
 
 One P and one D are never killed, so that their memory can be followed. Each engine has a boot id of
-its own, as an engine of another machine has. So its KV goes over an address of its own (127.0.7.N)
+its own, as an engine of another machine has. So its KV goes over an address of its own (10.213.7.N)
 and no UNIX socket, and a route can cut this address off while its HTTP server is reached.
 """
 
@@ -46,11 +46,17 @@ def on_own_machine(folder: Path, name: str) -> list[str]:
     return ["unshare", "--mount", "sh", "-c", setup, str(boot_id)]
 
 
+def ip(*words: str) -> None:
+    """Runs `ip`, which needs root."""
+    subprocess.run(["ip", *words], check=True)
+
+
 class SoakEngine(Engine):
     """An engine whose log can be slow, and whose KV address can be cut off."""
 
     def __init__(self, name: str, folder: Path, number: int, *flags: str, role: str) -> None:
-        self.kv_address = f"127.0.7.{number}"
+        # No loopback: that of another machine is refused.
+        self.kv_address = f"10.213.7.{number}"
         environment = {
             "VLLM_SERVER_DEV_MODE": "1",  # has /reset_prefix_cache
             "PYTHONPATH": str(INSIDE),
@@ -76,6 +82,8 @@ class SoakEngine(Engine):
 
     def start(self) -> None:
         """Starts the engine; the proxy's failover may take it for dead until it is ready."""
+        ip("address", "replace", f"{self.kv_address}/32", "dev", "lo")
+        ip("route", "replace", *self._route)  # a soak that was killed may have left a cut
         super().start()
         self.lower(NICE)
 
@@ -92,19 +100,21 @@ class SoakEngine(Engine):
     @contextmanager
     def cut_off(self) -> Iterator[None]:
         """Drops all packets to its KV address."""
-        subprocess.run(["ip", "route", "add", *self._route], check=True)
+        ip("route", "replace", "blackhole", f"{self.kv_address}/32", "table", "local")
         try:
             yield
         finally:
-            subprocess.run(["ip", "route", "del", *self._route], check=True)
+            ip("route", "replace", *self._route)
 
-    def heal(self) -> None:
-        """Removes what a soak that was killed in a cut has left."""
-        subprocess.run(["ip", "route", "del", *self._route], stderr=subprocess.DEVNULL)
+    def give_address_back(self) -> None:
+        """Takes its KV address off the machine."""
+        ip("address", "del", f"{self.kv_address}/32", "dev", "lo")
 
     @property
     def _route(self) -> list[str]:
-        return ["blackhole", f"{self.kv_address}/32", "table", "local"]
+        """The route that the kernel makes for the address."""
+        kernels = ["dev", "lo", "proto", "kernel", "scope", "host", "src", self.kv_address]
+        return ["local", f"{self.kv_address}/32", *kernels, "table", "local"]
 
 
 class SoakProxy(Proxy):
@@ -151,7 +161,6 @@ class SoakFleet:
     def start(self) -> None:
         """Starts all; returns when the proxy uses each engine."""
         for engine in self.engines:
-            engine.heal()
             engine.start()
         self.plain.start()
         self.plain.lower(NICE)
@@ -170,6 +179,8 @@ class SoakFleet:
             server.begin_stop()
         for server in servers:
             server.stop()
+        for engine in (*self.mortal, *self.survivors):
+            engine.give_address_back()
 
     def start_again(self, engine: SoakEngine) -> None:
         """Starts an engine that a fault has ended, at the same address."""

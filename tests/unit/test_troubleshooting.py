@@ -30,7 +30,7 @@ from vllm_disagg.proxy import flags, settings
 from vllm_disagg.proxy.http import bearer
 from vllm_disagg.proxy.http.addresses import AllowedNetworks
 from vllm_disagg.proxy.http.request import HttpRequest
-from vllm_disagg.proxy.membership import discovery, sources
+from vllm_disagg.proxy.membership import discovery, sources, state_changes
 from vllm_disagg.proxy.membership.discovery import Discovery
 from vllm_disagg.proxy.requests import first_token
 from vllm_disagg.proxy.requests.admin import Admin
@@ -165,7 +165,7 @@ def _(_: Path) -> object:
 
 @produces("grants (minted with another key)")
 def _(_: Path) -> object:
-    refusal = watcher(KEY)._explain("minted with another key")
+    refusal = watcher(KEY).prober._explain("minted with another key")
     return instance("decode", None, refusal).unavailable_reason
 
 
@@ -175,7 +175,7 @@ def _(_: Path) -> object:
     token = sealing.seal(KEY, grants.USE, msgspec.msgpack.encode([3, "probe"]))
     with pytest.raises(BadGrant) as refused:
         grants.verify(KEY, token)
-    refusal = watcher(KEY)._explain(str(refused.value))
+    refusal = watcher(KEY).prober._explain(str(refused.value))
     assert "key_file" not in refusal
     return instance("decode", None, refusal).unavailable_reason
 
@@ -208,7 +208,7 @@ def _(_: Path) -> object:
 
 @produces("this proxy has no fleet key")
 def _(_: Path) -> object:
-    refusal = watcher(FleetKey(None))._explain("minted with another key")
+    refusal = watcher(FleetKey(None)).prober._explain("minted with another key")
     return instance("decode", None, refusal).unavailable_reason
 
 
@@ -221,7 +221,7 @@ def _(_: Path) -> object:
 def _(_: Path) -> object:
     prefill = instance("prefill", engine("prefill", block_size="16"))
     decode = instance("decode", engine("decode", block_size="32"))
-    return discovery._log_mismatch(prefill, decode)
+    return state_changes.log_mismatch(prefill, decode)
 
 
 @produces("P's workers are on the loopback")
@@ -231,7 +231,7 @@ def _(_: Path) -> object:
     for role, machine_name in described:
         worker = WorkerInfo(role, "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", host=machine_name)
         made.append(instance(role, EngineInfo(role, role, [worker], {})))
-    return discovery._log_mismatch(*made)
+    return state_changes.log_mismatch(*made)
 
 
 @produces("this engine recomputes")

@@ -30,6 +30,7 @@ from .http.tls import UpstreamTrust
 from .membership import kubernetes
 from .membership.discovery import Discovery
 from .membership.members import Members
+from .membership.metrics_poll import MetricsPoller
 from .membership.reconcile import Member
 from .membership.registry import Registry
 from .membership.roles import RoleKeeper
@@ -98,7 +99,7 @@ async def serve(
         settings.liveness_timeout,
         settings.prefill_timeout,
     )
-    discovery.wants_prefill_tokens = settings.first_token == "prefill"
+    discovery.changes.wants_prefill_tokens = settings.first_token == "prefill"
     members = Members(
         fleet,
         pools,
@@ -110,7 +111,7 @@ async def serve(
     registry = _registry(settings, networks)
     relay = Relay(fleet, policy, pools, queues, metrics, settings)
     recorder = RequestRecorder(metrics, relay.tracing, files.access_log)
-    feed = _status_feed(settings, fleet, metrics, recorder, discovery)
+    feed = _status_feed(settings, fleet, metrics, recorder, discovery.poller)
     bus = _worker_bus(settings, fleet, metrics, feed, queues.prefill.wake)
     admin = Admin(
         members,
@@ -134,7 +135,9 @@ async def serve(
                 tasks.create_task(source)
                 for source in (
                     *_sources(settings, members, registry, networks),
-                    *_role_tasks(settings, fleet, queues.prefill, metrics, members, bus, discovery),
+                    *_role_tasks(
+                        settings, fleet, queues.prefill, metrics, members, bus, discovery.poller
+                    ),
                     feed.run(),
                     _log_lack_of_files(),
                 )
@@ -179,9 +182,9 @@ def _status_feed(
     fleet: Fleet,
     metrics: Metrics,
     recorder: RequestRecorder,
-    discovery: Discovery,
+    poller: MetricsPoller,
 ) -> StatusFeed:
-    """Returns the feed of the status page, which sees what discovery reads of the engines."""
+    """Returns the feed of the status page, which sees what is read of the engines."""
     traffic = KvTraffic()
 
     def on_metrics_read(instance: Instance, page: bytes, now: float) -> None:
@@ -190,7 +193,7 @@ def _status_feed(
     def clock() -> Clock:
         return Clock(asyncio.get_running_loop().time(), time.time())
 
-    discovery.on_metrics_read = on_metrics_read
+    poller.on_metrics_read = on_metrics_read
     place = settings.place
     board = StatusBoard(
         fleet, metrics, traffic, recorder.recent, clock, place.index if place else 0
@@ -206,7 +209,7 @@ def _role_tasks(
     metrics: Metrics,
     members: Members,
     bus: WorkerBus | None,
-    discovery: Discovery,
+    poller: MetricsPoller,
 ) -> Iterator[Coroutine[None, None, None]]:
     """Yields the task that lets roles follow the load; none in all workers but the first."""
     if settings.roles == "fixed" or (settings.place and settings.place.index > 0):
@@ -220,13 +223,13 @@ def _role_tasks(
     rules = RoleRules(settings.objectives.ttft, settings.objectives.tpot)
     waiting = prefill_queue.backlog_seconds
     keeper = RoleKeeper(fleet, rules, waiting, set_roles, metrics.wanted_instances)
-    show = discovery.on_metrics_read
+    show = poller.on_metrics_read
 
     def on_metrics_read(instance: Instance, page: bytes, now: float) -> None:
         show(instance, page, now)
         keeper.on_metrics_read(instance, page, now)
 
-    discovery.on_metrics_read = on_metrics_read
+    poller.on_metrics_read = on_metrics_read
     yield keeper.run()
 
 

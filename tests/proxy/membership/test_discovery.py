@@ -20,9 +20,12 @@ from vllm_disagg.proxy.http import connection_pool
 from vllm_disagg.proxy.http.connection_pool import ConnectionPool
 from vllm_disagg.proxy.http.upstream import UpstreamConnection
 from vllm_disagg.proxy.http.upstream_response import UnknownName, Unreachable
-from vllm_disagg.proxy.membership import discovery
-from vllm_disagg.proxy.membership.discovery import CANNOT_CONNECT, IS_PROXY, NO_NAME, Discovery
+from vllm_disagg.proxy.membership import discovery, probe, state_changes
+from vllm_disagg.proxy.membership.discovery import CANNOT_CONNECT, IS_PROXY, Discovery
 from vllm_disagg.proxy.membership.engine_answers import engine_in
+from vllm_disagg.proxy.membership.instance_client import NO_NAME, InstanceClient
+from vllm_disagg.proxy.membership.probe import Prober
+from vllm_disagg.proxy.membership.state_changes import StateChanges
 from vllm_disagg.proxy.routing.fleet import NO_CONNECTION, SILENT, Fleet, Instance
 
 
@@ -265,7 +268,7 @@ def test_engines_that_cannot_reach_each_other_are_a_warning(
         made.append(instance)
     for pair in (made, made[::-1]):
         caplog.clear()
-        discovery._log_mismatch(*pair)
+        state_changes.log_mismatch(*pair)
         assert caplog.text.count(f"http://prefill:1 and http://decode:1: {words}") == bool(words)
         assert caplog.text.count("set host in their kv_connector_extra_config") == bool(words)
 
@@ -409,8 +412,8 @@ async def test_a_dead_engine_has_one_reason(error: Unreachable, reason: str) -> 
     async def fail(_: Instance) -> None:
         raise error
 
-    watching._request_facts = fail  # type: ignore[assignment]
-    await watching._probe(found)
+    watching.prober._request_facts = fail  # type: ignore[assignment]
+    await watching.prober.probe(found)
     assert (found.up, found.unavailable_reason) == (False, reason)
 
 
@@ -429,7 +432,7 @@ def test_an_engine_under_two_names_is_nowhere_to_go() -> None:
 async def test_a_probe_that_hangs_does_not_blind_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     async with world(decode=2, **QUICK) as w:
         monkeypatch.setattr(
-            "vllm_disagg.proxy.membership.discovery.PROBE_TIMEOUT_SECONDS", 0.03
+            "vllm_disagg.proxy.membership.probe.PROBE_TIMEOUT_SECONDS", 0.03
         )  # the engine has much to do
         w.d.probe_hangs = True
         w.d.script = Call.forever
@@ -527,7 +530,7 @@ async def test_an_engine_that_has_generated_is_down_while_its_probes_get_404(rol
 async def test_an_engine_whose_first_probe_gets_404_is_probed_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(discovery, "GENERATION_PROBE_SECONDS", 0.2)
+    monkeypatch.setattr(probe, "GENERATION_PROBE_SECONDS", 0.2)
     async with world(prepare=lambda w: setattr(w.p, "probe_status", 404), ready=False) as w:
         await until(lambda: w.p.probes > 1)
         assert (await w.post()).json()["leg"] == "whole"
@@ -571,7 +574,7 @@ async def test_a_lack_of_descriptors_here_is_not_a_failure_of_the_instances(
         with monkeypatch.context() as patched:
             patched.setattr(ConnectionPool, "_open_to", lack)
             # Old clocks cause probes.
-            patched.setattr(discovery, "CLOCK_REFRESH_SECONDS", 0.0)
+            patched.setattr(probe, "CLOCK_REFRESH_SECONDS", 0.0)
             for _ in range(3):
                 reply = await w.post()
                 assert reply.status == 502
@@ -671,8 +674,8 @@ async def test_a_pause_of_this_process_is_no_silence_of_an_instance(
         now += seconds + 1000.0
 
     monkeypatch.setattr(watching, "_check_health", check)
-    for name in ("_is_probe_due", "_is_poll_due"):
-        monkeypatch.setattr(watching, name, lambda *_: False)
+    monkeypatch.setattr(discovery, "is_probe_due", lambda *_: False)
+    monkeypatch.setattr(watching.poller, "is_due", lambda *_: False)
     with monkeypatch.context() as patched:
         patched.setattr(asyncio.get_running_loop(), "time", lambda: now)
         patched.setattr(asyncio, "sleep", sleep)
@@ -786,7 +789,7 @@ def test_requests_of_a_silent_instance_go_only_to_one_that_shows_life(
 
 
 async def test_a_full_kv_cache_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_disagg.proxy.membership.discovery.CACHE_POLL_SECONDS", 0.03)
+    monkeypatch.setattr("vllm_disagg.proxy.membership.metrics_poll.CACHE_POLL_SECONDS", 0.03)
     async with world(decode=2) as w:
         w.d.kv_use = 0.95
 
@@ -798,15 +801,18 @@ async def test_a_full_kv_cache_is_noticed(monkeypatch: pytest.MonkeyPatch) -> No
         assert {(await w.post()).json()["text"] for _ in range(4)} == {"d1"}
 
 
-@pytest.mark.parametrize("part", ["_request", "_report_change", "_probe"])
+@pytest.mark.parametrize(
+    ("owner", "part"),
+    [(InstanceClient, "request"), (StateChanges, "report"), (Prober, "probe")],
+)
 async def test_a_mistake_in_one_watch_ends_that_watch_only(
-    part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    owner: type, part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("vllm_disagg.proxy.membership.discovery.WATCH_RETRY_SECONDS", 0.05)
     async with world(decode=2) as w:
-        real = getattr(Discovery, part)
+        real = getattr(owner, part)
 
-        def broken(self: Discovery, of: Instance, *args: object, **fields: object) -> object:
+        def broken(self: object, of: Instance, *args: object, **fields: object) -> object:
             if of.url != w.d.url:
                 return real(self, of, *args, **fields)
             if inspect.iscoroutinefunction(real):
@@ -819,8 +825,8 @@ async def test_a_mistake_in_one_watch_ends_that_watch_only(
         async def is_down() -> bool:
             return not await usable(w, w.d.url)
 
-        monkeypatch.setattr(Discovery, part, broken)
-        if part == "_probe":
+        monkeypatch.setattr(owner, part, broken)
+        if owner is Prober:
             w.d.health = 500  # when it is healthy again it is probed
             await until(is_down)
             w.d.health = 200
@@ -906,7 +912,7 @@ async def test_a_clock_that_was_told_long_ago_is_asked_for_again(
     caplog.set_level("INFO")
     async with world() as w:
         assert w.p.probes == w.d.probes == 1
-        monkeypatch.setattr(discovery, "CLOCK_REFRESH_SECONDS", 0.2)
+        monkeypatch.setattr(probe, "CLOCK_REFRESH_SECONDS", 0.2)
         await until(lambda: w.p.probes > 2 and w.d.probes > 2)
         assert (await w.post()).json()["leg"] == "decode"
         assert caplog.text.count(f"{w.p.url} (prefill) is ready") == 1, (
@@ -933,7 +939,7 @@ async def test_why_an_instance_makes_no_transfers(
     key = KEY if has_key else FleetKey(None)
     watcher = Discovery(Fleet(), {}, key, lambda: None, "", 1.0, 100.0)
     completion = json.dumps({"choices": [], "kv_transfer_params": answer}).encode()
-    watcher._take_facts(made, ["m"], completion, None)
+    watcher.prober._take_facts(made, ["m"], completion, None)
     if words == "the same key" and not has_key:
         words = "this proxy has no fleet key"
     assert made.unavailable_reason.startswith("serves no KV transfers: ")
@@ -948,8 +954,8 @@ async def test_an_instance_that_has_left_is_forgotten() -> None:
     instance = Instance("http://127.0.0.1:1", "decode")
     pools[instance.url] = ConnectionPool(instance.url)
     watching = asyncio.create_task(watcher.watch(instance, 0.01))
-    await until(lambda: instance.url in watcher._reported)
+    await until(lambda: instance.url in watcher.changes._reported)
     watching.cancel()
     with pytest.raises(asyncio.CancelledError):
         await watching
-    assert not watcher._reported
+    assert not watcher.changes._reported

@@ -203,7 +203,7 @@ async def test_responses_are_split_between_others_only() -> None:
 async def test_each_ranks_kv_cache_is_looked_at(
     monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
-    monkeypatch.setattr("vllm_disagg.proxy.membership.discovery.CACHE_POLL_SECONDS", 0.03)
+    monkeypatch.setattr("vllm_disagg.proxy.membership.metrics_poll.CACHE_POLL_SECONDS", 0.03)
 
     def prepare(w: World) -> None:
         ranks("d0")(w)

@@ -6,7 +6,7 @@ import pytest
 
 from proxy_world import World, until, world
 from vllm_disagg.proxy.http.upstream_response import Unreachable
-from vllm_disagg.proxy.membership.discovery import _connection_refusal
+from vllm_disagg.proxy.membership.instance_client import connection_refusal
 from vllm_disagg.proxy.routing import decode_wait
 from vllm_disagg.proxy.routing.decode_wait import DecodeWait
 from vllm_disagg.proxy.routing.fleet import NO_CONNECTION, NOT_PROBED, SILENT, Fleet, Instance
@@ -115,7 +115,7 @@ async def test_a_dead_address_makes_no_model_uncertain() -> None:
     new.models = frozenset()
     fleet = Fleet([new, instance("http://e")])
     assert fleet.is_model_uncertain("a") and not fleet.is_model_uncertain("m")
-    new.mark_down(_connection_refusal(Unreachable("refused", "Connection refused")))
+    new.mark_down(connection_refusal(Unreachable("refused", "Connection refused")))
     assert not fleet.is_model_uncertain("a")
     new.up, new.unavailable_reason = True, ""  # its models are not known yet
     assert fleet.is_model_uncertain("a")

@@ -13,7 +13,7 @@ from proxy_world import Call, Client, World, until, world
 from vllm_disagg.proxy.http.limits import Limits
 from vllm_disagg.proxy.http.request import HttpRequest
 from vllm_disagg.proxy.http.server import Connection, Server
-from vllm_disagg.proxy.membership import discovery
+from vllm_disagg.proxy.membership import metrics_poll
 from vllm_disagg.proxy.routing.fleet import Fleet
 from vllm_disagg.proxy.status import feed
 from vllm_disagg.proxy.status.page import PAGE_FILE
@@ -238,7 +238,7 @@ async def test_a_fault_of_the_status_ends_nothing(
 async def test_engines_bytes_are_shown_by_pair_and_transport(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(discovery, "CACHE_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(metrics_poll, "CACHE_POLL_SECONDS", 0.05)
 
     def prepare(w: World) -> None:
         w.d.metric_lines = received(0)

@@ -1,6 +1,7 @@
 """Probes each instance, and notices within two seconds when its state changes.
 
-One task per instance requests /health four times a second. States of an instance:
+One task per instance requests /health four times a second, and starts probes (`probe.py`) and polls
+of metrics (`metrics_poll.py`) when they are due. States of an instance:
 
     not probed --(probe succeeds)--> up --(see below)--> down --(probe succeeds)--> up
 
@@ -11,7 +12,7 @@ An instance goes down when
   * it twice answers anything but 200,
   * it is *silent*: no byte for `ProxySettings.liveness_timeout` seconds, on /health or any stream,
   * its API server answers, but its engine makes no steps (`engine_steps.py`) for
-    `ProxySettings.prefill_timeout` / STEP_CHECK_RATIO seconds.
+    `ProxySettings.prefill_timeout` / `metrics_poll.STEP_CHECK_RATIO` seconds.
 
 A busy API server may be late with /health; bytes of any stream show that the instance lives. With
 the defaults a frozen instance is down 1.25 to 1.75 s after its last byte. Its requests then fail
@@ -37,89 +38,35 @@ Time in which this process itself did not run counts against no instance.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 from collections.abc import Callable
 
-import msgspec
-
-from ...fleet import dialling
-from ...fleet.grants import (
-    OTHER_VERSION,
-    REQUEST_KEY,
-    VERSION,
-    WHOLE_KEY,
-    Grant,
-    mint,
-    new_transfer,
-)
 from ...fleet.keys import FleetKey
-from ...protocol.peers import EngineCard, EngineInfo
-from ..http.connection_pool import FULL_STATUSES, ConnectionPool
-from ..http.headers import LOOP_STATUS, Headers
-from ..http.reasons import STOPPING_DETAIL
-from ..http.stall_timer import patient
+from ..http.connection_pool import ConnectionPool
+from ..http.headers import LOOP_STATUS
 from ..http.upstream_response import UnknownName, Unreachable
-from ..routing.engine_steps import LOOKS_PER_PATIENCE, StepVerdict, fingerprint
 from ..routing.fleet import (
     MAX_SILENCE_SECONDS,
     NO_CONNECTION,
-    NOT_PROBED,
     SILENT,
-    TRANSFERS_OFF,
     Fleet,
     Instance,
     is_one_engine,
-    mismatch,
 )
-from .engine_answers import (
-    DECODE_ERRORS,
-    KV_CACHE_USAGE,
-    NIXL_PREFILL,
-    WAITING,
-    card_in,
-    decode_models,
-    decode_probe,
-    engine_in,
-    params_in,
-    refusal_in,
-    values,
-)
+from .instance_client import NO_NAME, InstanceClient, UnexpectedAnswer, connection_refusal
+from .metrics_poll import MetricsPoller
+from .probe import Prober, RestartSigns, is_probe_due
+from .state_changes import StateChanges
 
 log = logging.getLogger(__name__)
 
-PROBE_TIMEOUT_SECONDS = 30.0  # a probe waits behind the engine's other work
-CACHE_POLL_SECONDS = 2.0  # between two polls of a decode instance's metrics
-REPORT_POLL_SECONDS = 10.0  # of one that can only prefill, whose figures only operators read
-CLOCK_REFRESH_SECONDS = 3600.0  # age at which the reading of an engine's clock is renewed
-# Between two probes after ends of kept connections: some servers keep none for long.
-RESTART_PROBE_SECONDS = 10.0
-# Between two probes of an engine without /v1/completions: a gateway may lack it only for a moment.
-GENERATION_PROBE_SECONDS = 5.0
 BUSY_HEALTH_SECONDS = 30.0  # for /health while streams show that the instance lives
-STEP_CHECK_RATIO = 4  # an engine has prefill_timeout / this for a step while it owes an answer
-NO_NAME = "DNS does not know its name"
 CANNOT_CONNECT = "this proxy cannot connect"  # to any instance, so nothing was learnt of this one
 UNCHECKED = (NO_NAME, NO_CONNECTION, CANNOT_CONNECT)  # open connections may go on
 IS_PROXY = "a proxy of vllm-disagg answers there, this one or another: give the URLs of engines"
 STALLED = "its engine makes no steps"
-NO_GENERATION = "its model does not generate, or its gateway has no /v1/completions"
-HAS_GENERATED = "/v1/completions answers 404, and its model has generated"
 WATCH_RETRY_SECONDS = 5.0  # until a watch that failed begins anew
-
-
-# Whether an instance is up, why it is not used, its engine.
-_ReportedState = tuple[bool, str, EngineInfo | None]
-_NEW_STATE: _ReportedState = (False, NOT_PROBED, None)
-
-
-class _UnexpectedAnswer(Exception):
-    """Reports an answer that vLLM does not give."""
-
-    def __init__(self, message: str, status: int = 200) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 async def _oversleep(seconds: float) -> float:
@@ -128,42 +75,6 @@ async def _oversleep(seconds: float) -> float:
     began_at = loop.time()
     await asyncio.sleep(seconds)
     return max(0.0, loop.time() - began_at - seconds)
-
-
-class _RestartSigns:
-    """Decides when the end of a kept connection makes a probe necessary.
-
-    Another process may answer at the instance's URL since then.
-    """
-
-    def __init__(self, pool: ConnectionPool) -> None:
-        self._pool = pool
-        self._ends_seen = 0
-        self._needed_at = float("-inf")
-
-    def is_probe_needed(self, now: float) -> bool:
-        """Returns whether a connection has ended, at most once in RESTART_PROBE_SECONDS."""
-        is_early = now - self._needed_at < RESTART_PROBE_SECONDS
-        if is_early or self._pool.unused_ends == self._ends_seen:
-            return False
-        self._ends_seen = self._pool.unused_ends
-        self._needed_at = now
-        return True
-
-
-def _connection_refusal(error: Unreachable) -> str:
-    return f"refuses connections: {error.detail}"
-
-
-def _probe_failure(error: Exception) -> str:
-    """Returns the reason for a failed probe; that of a dead engine is its health check's."""
-    if isinstance(error, UnknownName):
-        return NO_NAME
-    if isinstance(error, Unreachable) and error.reason == "no_connection":
-        return NO_CONNECTION
-    if isinstance(error, Unreachable) and error.reason == "refused":
-        return _connection_refusal(error)
-    return f"does not answer a probe: {error}"
 
 
 class Discovery:
@@ -185,22 +96,12 @@ class Discovery:
         """
         self._fleet = fleet
         self._pools = pools
-        self._key = key
-        self._headers: Headers = [(b"content-type", b"application/json")]
-        if api_key:
-            self._headers.append((b"authorization", b"Bearer " + api_key.encode()))
-        self._on_change = on_change
-        # Called with each metrics page that was read, and the time; raises ValueError for one that
-        # cannot be parsed.
-        self.on_metrics_read: Callable[[Instance, bytes, float], None] = lambda *_: None
         self._liveness_timeout = liveness_timeout
         self._prefill_timeout = prefill_timeout
-        # With `--first-token prefill`: engines that have no such token are logged.
-        self.wants_prefill_tokens = False
-        # Seconds between two polls of an engine that owes an answer.
-        self._step_poll_seconds = prefill_timeout / STEP_CHECK_RATIO / (LOOKS_PER_PATIENCE + 1)
-        self._reported: dict[str, _ReportedState] = {}  # the state that was logged last, by URL
-        self._nudges: dict[Instance, asyncio.Task[None]] = {}
+        self._client = InstanceClient(pools, api_key)
+        self.changes = StateChanges(fleet, on_change)
+        self.prober = Prober(self._client, key, self.changes)
+        self.poller = MetricsPoller(self._client, prefill_timeout)
 
     async def watch(self, instance: Instance, interval: float) -> None:
         """Watches one instance until cancelled. An unexpected error restarts only this watch.
@@ -221,15 +122,14 @@ class Discovery:
 
     async def _follow(self, instance: Instance, interval: float) -> None:
         loop = asyncio.get_running_loop()
-        self._reported.pop(instance.url, None)  # of an earlier instance at this URL
-        instance.state_since = loop.time()
+        self.changes.begin(instance)
         probe: asyncio.Task[None] | None = None
         poll: asyncio.Task[None] | None = None
         last_well = loop.time()
         last_poll = loop.time()
         last_probe = loop.time()
         pool = self._pools[instance.url]
-        restart_signs = _RestartSigns(pool)
+        restart_signs = RestartSigns(pool)
         chunks_seen = 0
         try:
             while True:
@@ -247,20 +147,21 @@ class Discovery:
                 if not instance.up and trouble not in ("", CANNOT_CONNECT):
                     if probe:
                         probe.cancel()
-                elif self._is_probe_due(instance, loop.time() - last_probe) and _is_over(probe):
+                elif is_probe_due(instance, loop.time() - last_probe) and _is_over(probe):
                     last_probe = loop.time()
-                    probe = asyncio.create_task(self._probe(instance))
-                elif self._is_poll_due(instance, loop.time() - last_poll) and _is_over(poll):
+                    probe = asyncio.create_task(self.prober.probe(instance))
+                elif self.poller.is_due(instance, loop.time() - last_poll) and _is_over(poll):
                     last_poll = loop.time()
-                    poll = asyncio.create_task(self._poll_metrics(instance))
-                self._report_change(instance)
+                    poll = asyncio.create_task(self.poller.poll(instance))
+                self.changes.report(instance)
                 last_well += await _oversleep(interval)
         finally:
-            for task in (probe, poll, self._nudges.pop(instance, None)):
+            for task in (probe, poll):
                 if task:
                     task.cancel()
+            self.poller.forget(instance)
             # Pods come and go for months, each with its own address.
-            self._reported.pop(instance.url, None)
+            self.changes.forget(instance.url)
 
     def _judge(self, instance: Instance, trouble: str) -> bool:
         """Returns whether the instance is well now; else records the reason.
@@ -308,26 +209,6 @@ class Discovery:
         else:
             self._pools[instance.url].abort()
 
-    def _is_poll_due(self, instance: Instance, since_poll: float) -> bool:
-        now = asyncio.get_running_loop().time()
-        is_busy = instance.active_requests > 0
-        if instance.up and instance.step_monitor.is_read_due(now, is_busy, self._step_poll_seconds):
-            return True
-        # Roles follow the load by what these engines report.
-        is_frequent = instance.role == "decode" or instance.takes_both_roles
-        return since_poll > (CACHE_POLL_SECONDS if is_frequent else REPORT_POLL_SECONDS)
-
-    def _is_probe_due(self, instance: Instance, since_probe: float) -> bool:
-        may_generate = not instance.generates and since_probe > GENERATION_PROBE_SECONDS
-        return instance.needs_probe or may_generate or self._is_clock_old(instance)
-
-    def _is_clock_old(self, instance: Instance) -> bool:
-        """Returns whether the engine's clock must be read again; clocks drift."""
-        now = asyncio.get_running_loop().time()
-        return (
-            instance.connector == "disagg" and now - instance.clock_read_at > CLOCK_REFRESH_SECONDS
-        )
-
     def _has_alternative(self, instance: Instance, is_silent: bool = False) -> bool:
         """Returns whether another decode engine can take the requests.
 
@@ -350,7 +231,7 @@ class Discovery:
         last_sign = loop.time()
         chunks_seen = pool.chunks_received
         health = asyncio.create_task(
-            self._request(instance, "GET", "/health", timeout=BUSY_HEALTH_SECONDS)
+            self._client.request(instance, "GET", "/health", timeout=BUSY_HEALTH_SECONDS)
         )
         try:
             while not health.done():
@@ -377,12 +258,12 @@ class Discovery:
                 trouble = NO_CONNECTION
                 instance.mark_down(trouble)
             if error.reason == "refused":
-                instance.mark_down(_connection_refusal(error))
+                instance.mark_down(connection_refusal(error))
                 pool.abort()
             return trouble
-        except (TimeoutError, _UnexpectedAnswer) as error:
+        except (TimeoutError, UnexpectedAnswer) as error:
             trouble = f"does not answer /health: {error or 'timeout'}"
-            if isinstance(error, _UnexpectedAnswer) and error.status == LOOP_STATUS:
+            if isinstance(error, UnexpectedAnswer) and error.status == LOOP_STATUS:
                 trouble = IS_PROXY
                 instance.mark_down(trouble)
             return trouble
@@ -390,276 +271,6 @@ class Discovery:
             health.cancel()
         instance.last_sign_at = loop.time()
         return ""
-
-    def _report_change(self, instance: Instance) -> None:
-        """Logs a change of state once, and calls `on_change`."""
-        state = (instance.up, instance.unavailable_reason, instance.engine)
-        before = self._reported.get(instance.url, _NEW_STATE)
-        if before != state:
-            now = asyncio.get_running_loop().time()
-            if before[0] != instance.up:
-                instance.state_since = now
-            if not instance.up:
-                instance.last_failure = instance.unavailable_reason
-                instance.last_failure_at = now
-            self._reported[instance.url] = state
-            self._log_state(instance)
-            self._on_change()
-
-    async def _request_facts(
-        self, instance: Instance
-    ) -> tuple[list[str], bytes, EngineCard | None]:
-        """Returns the instance's models, a probe's answer and its engine's card.
-
-        The answer is empty if the model does not generate.
-
-        Raises _UnexpectedAnswer, and the errors of `_request` and of decoders.
-        """
-        models = decode_models(
-            await self._request(instance, "GET", "/v1/models", timeout=PROBE_TIMEOUT_SECONDS)
-        )
-        if not models.data:
-            raise _UnexpectedAnswer("it serves no model")
-        names = [model.id for model in models.data]
-        try:
-            answer = await self._request_probe(instance, names[0])
-        except _UnexpectedAnswer as error:
-            if error.status != 404:
-                raise
-            if instance.generates and instance.model == names[0]:
-                raise _UnexpectedAnswer(HAS_GENERATED) from None
-            # vLLM has no /v1/completions for a model that does not generate. /health decides
-            # whether it lives: such an engine has 503 there after the first request that it refuses
-            # while it stops.
-            return names, b"", None
-        card = card_in(answer)
-        if card and card.rank == instance.rank:
-            # A grant for this incarnation gets the full description.
-            answer = await self._request_probe(instance, names[0], card)
-            second_card = card_in(answer)
-            if second_card is None or second_card.incarnation != card.incarnation:
-                raise _UnexpectedAnswer("it is another process than a moment ago")
-        return names, answer, card
-
-    async def _probe(self, instance: Instance) -> None:
-        try:
-            names, answer, card = await self._request_facts(instance)
-        except TimeoutError:
-            if not instance.up:  # else it is healthy and busy; the probe is repeated
-                instance.mark_down("does not answer a probe in time")
-        except (Unreachable, _UnexpectedAnswer, *DECODE_ERRORS) as error:
-            status = error.status if isinstance(error, _UnexpectedAnswer) else 0
-            is_local = isinstance(error, Unreachable) and error.reason == "local"
-            shows_nothing = is_local or status in FULL_STATUSES
-            if not (instance.up and shows_nothing):
-                instance.mark_down(_probe_failure(error))
-        else:
-            self._take_facts(instance, names, answer, card)
-        self._report_change(instance)
-
-    def _take_facts(
-        self, instance: Instance, names: list[str], answer: bytes, card: EngineCard | None
-    ) -> None:
-        """Records a probe's results; the instance is up afterwards."""
-        now = asyncio.get_running_loop().time()
-        instance.step_monitor.on_step_seen(now)
-        engine = engine_in(answer)
-        if card:
-            instance.set_clock(engine.clock if engine else card.clock, now)
-        if engine:
-            # The clock differs in each answer, and would look like a change of the engine.
-            engine = msgspec.structs.replace(engine, clock=0.0)
-        elif card and card.rank != instance.rank:  # each time another rank may answer
-            engine = EngineInfo(card.incarnation, instance.role, [], {}, card.rank)
-        instance.on_probe_answered(
-            names[0],
-            engine,
-            names,
-            nixl=params_in(answer) is not None,
-            refusal=self._explain(refusal_in(answer)) if answer else NO_GENERATION,
-        )
-        instance.generates = bool(answer)
-
-    def _explain(self, refusal: str) -> str:
-        """Returns a connector's refusal of a probe's grant with what to do."""
-        if not refusal or refusal == TRANSFERS_OFF:
-            return refusal
-        if not self._key.is_set:
-            return "this proxy has no fleet key; give it that of the instance with --key-file"
-        if refusal.startswith(OTHER_VERSION):
-            return (
-                f"it refuses this proxy's grants ({refusal}): the keys are equal; install the same"
-                " release of vllm-disagg for both"
-            )
-        return (
-            f"it refuses this proxy's grants ({refusal}): give --key-file and the instance's"
-            " key_file the same key"
-        )
-
-    async def _request_probe(
-        self, instance: Instance, model: str, card: EngineCard | None = None
-    ) -> bytes:
-        """Returns a probe's answer. Without an engine's card the answer has only the card."""
-        incarnation = ""
-        until = 0.0
-        if card:
-            incarnation = card.incarnation
-            until = card.clock + 2 * PROBE_TIMEOUT_SECONDS
-        grant = mint(self._key, Grant(VERSION, "probe", new_transfer(), incarnation, until=until))
-        body = {
-            "model": model,
-            "prompt": "probe",
-            "max_tokens": 1,
-            "temperature": 0,
-            "kv_transfer_params": {**NIXL_PREFILL, REQUEST_KEY: grant},
-        }
-        answer = await self._request(
-            instance,
-            "POST",
-            "/v1/completions",
-            body=msgspec.json.encode(body),
-            timeout=PROBE_TIMEOUT_SECONDS,
-        )
-        # An engine that drains after SIGTERM still answers, but begins no request.
-        if any(choice.finish_reason == "abort" for choice in decode_probe(answer).choices):
-            raise _UnexpectedAnswer(STOPPING_DETAIL)
-        return answer
-
-    async def _poll_metrics(self, instance: Instance) -> None:
-        """Reads the use of the KV cache, and whether the engine makes steps.
-
-        Requests of other proxies use that cache too.
-        """
-        now = asyncio.get_running_loop().time
-        step_due = instance.step_monitor.is_read_due(
-            now(), instance.active_requests > 0, self._step_poll_seconds
-        )
-        try:
-            page = await self._request(instance, "GET", "/metrics", timeout=PROBE_TIMEOUT_SECONDS)
-            usages = values(KV_CACHE_USAGE, page, instance.metrics_label)
-            instance.kv_cache_usage = max(usages, default=0.0)
-            instance.is_usage_known = bool(usages)
-            self.on_metrics_read(instance, page, now())
-            waiting = values(WAITING, page, instance.metrics_label)
-            instance.waiting_in_engine = sum(waiting) if waiting else None
-        except (Unreachable, TimeoutError, _UnexpectedAnswer, ValueError):
-            instance.kv_cache_usage = (
-                0.0  # unknown; the health check decides whether the instance lives
-            )
-            instance.is_usage_known = False
-            instance.waiting_in_engine = None
-            return
-        if step_due:
-            numbers = fingerprint(page, instance.metrics_label)
-            verdict = instance.step_monitor.on_metrics_read(numbers, now())
-            if verdict is StepVerdict.NUDGE:
-                self._nudge(instance)
-
-    def _nudge(self, instance: Instance) -> None:
-        """Causes a change that the engine's next step shows.
-
-        That is a request for one token; if one is waiting already, its cancellation.
-        """
-        nudge = self._nudges.get(instance)
-        if nudge and not nudge.done():
-            nudge.cancel()
-        else:
-            self._nudges[instance] = asyncio.create_task(self._request_one_token(instance))
-
-    async def _request_one_token(self, instance: Instance) -> None:
-        fields = {"model": instance.model, "prompt": "probe", "max_tokens": 1, "temperature": 0}
-        # A connector warns of requests without parameters.
-        params = {"kv_transfer_params": {WHOLE_KEY: True}} if instance.engine else {}
-        body = msgspec.json.encode({**fields, **params})
-        # A failure shows nothing about the engine.
-        with contextlib.suppress(Unreachable, TimeoutError, _UnexpectedAnswer):
-            await self._request(
-                instance, "POST", "/v1/completions", body=body, timeout=PROBE_TIMEOUT_SECONDS
-            )
-            instance.step_monitor.on_step_seen(asyncio.get_running_loop().time())
-
-    async def _request(
-        self, instance: Instance, method: str, path: str, *, body: bytes = b"", timeout: float
-    ) -> bytes:
-        """Returns the body of an answer with status 200.
-
-        Raises Unreachable, TimeoutError, or _UnexpectedAnswer for another status.
-        """
-        async with patient(timeout):
-            answer = await self._pools[instance.url].send(method, path, self._headers, body)
-            try:
-                content = await answer.read()
-            finally:
-                answer.close()
-        if answer.status != 200:
-            raise _UnexpectedAnswer(f"{method} {path} answered {answer.status}", answer.status)
-        return content
-
-    def _log_state(self, instance: Instance) -> None:
-        """Logs an instance's state, and each instance that it cannot be paired with."""
-        if not instance.up:
-            log.warning(
-                "instance %s (%s) is not used: %s",
-                instance.url,
-                instance.role,
-                instance.unavailable_reason,
-            )
-            return
-        if instance.unavailable_reason:
-            use = "serves whole requests only" if instance.role == "decode" else "is not used"
-            log.warning(
-                "instance %s (%s) %s: it %s",
-                instance.url,
-                instance.role,
-                use,
-                instance.unavailable_reason,
-            )
-            return
-        connector = "NixlConnector"
-        if instance.engine:
-            connector = f"{len(instance.engine.workers)} workers"
-        log.info(
-            "instance %s (%s) is ready: %s, %s",
-            instance.url,
-            instance.role,
-            instance.model,
-            connector,
-        )
-        can_prefill = instance.role == "prefill" or instance.takes_both_roles
-        if self.wants_prefill_tokens and can_prefill and instance.engine:
-            _log_missing_tokens(instance.url, instance.engine)
-        for other in self._fleet.instances:
-            if other.role != instance.role and other.up and other.can_transfer:
-                _log_mismatch(instance, other)
-
-
-def _log_mismatch(instance: Instance, other: Instance) -> None:
-    prefill = instance if instance.role == "prefill" else other
-    decode = other if instance.role == "prefill" else instance
-    if reason := mismatch(prefill, decode):
-        log.warning("instances %s and %s are never paired: %s", prefill.url, decode.url, reason)
-        return
-    if not (prefill.engine and decode.engine):
-        return
-    # The boot ids of containers may differ on one machine, so this is no reason to part the two.
-    if obstacle := dialling.obstacle(prefill.engine, decode.engine):
-        log.warning(
-            "instances %s and %s: %s; set host in their kv_connector_extra_config to addresses"
-            " that the other one reaches, else D computes the prompts",
-            prefill.url,
-            decode.url,
-            obstacle,
-        )
-
-
-def _log_missing_tokens(url: str, engine: EngineInfo) -> None:
-    """Logs an engine whose prefill legs sample no token of an answer."""
-    if not engine.computes_last_token:
-        log.warning(
-            "instance %s computes prompts without their last token: its model has sliding windows"
-            " or SSM states, or its version is older; --first-token prefill has no effect there",
-            url,
-        )
 
 
 def _is_over(task: asyncio.Task[None] | None) -> bool:

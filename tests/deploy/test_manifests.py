@@ -30,9 +30,10 @@ from pods import VARIABLE
 from vllm_disagg import __version__, cli, config, drain
 from vllm_disagg.fleet.conventions import KV_ROLES, QUIET_ACCESS_LOG_FLAG
 from vllm_disagg.fleet.keys import ADMIN_KEY
+from vllm_disagg.proxy.http.connection import Connection
 from vllm_disagg.proxy.http.limits import Limits
 from vllm_disagg.proxy.http.request import HttpRequest
-from vllm_disagg.proxy.http.server import Connection, Server
+from vllm_disagg.proxy.http.server import Server
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -21,10 +21,11 @@ from vllm_disagg.fleet.keys import KEY_BYTES, FleetKey
 from vllm_disagg.fleet.registration import RegistrationNote, sign
 from vllm_disagg.protocol.peers import EngineInfo
 from vllm_disagg.proxy.http.addresses import check_url
+from vllm_disagg.proxy.http.connection import Connection
 from vllm_disagg.proxy.http.endpoint_schema import SCHEMAS
 from vllm_disagg.proxy.http.limits import Limits
 from vllm_disagg.proxy.http.request import HttpRequest
-from vllm_disagg.proxy.http.server import Connection, Server
+from vllm_disagg.proxy.http.server import Server
 from vllm_disagg.proxy.http.upstream import UpstreamConnection
 from vllm_disagg.proxy.http.upstream_response import Unreachable
 from vllm_disagg.proxy.http.websocket import FrameReader

@@ -18,7 +18,7 @@ from proxy_world import Call, ScriptedEngine, World, answer, until
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet import keys
 from vllm_disagg.proxy import flags, main
-from vllm_disagg.proxy.http.server import Limits
+from vllm_disagg.proxy.http.limits import Limits
 from vllm_disagg.proxy.main import add_arguments, run
 from vllm_disagg.proxy.routing.fleet import TRANSFERS_OFF, Fleet, Instance
 from vllm_disagg.proxy.settings import ProxySettings, from_arguments

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from proxy_world import Call, Client, answer, until, world
+from vllm_disagg.proxy.http import connection as connection_module
 from vllm_disagg.proxy.http import connection_state
-from vllm_disagg.proxy.http import server as server_module
+from vllm_disagg.proxy.http.connection import Connection
 from vllm_disagg.proxy.http.limits import SLICE_BYTES, Limits
 from vllm_disagg.proxy.http.request import HttpRequest
-from vllm_disagg.proxy.http.server import Connection, Server
+from vllm_disagg.proxy.http.server import Server
 from vllm_disagg.proxy.http.tcp_progress import has_unread_bytes
 from vllm_disagg.proxy.routing.fleet import Fleet
 from vllm_disagg.proxy.telemetry.metrics import Metrics
@@ -503,7 +504,7 @@ async def test_a_connection_above_the_limit_lingers_only_for_a_moment(
 ) -> None:
     """Nothing bounds how many come; a client that acknowledges nothing is not waited for."""
     monkeypatch.setattr(connection_state, "LINGER_SECONDS", 0.05)
-    monkeypatch.setattr(server_module, "has_unread_bytes", lambda transport: True)
+    monkeypatch.setattr(connection_module, "has_unread_bytes", lambda transport: True)
     async with serving(Limits(connections=1)) as (server, _, port):
         kept = await connect(port)
         await until(lambda: len(server.connections) == 1)

@@ -9,9 +9,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from proxy_world import Call, Client, answer, until, world
+from vllm_disagg.proxy.http.connection import Connection
 from vllm_disagg.proxy.http.limits import Limits
 from vllm_disagg.proxy.http.request import HttpRequest
-from vllm_disagg.proxy.http.server import Connection, Server
+from vllm_disagg.proxy.http.server import Server
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 BODY = b'{"model":"m","prompt":"hi"}'

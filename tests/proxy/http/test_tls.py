@@ -16,10 +16,11 @@ import trustme
 from proxy_world import Call, Client, ScriptedEngine, World, answer, until, world
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.proxy.http.addresses import AllowedNetworks, check_url
+from vllm_disagg.proxy.http.connection import Connection
 from vllm_disagg.proxy.http.connection_pool import ConnectionPool
 from vllm_disagg.proxy.http.limits import Limits
 from vllm_disagg.proxy.http.request import HttpRequest
-from vllm_disagg.proxy.http.server import Connection, Server
+from vllm_disagg.proxy.http.server import Server
 from vllm_disagg.proxy.http.tls import UpstreamTrust
 from vllm_disagg.proxy.http.upstream_response import Unreachable
 

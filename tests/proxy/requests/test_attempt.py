@@ -9,10 +9,10 @@ from typing import cast
 import pytest
 
 from vllm_disagg.protocol.peers import EngineInfo, WorkerInfo
+from vllm_disagg.proxy.http.connection import Connection
 from vllm_disagg.proxy.http.endpoint_schema import SCHEMAS
 from vllm_disagg.proxy.http.reasons import Reason
 from vllm_disagg.proxy.http.request import HttpRequest
-from vllm_disagg.proxy.http.server import Connection
 from vllm_disagg.proxy.http.upstream import UpstreamConnection
 from vllm_disagg.proxy.http.upstream_response import UpstreamResponse
 from vllm_disagg.proxy.requests import bodies

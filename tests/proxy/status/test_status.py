@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from proxy_world import Call, Client, World, until, world
+from vllm_disagg.proxy.http.connection import Connection
 from vllm_disagg.proxy.http.limits import Limits
 from vllm_disagg.proxy.http.request import HttpRequest
-from vllm_disagg.proxy.http.server import Connection, Server
+from vllm_disagg.proxy.http.server import Server
 from vllm_disagg.proxy.membership import metrics_poll
 from vllm_disagg.proxy.routing.fleet import Fleet
 from vllm_disagg.proxy.status import feed

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from .connection import Connection
 from .headers import Headers
 from .request import HttpRequest
-from .server import Connection
 
 ALLOWED_METHODS = b"GET, POST, OPTIONS"
 MAX_AGE = b"600"  # seconds for which a browser may cache a preflight's answer

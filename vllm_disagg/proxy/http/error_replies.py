@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from .connection import Connection
 from .headers import find
 from .response import JSON, error_body
-from .server import Connection
 from .sse import DONE
 
 

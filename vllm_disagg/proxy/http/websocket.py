@@ -12,10 +12,10 @@ States of the direction to the client (`FrameReader`):
 
 from __future__ import annotations
 
+from .connection import Connection
 from .error_replies import RequestFailed
 from .headers import end_to_end
 from .reasons import Reason
-from .server import Connection
 from .stall_timer import StallTimer
 from .upstream_response import Unreachable, UpstreamResponse
 

@@ -35,11 +35,11 @@ from ...fleet.keys import ADMIN_KEY
 from ...fleet.registration import REGISTER_PATH as REGISTER
 from ..http import bearer
 from ..http.addresses import AllowedNetworks, check_url, split_rank
+from ..http.connection import Connection
 from ..http.headers import Headers
 from ..http.request import HttpRequest
 from ..http.response import JSON, error_body
 from ..http.routes import FLEET_VIEWS
-from ..http.server import Connection
 from ..membership.members import Members, MembershipChange
 from ..membership.registry import Registered, Registry
 from ..routing.fleet import Role

@@ -17,6 +17,7 @@ import msgspec
 from ...fleet.registration import REGISTER_PATH as REGISTER
 from ..http import bearer, routes
 from ..http.cancel_scope import TimeLimit
+from ..http.connection import Connection
 from ..http.cors import Cors, may_open
 from ..http.endpoint_schema import SCHEMAS
 from ..http.error_replies import RequestFailed, answer_error
@@ -24,7 +25,6 @@ from ..http.headers import FORWARDED_HEADER, LOOP_STATUS, Headers
 from ..http.request import HttpRequest
 from ..http.response import JSON, error_body
 from ..http.routes import How
-from ..http.server import Connection
 from ..routing.concurrency_limit import PRIORITY_HEADER, ConcurrencyLimit, priority
 from ..routing.fleet import Instance
 from ..routing.instance_report import Clock, report

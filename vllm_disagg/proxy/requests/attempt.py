@@ -20,10 +20,10 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from ..http.connection import Connection
 from ..http.headers import Headers
 from ..http.reasons import Reason
 from ..http.request import HttpRequest
-from ..http.server import Connection
 from ..http.upstream_response import UpstreamResponse
 from ..routing.fleet import Fleet, Instance
 from ..routing.pairing import InstancePair

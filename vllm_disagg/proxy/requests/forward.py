@@ -19,13 +19,13 @@ from contextlib import contextmanager
 import msgspec
 
 from ..http import routes
+from ..http.connection import Connection
 from ..http.connection_pool import ConnectionPool, pool_of
 from ..http.error_replies import RequestFailed
 from ..http.headers import Headers, end_to_end, find
 from ..http.reasons import CUT_OFF_DETAIL, STOPPING_DETAIL, Reason
 from ..http.request import HttpRequest
 from ..http.response import JSON, error_body
-from ..http.server import Connection
 from ..http.upstream_response import Unreachable, UpstreamResponse
 from ..http.websocket import join
 from ..routing.fleet import Fleet, Instance

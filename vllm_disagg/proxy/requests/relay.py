@@ -53,10 +53,10 @@ from __future__ import annotations
 
 from functools import partial
 
+from ..http.connection import Connection
 from ..http.connection_pool import ConnectionPool
 from ..http.headers import RANK_HEADER, end_to_end
 from ..http.request import HttpRequest
-from ..http.server import Connection
 from ..routing.fleet import Fleet
 from ..routing.policies import Policy
 from ..routing.queues import Queues

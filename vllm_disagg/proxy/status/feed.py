@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
+from ..http.connection import Connection
 from ..http.response import JSON, error_body
-from ..http.server import Connection
 from ..routing.instance_report import Clock
 from ..telemetry.metrics import LatencyObjectives
 from .merge import FleetStatus, merge_shares

@@ -8,9 +8,9 @@ from collections import deque
 
 import msgspec
 
+from ..http.connection import Connection
 from ..http.request import HttpRequest
 from ..http.routes import GENERATING, template
-from ..http.server import Connection
 from .access_log import AccessLog
 from .logs import FailedRequestLog
 from .meter import TrafficCounters, now

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from proxy_world import Call, World, answer, settle, world
-from vllm_disagg.proxy.requests.continuation import ChoiceTranscript, form_of
+from vllm_disagg.proxy.requests.choice_events import form_of
+from vllm_disagg.proxy.requests.continuation import ChoiceTranscript
 from vllm_disagg.proxy.requests.streams import FOLD_BYTES, StreamRecorder, aborted
 
 DONE = b"data: [DONE]\n\n"

@@ -174,8 +174,8 @@ def test_a_stream_with_a_large_event_is_passed_on_unparsed_and_not_continued(
     monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
     """The event of a long echoed prompt with logprobs: parsing it would delay all streams."""
-    monkeypatch.setattr("vllm_disagg.proxy.requests.continuation._decode_event", None)
-    monkeypatch.setattr("vllm_disagg.proxy.requests.continuation._decode_events", None)
+    monkeypatch.setattr("vllm_disagg.proxy.requests.choice_events._decode_event", None)
+    monkeypatch.setattr("vllm_disagg.proxy.requests.choice_events._decode_events", None)
     out, stopped = bytearray(), []
     recorder = StreamRecorder(out.extend, record=True, path="/v1/completions")
     sink = recorder.start_answer(lambda *said: stopped.append(said))

@@ -2,6 +2,7 @@
 
 api -> admin, relay -> plans, legs, delivery, forward -> leg_answers -> attempt
     -> bodies, completeness, failover, first_content -> streams -> named_events -> continuation
+    -> choice_events
 
 Each name is a file, and imports only names to its right.
 """

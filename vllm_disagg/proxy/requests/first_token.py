@@ -36,7 +36,8 @@ from ..flags import FirstTokenMode
 from ..http.headers import Headers, find
 from ..routing.pairing import InstancePair
 from .bodies import Body
-from .continuation import ChoiceTranscript, NotReplayable, answer_identity, is_blank_or_comment
+from .choice_events import NotReplayable, answer_identity, is_blank_or_comment
+from .continuation import ChoiceTranscript
 
 log = logging.getLogger(__name__)
 

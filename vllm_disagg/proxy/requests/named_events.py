@@ -24,13 +24,8 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from .continuation import (
-    Diverged,
-    EventForm,
-    NotReplayable,
-    decode_known,
-    is_blank_or_comment,
-)
+from .choice_events import EventForm, NotReplayable, decode_known, is_blank_or_comment
+from .continuation import Diverged
 
 MAX_PARTS = 8192  # steps and runs of one answer: a few MiB of memory
 _DONE = b"data: [DONE]"

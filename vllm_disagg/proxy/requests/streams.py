@@ -26,14 +26,8 @@ from ..http import sse
 from ..http.reasons import STOPPING_DETAIL, Reason
 from ..http.sse import DONE, ERROR, EVENT_ERROR, EVENT_FAILED, is_error
 from . import named_events
-from .continuation import (
-    ChoiceTranscript,
-    Diverged,
-    EventForm,
-    NotReplayable,
-    form_of,
-    is_blank_or_comment,
-)
+from .choice_events import EventForm, NotReplayable, form_of, is_blank_or_comment
+from .continuation import ChoiceTranscript, Diverged
 
 LAST_EVENTS = (DONE, b'data: {"type":"message_stop"}\n\n')
 LAST_EVENT_LINES = (b"\nevent: response.completed\n", b"\nevent: response.incomplete\n")

@@ -22,8 +22,8 @@ from vllm_disagg.fleet.grants import MAX_VALIDITY_SECONDS, Grant, verify
 from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.protocol.peers import EngineInfo, WorkerInfo
 from vllm_disagg.proxy.http.cancel_scope import TimeLimit
-from vllm_disagg.proxy.main import serve
 from vllm_disagg.proxy.requests import api
+from vllm_disagg.proxy.serving import serve
 from vllm_disagg.proxy.settings import ProxySettings
 
 KEY = FleetKey(b"k" * 32)

@@ -17,7 +17,7 @@ import pytest
 from proxy_world import Call, ScriptedEngine, World, answer, until
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet import keys
-from vllm_disagg.proxy import flags, main
+from vllm_disagg.proxy import flags, main, serving
 from vllm_disagg.proxy.http.limits import Limits
 from vllm_disagg.proxy.main import add_arguments, run
 from vllm_disagg.proxy.routing.fleet import TRANSFERS_OFF, Fleet, Instance
@@ -397,10 +397,10 @@ async def test_a_misfit_that_comes_late_is_a_line(
     """It ended a proxy that had served for hours, with all its streams."""
     fleet = misfits()
     with pytest.raises(ConfigError, match="http://p serves no KV transfers"):
-        await main._refuse_misfit(fleet, 0.001)
-    monkeypatch.setattr(main, "_MISFIT_SECONDS", 0.01)
+        await serving._refuse_misfit(fleet, 0.001)
+    monkeypatch.setattr(serving, "_MISFIT_SECONDS", 0.01)
     fleet.instances[0].mark_down("refuses connections")
-    task = asyncio.create_task(main._refuse_misfit(fleet, 0.001))
+    task = asyncio.create_task(serving._refuse_misfit(fleet, 0.001))
     await asyncio.sleep(0.02)
     assert not task.done()
     fleet.instances[0].on_probe_answered("m", None)
@@ -418,7 +418,7 @@ async def test_a_misfit_ends_no_proxy_that_has_served(
         fleet.choices = 1
     else:
         fleet.instances[1].in_flight = 1  # by the shared table of loads
-    await main._refuse_misfit(fleet, 0.001)
+    await serving._refuse_misfit(fleet, 0.001)
     assert "no prefill and decode instance can be paired" in caplog.text
 
 
@@ -426,7 +426,7 @@ async def test_transfers_that_an_engine_has_turned_off_end_no_proxy() -> None:
     """They are no mistake of the operator, and D serves all requests."""
     fleet = misfits()
     fleet.instances[0].on_probe_answered("m", None, refusal=TRANSFERS_OFF)
-    await main._refuse_misfit(fleet, 0.001)
+    await serving._refuse_misfit(fleet, 0.001)
 
 
 @pytest.mark.parametrize(
@@ -458,9 +458,9 @@ async def test_a_lack_of_files_is_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The event loop cuts new clients meanwhile, without a word."""
-    monkeypatch.setattr(main, "_FILES_CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(serving, "_FILES_CHECK_SECONDS", 0.01)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    watch = asyncio.create_task(main._log_lack_of_files())
+    watch = asyncio.create_task(serving._log_lack_of_files())
     with open(os.devnull) as highest:
         lowest_free = highest.fileno()
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))  # forbids new ones only

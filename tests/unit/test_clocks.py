@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 USES = {
     "vllm_disagg/planner/commands/documents.py": "the date of a plan",
     "vllm_disagg/workloads/traces.py": "the arrivals of a recorded trace",
-    "vllm_disagg/proxy/main.py": "moments on the status page",
+    "vllm_disagg/proxy/serving.py": "moments on the status page",
     "vllm_disagg/proxy/requests/api.py": "moments in /disagg/instances",
     "vllm_disagg/proxy/routing/instance_report.py": "the same moments as text",
     "vllm_disagg/proxy/telemetry/logs.py": "the time of a log line",

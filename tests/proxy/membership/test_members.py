@@ -16,7 +16,7 @@ from vllm_disagg.errors import BadGrant, ConfigError
 from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.fleet.registration import Registration, RegistrationNote, sign
 from vllm_disagg.protocol.peers import EngineInfo
-from vllm_disagg.proxy import main
+from vllm_disagg.proxy import serving
 from vllm_disagg.proxy.http.addresses import parse_networks
 from vllm_disagg.proxy.membership import kubernetes
 from vllm_disagg.proxy.membership import members as module
@@ -255,7 +255,7 @@ async def test_another_engine_at_the_address_of_a_drained_one_is_not_drained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new pod may get the address of one that was drained and has gone."""
-    monkeypatch.setattr("vllm_disagg.proxy.main._FILE_CHECK_SECONDS", 0.02)
+    monkeypatch.setattr("vllm_disagg.proxy.serving._FILE_CHECK_SECONDS", 0.02)
     path = tmp_path / "fleet.yaml"
     path.write_text("{}")
     settings: dict[str, Any] = {"admin_key": "root", "fleet_file": str(path)}
@@ -627,7 +627,7 @@ async def test_names_in_dns_and_their_networks(caplog: pytest.LogCaptureFixture)
 async def test_a_watched_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_disagg.proxy.main._FILE_CHECK_SECONDS", 0.05)
+    monkeypatch.setattr("vllm_disagg.proxy.serving._FILE_CHECK_SECONDS", 0.05)
     async with engines("decode", "decode") as (a, b):
         path = tmp_path / "fleet.yaml"
         path.write_text(f"decode: [{a.url}]")
@@ -740,11 +740,11 @@ async def test_a_standstill_of_the_proxy_ends_no_registration(
 
     loop = SimpleNamespace(time=lambda: now)
     monkeypatch.setattr(
-        main, "asyncio", SimpleNamespace(sleep=sleep, get_running_loop=lambda: loop)
+        serving, "asyncio", SimpleNamespace(sleep=sleep, get_running_loop=lambda: loop)
     )
     members: Any = SimpleNamespace(set=lambda source, found: listed.append(len(found)))
     with pytest.raises(asyncio.CancelledError):
-        await main._expire(registry, members)
+        await serving._expire(registry, members)
     # 10 s of its own time, in which the engine did not register.
     assert listed == [1] * 9 + [0] * 13
 

@@ -24,7 +24,7 @@ from vllm_disagg.product_sums import (
     steps_of_both_kinds,
 )
 from vllm_disagg.protocol.peers import EngineInfo, WorkerInfo
-from vllm_disagg.proxy import flags, main
+from vllm_disagg.proxy import flags, serving
 from vllm_disagg.proxy.membership import roles
 from vllm_disagg.proxy.membership.members import Members
 from vllm_disagg.proxy.membership.reconcile import Member
@@ -566,7 +566,7 @@ async def test_the_first_worker_decides_for_all(monkeypatch: pytest.MonkeyPatch)
             place=WorkerPlace(index, 2, 0, 0, 0, ""),
         )
         parts: list[Any] = [fleet, other, Metrics(fleet), members, bus, other]
-        return list(main._role_tasks(settings, *parts))
+        return list(serving._role_tasks(settings, *parts))
 
     assert tasks(1) == []
     (keeping,) = tasks(0)

@@ -13,7 +13,14 @@ import pytest
 
 from vllm_disagg import cli
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.planner.commands import engine_profiles, flags, live, live_text, live_verdict
+from vllm_disagg.planner.commands import (
+    engine_profiles,
+    flags,
+    live,
+    live_text,
+    live_verdict,
+    plan_inputs,
+)
 from vllm_disagg.planner.commands.engine_profiles import EngineWindow
 from vllm_disagg.planner.commands.metric_page import MetricSamples, MetricWindow, parse
 from vllm_disagg.planner.cost import hardware
@@ -294,7 +301,7 @@ def test_limits_of_a_step_are_assumed_in_words_and_decide_nothing(
 def _scenario(*words: str) -> Scenario:
     parser = argparse.ArgumentParser()
     flags.add_arguments(parser)
-    return flags.read(parser.parse_args(words), 2, "--gpus", live.UNMEASURED).scenario
+    return plan_inputs.read(parser.parse_args(words), 2, "--gpus", live.UNMEASURED).scenario
 
 
 @pytest.mark.parametrize("path", [0.001, 0.02])

@@ -17,7 +17,15 @@ from distserve_scenario import distserve_scenario
 
 from vllm_disagg import cli
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.planner.commands import documents, flags, launch_commands, plan, report
+from vllm_disagg.planner.commands import (
+    documents,
+    flags,
+    launch_commands,
+    plan,
+    plan_inputs,
+    report,
+    step_sources,
+)
 from vllm_disagg.planner.cost import hardware, known_models, speculative
 from vllm_disagg.planner.cost import model as known_model
 from vllm_disagg.planner.cost.latency import unloaded_prefill
@@ -50,10 +58,10 @@ def _points_file(path: Path, **fields: object) -> str:
     return str(path)
 
 
-def _planned(*words: str) -> flags.PlanInputs:
+def _planned(*words: str) -> plan_inputs.PlanInputs:
     parser = argparse.ArgumentParser()
     flags.add_arguments(parser)
-    return flags.read(parser.parse_args(words), 2, "--gpus")
+    return plan_inputs.read(parser.parse_args(words), 2, "--gpus")
 
 
 def test_closed_form(capsys: pytest.CaptureFixture[str]) -> None:
@@ -394,13 +402,13 @@ def test_a_config_is_served_by_its_folder(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_no_default_is_a_free_handoff() -> None:
     measured = {"live"}  # by the engines themselves
-    assert {kind for kind, link in flags.DEFAULT_LINKS.items() if link == "none"} == measured
+    assert {kind for kind, link in step_sources.DEFAULT_LINKS.items() if link == "none"} == measured
     alone = PerformanceSource("profile", "points.json")
-    assert flags._default_link("profile", alone, alone).name == "eth-25"
+    assert step_sources.default_link("profile", alone, alone).name == "eth-25"
     beside = msgspec.structs.replace(alone, beside=1)
-    assert flags._default_link("profile", beside, beside).name == "loopback"
+    assert step_sources.default_link("profile", beside, beside).name == "loopback"
     elsewhere = msgspec.structs.replace(beside, machine="another")
-    assert flags._default_link("profile", beside, elsewhere).name == "eth-25"
+    assert step_sources.default_link("profile", beside, elsewhere).name == "eth-25"
 
 
 def test_a_profile_of_another_model_or_version_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,14 @@ from distserve_scenario import distserve_scenario
 
 from vllm_disagg import __version__, cli
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.planner.commands import criteria, documents, flags, launch_commands, report
+from vllm_disagg.planner.commands import (
+    criteria,
+    documents,
+    flags,
+    launch_commands,
+    plan_inputs,
+    report,
+)
 from vllm_disagg.planner.cost import hardware, model
 from vllm_disagg.planner.search import sample_size
 from vllm_disagg.planner.search.performance_source import PerformanceSource
@@ -272,7 +279,7 @@ def test_an_instance_has_the_links_of_its_gpus() -> None:
     words = ["--gpu", "h100", "--model", "llama-3.1-8b", "--link", "ib-400", "--requests", "10"]
 
     def planned(*more: str) -> Scenario:
-        return flags.read(parser.parse_args([*words, *more]), 8, "--gpus").scenario
+        return plan_inputs.read(parser.parse_args([*words, *more]), 8, "--gpus").scenario
 
     def bandwidth(scenario: Scenario, prefill_tp: int, decode_tp: int) -> float:
         pair = Placement(ReplicaGroup(prefill_tp, 1, 1), ReplicaGroup(decode_tp, 1, 1))

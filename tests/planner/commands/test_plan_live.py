@@ -15,7 +15,7 @@ import pytest
 
 from vllm_disagg import cli
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.planner.commands import flags, live, live_verdict
+from vllm_disagg.planner.commands import flags, live, live_verdict, plan_inputs
 from vllm_disagg.planner.commands.live import between
 from vllm_disagg.planner.commands.live_text import text
 from vllm_disagg.planner.commands.live_verdict import ObservedTraffic
@@ -191,7 +191,7 @@ def test_a_refit_finds_how_much_slower_the_deployment_is() -> None:
         "--requests",
         "300",
     ]
-    scenario = flags.read(parser.parse_args(words), 4, "").scenario
+    scenario = plan_inputs.read(parser.parse_args(words), 4, "").scenario
     present = Placement(ReplicaGroup(1, 1, 2), ReplicaGroup(1, 1, 2))
     slow = msgspec.structs.replace(
         scenario,
@@ -313,7 +313,7 @@ def test_a_fleet_that_holds_many_times_its_rate_is_judged_by_longer_samples(
     parser = argparse.ArgumentParser()
     flags.add_arguments(parser)
     words = ["--coefficients", "distserve-a100", "--model", "opt-13b", "--workload", "60:8"]
-    scenario = flags.read(parser.parse_args([*words, "--requests", "50"]), 3, "").scenario
+    scenario = plan_inputs.read(parser.parse_args([*words, "--requests", "50"]), 3, "").scenario
     scenario = msgspec.structs.replace(scenario, seeds=2)
     present = Placement(ReplicaGroup(1, 1, 1), ReplicaGroup(1, 1, 2))
     traffic = ObservedTraffic(60.0, 60, 1.0, 60.0, 8.0, 0.1, 0.02)

@@ -13,7 +13,7 @@ from distserve_scenario import distserve_scenario
 
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet.conventions import QUIET_ACCESS_LOG_FLAG
-from vllm_disagg.planner.commands import documents, flags, launch_commands
+from vllm_disagg.planner.commands import documents, flags, launch_commands, plan_inputs
 from vllm_disagg.planner.cost import hardware, model
 from vllm_disagg.planner.search import advice, optimizer
 from vllm_disagg.planner.search.optimizer import RateBisection
@@ -314,7 +314,7 @@ def test_remarks_have_the_gpus_of_a_machine_of_the_type(words: str, fits: int) -
     parser = argparse.ArgumentParser()
     flags.add_arguments(parser)
     argv = ["--model", "llama-3.1-8b", "--gpu", *words.split()]
-    scenario = flags.read(parser.parse_args(argv), 8, "--gpus").scenario
+    scenario = plan_inputs.read(parser.parse_args(argv), 8, "--gpus").scenario
     for tensor in (fits, 2 * fits):
         one = Placement(ReplicaGroup(tensor, 1, 1), None, 2048)
         found = launch_commands.remarks(scenario, one)
@@ -326,7 +326,7 @@ def test_gpus_of_two_types_are_on_two_machines() -> None:
     parser = argparse.ArgumentParser()
     flags.add_arguments(parser)
     argv = ["--model", "llama-3.1-8b", "--gpu", "h100", "--decode-gpu", "l40s"]
-    scenario = flags.read(parser.parse_args(argv), 8, "--gpus").scenario
+    scenario = plan_inputs.read(parser.parse_args(argv), 8, "--gpus").scenario
     pair = Placement(ReplicaGroup(1, 1, 1), ReplicaGroup(1, 1, 1))
     assert any("on each machine begin" in note for note in launch_commands.remarks(scenario, pair))
     alone = Placement(ReplicaGroup(1, 1, 2), None, 2048)

@@ -18,7 +18,7 @@ from ..search.placement import Placement
 from ..search.scenario import Scenario
 from ..simulation.objective import SimulationResult, quantile
 from . import documents, flags, launch_commands, profile_range
-from .flags import PlanInputs
+from .plan_inputs import PlanInputs
 
 PROGRESS_INTERVAL_SECONDS = 2.0  # between two progress lines
 SHARES = (50, 90, 99)

@@ -1,12 +1,8 @@
-"""Flags that `plan` and `simulate` share, and the scenario built from them."""
+"""Flags that `plan` and `simulate` share, and the ranges of their numbers."""
 
 from __future__ import annotations
 
 import argparse
-import math
-from dataclasses import dataclass
-
-import msgspec
 
 from ...errors import ConfigError
 from ...fleet.conventions import (
@@ -17,14 +13,8 @@ from ...fleet.conventions import (
 )
 from ...setting_values import GivenText
 from ...workloads import lengths
-from ..cost import distserve, hardware, known_models, model, profile, speculative
-from ..cost.latency import FITTED_PATH, LinearLatency, PathDelay
-from ..cost.sizes import ModelCosts
+from ..cost import distserve, hardware, known_models
 from ..search import sample_size
-from ..search.performance_source import PerformanceSource, check_model
-from ..search.scenario import Scenario
-from ..simulation import workload
-from ..simulation.objective import Objective
 
 DEFAULT_WORKLOAD = "sharegpt-like"
 MIN_RATE = 1e-9  # requests/s
@@ -34,23 +24,6 @@ DEFAULT_REQUESTS = sample_size.MIN_REQUESTS
 MOST = {"requests": 10_000_000, "seeds": 1000, "node_links": 1_000_000}
 MAX_KV_TOKENS = 1 << 40
 KV_CACHE_DTYPES = ("auto", "fp8")
-# No default is a free hand-off. A profile beside other instances of its machine is of one machine.
-# With "live" the engines measured their own.
-DEFAULT_LINKS = {
-    "coefficients": "nvlink",
-    "profile": "eth-25",
-    "roofline": "ib-400",
-    "live": "none",
-}
-
-
-@dataclass(frozen=True)
-class PlanInputs:
-    """Holds the scenario, the model's name for commands, and the fits to show."""
-
-    scenario: Scenario
-    model: str
-    fits: list[tuple[str, profile.LatencyFit]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -288,95 +261,6 @@ def has_source(args: argparse.Namespace) -> bool:
     return bool(args.gpu or args.profile or args.coefficients)
 
 
-def read(
-    args: argparse.Namespace, gpus: int, flag: str, live: LinearLatency | None = None
-) -> PlanInputs:
-    """Builds the scenario from the flags.
-
-    `gpus` is the budget, and `flag` the flag that raises it. `live` stands for the step times that
-    running engines will have measured, and takes the place of a source. Raises ConfigError with one
-    line for an invalid value.
-    """
-    _check(args)
-    kind, prefill, decode, fits = _live_source(args, live) if live else _sources(args)
-    rules = args.rules or ("distserve" if kind == "coefficients" else "vllm")
-    like_distserve = rules == "distserve"
-    link = hardware.link(args.link) if args.link else _default_link(kind, prefill, decode)
-    _check_handoff(args, prefill, link)
-    work = within_length(workload.load(args.workload), prefill, args.max_model_len)
-    if args.max_model_len:
-        longest = {"max_model_len": args.max_model_len}
-        is_same = prefill == decode
-        prefill = msgspec.structs.replace(prefill, **longest)
-        decode = prefill if is_same else msgspec.structs.replace(decode, **longest)
-    overlap = not like_distserve if args.overlap is None else args.overlap
-    counting = args.attainment_of or ("each" if like_distserve else "joint")
-    for source in (prefill, decode):
-        check_model(source, gpus, flag)
-    arrivals = workload.arrivals(args.arrivals, work)
-    wanted = args.requests or DEFAULT_REQUESTS
-    requests, seeds = workload.extent(work, arrivals, wanted, args.seeds)
-    context = _mean_context(work.sample(min(requests, DEFAULT_REQUESTS), 0, arrivals))
-    is_same = prefill == decode
-    prefill = msgspec.structs.replace(prefill, context=context)
-    decode = prefill if is_same else msgspec.structs.replace(decode, context=context)
-    scenario = Scenario(
-        prefill=prefill,
-        decode=decode,
-        workload=work,
-        arrivals=arrivals,
-        objective=Objective(
-            args.ttft,
-            args.tpot,
-            args.attainment,
-            counting == "joint",
-            args.ttft_p99,
-            args.tpot_p99,
-            args.itl,
-        ),
-        requests=requests,
-        seeds=seeds,
-        gpus=gpus,
-        link=link,
-        overlap=overlap,
-        policy=args.policy,
-        concurrency=args.prefill_concurrency,
-        min_prompt_bytes=args.min_prompt_bytes,
-        spill=args.spill,
-        kv_limit=args.kv_limit,
-        budget=args.max_num_batched_tokens or 0,
-        sequences=args.max_num_seqs or 0,
-        distserve=like_distserve,
-        max_model_len=args.max_model_len or 0,
-        nics=_links_per_gpu(args, prefill),
-        decode_nics=_links_per_gpu(args, decode),
-    )
-    if not args.requests:
-        sample_size.check_attainment(scenario)
-    if (args.min_prompt_bytes or args.spill) and (reason := scenario.no_proxy_flags):
-        raise ConfigError(f"--min-prompt-bytes and --spill cannot be simulated: {reason}")
-    return PlanInputs(scenario, known_models.servable_name(args.model or prefill.served), fits)
-
-
-def within_length(
-    work: workload.Workload, source: PerformanceSource, max_model_len: int | None
-) -> workload.Workload:
-    """Returns the workload without requests that are longer than the flag, or the model, permits.
-
-    Raises ConfigError for a flag above the model's own length, with which vLLM does not start.
-    """
-    own = source.model.max_tokens if source.model else 0
-    name = source.model.name if source.model else ""
-    if max_model_len and 0 < own < max_model_len:
-        raise ConfigError(
-            f"--max-model-len: {name} takes at most {own} tokens: where you serve it with more,"
-            " give its config.json with that length"
-        )
-    tokens = max_model_len or own
-    limiter = "--max-model-len" if max_model_len else f"--model: the length of {name}"
-    return workload.limited(work, tokens, limiter) if tokens else work
-
-
 def check_rate(rate: float) -> None:
     """Raises ConfigError for what is no rate."""
     if not MIN_RATE <= rate <= MAX_RATE:
@@ -385,37 +269,7 @@ def check_rate(rate: float) -> None:
         )
 
 
-def _default_link(
-    kind: str, prefill: PerformanceSource, decode: PerformanceSource
-) -> hardware.NetworkLink:
-    """Returns the link of sources of step times: as measured with them.
-
-    Else it is the loopback if they had neighbours on one machine.
-    """
-    if prefill.link:
-        return prefill.link
-    is_one_machine = prefill.beside and prefill.machine == decode.machine
-    return hardware.link("loopback" if is_one_machine else DEFAULT_LINKS[kind])
-
-
-def _check_handoff(
-    args: argparse.Namespace, prefill: PerformanceSource, link: hardware.NetworkLink
-) -> None:
-    """Raises ConfigError if a hand-off is simulated whose bytes are not known."""
-    if prefill.model or math.isinf(link.bandwidth) or getattr(args, "colocated", None):
-        return
-    raise ConfigError(
-        f"give --model: the bytes of a hand-off depend on it, and {prefill.name} measured"
-        f" {prefill.served}; or --link none for a free one"
-    )
-
-
-def _mean_context(sample: workload.WorkloadSample) -> int:
-    """Returns the tokens that a request holds at its end, in the mean."""
-    return math.ceil((sum(sample.prompts) + sum(sample.outputs)) / len(sample))
-
-
-def _check(args: argparse.Namespace) -> None:
+def check_numbers(args: argparse.Namespace) -> None:
     """Raises ConfigError for a number out of its range."""
     for name in ("ttft", "tpot", "itl", "ttft_p99", "tpot_p99"):
         seconds = getattr(args, name)
@@ -455,136 +309,3 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--kv-limit: {args.kv_limit} is not a number of tokens: give at most {MAX_KV_TOKENS}"
         )
-
-
-def _live_source(
-    args: argparse.Namespace, latency: LinearLatency
-) -> tuple[str, PerformanceSource, PerformanceSource, list[tuple[str, profile.LatencyFit]]]:
-    """Returns sources whose step times running engines measure."""
-    for flag in ("decode_gpu", "decode_profile"):
-        if getattr(args, flag):
-            name = flag.replace("_", "-")
-            raise ConfigError(f"--{name} goes with --{name.removeprefix('decode-')}")
-    if args.speculative_config:
-        raise ConfigError("--speculative-config goes with --gpu: --live measures drafts")
-    loaded = model.load(args.model, args.kv_cache_dtype) if args.model else None
-    source = PerformanceSource("live", "the running engines", loaded, fitted=latency)
-    return "live", source, source, []
-
-
-def _sources(
-    args: argparse.Namespace,
-) -> tuple[str, PerformanceSource, PerformanceSource, list[tuple[str, profile.LatencyFit]]]:
-    """Returns the kind of source, the sources of prefill and of decode, and the fits to show."""
-    _check_source(args)
-    if args.profile:
-        loaded = model.load(args.model, args.kv_cache_dtype) if args.model else None
-        if args.decode_gpu:
-            raise ConfigError("--decode-gpu goes with --gpu; give --decode-profile")
-        points = _points(args.profile, args.model)
-        prefill, fits = _profiled(args.profile, points, loaded)
-        decode = prefill
-        if args.decode_profile:
-            decode_points = _points(args.decode_profile, args.model)
-            profile.check_pair(points, decode_points)
-            decode, decode_fits = _profiled(args.decode_profile, decode_points, loaded)
-            fits += decode_fits
-        return "profile", prefill, decode, fits
-    if args.decode_profile:
-        raise ConfigError("--decode-profile goes with --profile")
-    if not args.model:
-        raise ConfigError(
-            f"give --model: a folder with a config.json, or one of {', '.join(known_models.MODELS)}"
-        )
-    loaded = model.load(args.model, args.kv_cache_dtype)
-    if args.expert_parallel and (args.coefficients or not loaded.experts):
-        raise ConfigError("--expert-parallel goes with --gpu and a model that has experts")
-    if args.coefficients:
-        if args.decode_gpu:
-            raise ConfigError("--decode-gpu goes with --gpu: the coefficients are of one GPU")
-        distserve.degrees(args.coefficients, loaded.name)
-        source = PerformanceSource("coefficients", args.coefficients, loaded)
-        return "coefficients", source, source, []
-    prefill, decode = (
-        _roofline(args, name, loaded) for name in (args.gpu, args.decode_gpu or args.gpu)
-    )
-    return "roofline", prefill, decode, []
-
-
-def _check_source(args: argparse.Namespace) -> None:
-    """Raises ConfigError unless one source is given, with flags that go with it."""
-    given = [name for name in ("gpu", "profile", "coefficients") if getattr(args, name)]
-    for name in ("node_gpus", "node_links", "speculative_config"):
-        if getattr(args, name) and not args.gpu:
-            raise ConfigError(f"--{name.replace('_', '-')} goes with --gpu")
-    if args.acceptance_length is not None and not args.speculative_config:
-        raise ConfigError("--acceptance-length goes with --speculative-config")
-    if args.itl is not None and args.speculative_config:
-        raise ConfigError("--itl goes without --speculative-config: steps have several tokens")
-    if args.profile and args.expert_parallel:
-        raise ConfigError("--expert-parallel goes with --gpu and a model that has experts")
-    if len(given) != 1:
-        raise ConfigError(
-            "give one of --gpu, --profile and --coefficients: the source of the step times"
-        )
-
-
-def _roofline(args: argparse.Namespace, name: str, loaded: ModelCosts) -> PerformanceSource:
-    """Returns the roofline of a GPU type."""
-    config = args.speculative_config
-    return PerformanceSource(
-        kind="roofline",
-        name=name,
-        model=loaded,
-        gpu=_in_nodes(args, hardware.gpu(name)),
-        path=FITTED_PATH,
-        expert_parallel=args.expert_parallel,
-        drafts=speculative.parse(config, args.acceptance_length) if config else None,
-    )
-
-
-def _links_per_gpu(args: argparse.Namespace, source: PerformanceSource) -> float:
-    """Returns the links of each GPU of a node; 0: each instance has one link."""
-    return args.node_links / source.gpu.node if args.node_links and source.gpu else 0.0
-
-
-def _in_nodes(args: argparse.Namespace, gpu: hardware.GpuType) -> hardware.GpuType:
-    """Returns a GPU with the nodes and links that the flags give."""
-    found = msgspec.structs.replace(gpu, node=args.node_gpus or gpu.node)
-    if not args.node_links:
-        return found
-    link = hardware.link(args.link or DEFAULT_LINKS["roofline"])
-    return msgspec.structs.replace(found, fabric=link.bandwidth * args.node_links / found.node)
-
-
-def _points(path: str, name: str | None) -> profile.ProfilePoints:
-    """Loads points. Raises ConfigError if they are of another model than the one named."""
-    points = profile.load(path)
-    if name:
-        profile.check_model(points, path, name)
-    return points
-
-
-def _profiled(
-    path: str, points: profile.ProfilePoints, loaded: ModelCosts | None
-) -> tuple[PerformanceSource, list[tuple[str, profile.LatencyFit]]]:
-    """Returns the source fitted to a file's points, and the fit with the file's path."""
-    fit = profile.fit(points)
-    ranks = points.tensor_parallel_size or 1
-    source = PerformanceSource(
-        kind="profile",
-        name=path,
-        model=loaded,
-        fitted=fit.latency,
-        kv_tokens=points.kv_tokens,
-        budget=points.max_num_batched_tokens or 0,
-        beside=points.beside,
-        served=points.model,
-        machine=points.machine,
-        vllm=points.vllm,
-        was_on_gpu=bool(points.gpu),
-        measured_tp=ranks,
-        path=PathDelay(points.path.seconds, points.path.seconds_per_token),
-        link=points.handoff.link(ranks, has_bytes=bool(loaded)) if points.handoff else None,
-    )
-    return source, [(path, fit)]

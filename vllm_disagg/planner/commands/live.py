@@ -35,7 +35,7 @@ from ..search.placement import Placement, ReplicaGroup
 from ..search.scenario import Scenario
 from ..simulation import workload
 from ..simulation.simulator import simulate
-from . import engine_profiles, flags, simulated_steps
+from . import engine_profiles, flags, plan_inputs, simulated_steps
 from .live_text import cannot_tell, doubt, text
 from .live_verdict import ObservedTraffic, judge
 from .metric_page import MetricSamples, MetricWindow, parse
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None] | None = None) -> i
     present = Placement(ReplicaGroup(tp, pp, len(prefills)), ReplicaGroup(tp, pp, len(decodes)))
     is_own = not flags.has_source(args)
     budget_flag = "more GPUs, as an --instance of"
-    planned = flags.read(args, present.gpus, budget_flag, UNMEASURED if is_own else None)
+    planned = plan_inputs.read(args, present.gpus, budget_flag, UNMEASURED if is_own else None)
     source = planned.scenario.prefill
     if not is_own and (tp, pp) not in source.shapes(max(8, tp * pp)):
         raise ConfigError(f"--instance: {args.instance} cannot be simulated with {source.name}")

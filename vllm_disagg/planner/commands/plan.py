@@ -18,7 +18,7 @@ from ..search.performance_source import PerformanceSource, latency_of
 from ..search.scenario import Scenario
 from ..simulation import workload
 from ..simulation.objective import TAIL_SHARE, quantile
-from . import criteria, demand, documents, flags, live, profile_range, replay, report
+from . import criteria, demand, documents, flags, live, plan_inputs, profile_range, replay, report
 
 DEFAULT_GPUS = 4
 DEFAULT_GPUS_OF_RATE = 128
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--gpus: {args.gpus} is too few: prefill and decode need 2 or more")
     if args.report is not None:
         report.check(args.report)
-    planned = flags.read(args, args.gpus, "--gpus")
+    planned = plan_inputs.read(args, args.gpus, "--gpus")
     scenario = criteria.counted(planned.scenario, args)
     planned = dataclasses.replace(planned, scenario=scenario)
     if args.rate is not None:
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     return _compare(planned, args)
 
 
-def _compare(planned: flags.PlanInputs, args: argparse.Namespace) -> int:
+def _compare(planned: plan_inputs.PlanInputs, args: argparse.Namespace) -> int:
     """Searches the best placements and prints the advice. Returns the exit status."""
     started_at = time.monotonic()
     scenario = planned.scenario

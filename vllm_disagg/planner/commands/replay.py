@@ -27,7 +27,7 @@ from ..simulation.objective import Objective, SimulationResult, quantile
 from ..simulation.role_simulation import simulate_roles
 from ..simulation.simulator import simulate
 from ..simulation.workload import Arrivals, Workload, WorkloadSample
-from . import flags
+from . import flags, plan_inputs
 from .live import shape_of
 
 PAUSE_SECONDS = 1.0  # between two traces
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--gpus: {args.gpus} is less than two instances of {args.instance}")
     if args.rate is not None:
         flags.check_rate(args.rate)
-    scenario = flags.read(args, args.gpus, "--gpus").scenario
+    scenario = plan_inputs.read(args, args.gpus, "--gpus").scenario
     if scenario.prefill != scenario.decode:
         raise ConfigError("--replay: instances that change roles are alike: give one GPU type")
     if (tp, pp) not in scenario.prefill.shapes(args.gpus):
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
             f"--instance: {args.instance} cannot be simulated with {scenario.prefill.name}"
         )
     trace = joined([traces.read(path, "--replay") for path in args.replay])
-    work = flags.within_length(
+    work = plan_inputs.within_length(
         Workload("replay", trace=trace), scenario.prefill, args.max_model_len
     )
     sample, rate = sample_of(work.trace or trace, args.rate)

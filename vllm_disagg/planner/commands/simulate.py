@@ -17,7 +17,7 @@ from ..search.placement import Placement, ReplicaGroup
 from ..search.scenario import Scenario
 from ..simulation.objective import SimulationResult, quantile
 from ..simulation.simulator import simulate
-from . import flags, profile_range
+from . import flags, plan_inputs, profile_range
 from .documents import closed_form, describe
 
 TIMES = (
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs `simulate` and prints its result. Returns the exit status."""
     placement = _placement(args)
-    planned = flags.read(args, placement.gpus, "instances of")
+    planned = plan_inputs.read(args, placement.gpus, "instances of")
     scenario = _scaled(planned.scenario, args.scale)
     if args.prefill_first and not scenario.distserve:
         raise ConfigError(

@@ -1,0 +1,172 @@
+"""Sources of step times that flags name: a roofline, profiles, coefficients or running engines."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NamedTuple
+
+import msgspec
+
+from ...errors import ConfigError
+from ..cost import distserve, hardware, known_models, model, profile, speculative
+from ..cost.latency import FITTED_PATH, LinearLatency, PathDelay
+from ..cost.sizes import ModelCosts
+from ..search.performance_source import PerformanceSource
+
+# No default is a free hand-off. A profile beside other instances of its machine is of one machine.
+# With "live" the engines measured their own.
+DEFAULT_LINKS = {
+    "coefficients": "nvlink",
+    "profile": "eth-25",
+    "roofline": "ib-400",
+    "live": "none",
+}
+
+
+class StepSources(NamedTuple):
+    """Sources of one kind, of prefill and of decode instances, and the fits to show."""
+
+    kind: str  # a key of DEFAULT_LINKS
+    prefill: PerformanceSource
+    decode: PerformanceSource
+    fits: list[tuple[str, profile.LatencyFit]]  # with the path of the file
+
+
+def live_sources(args: argparse.Namespace, latency: LinearLatency) -> StepSources:
+    """Returns sources whose step times running engines measure.
+
+    Raises ConfigError for flags of other sources.
+    """
+    for flag in ("decode_gpu", "decode_profile"):
+        if getattr(args, flag):
+            name = flag.replace("_", "-")
+            raise ConfigError(f"--{name} goes with --{name.removeprefix('decode-')}")
+    if args.speculative_config:
+        raise ConfigError("--speculative-config goes with --gpu: --live measures drafts")
+    loaded = model.load(args.model, args.kv_cache_dtype) if args.model else None
+    source = PerformanceSource("live", "the running engines", loaded, fitted=latency)
+    return StepSources("live", source, source, [])
+
+
+def named_sources(args: argparse.Namespace) -> StepSources:
+    """Returns the sources that the flags name; raises ConfigError for flags that do not fit."""
+    _check_source(args)
+    if args.profile:
+        loaded = model.load(args.model, args.kv_cache_dtype) if args.model else None
+        if args.decode_gpu:
+            raise ConfigError("--decode-gpu goes with --gpu; give --decode-profile")
+        points = _points(args.profile, args.model)
+        prefill, fits = _profiled(args.profile, points, loaded)
+        decode = prefill
+        if args.decode_profile:
+            decode_points = _points(args.decode_profile, args.model)
+            profile.check_pair(points, decode_points)
+            decode, decode_fits = _profiled(args.decode_profile, decode_points, loaded)
+            fits += decode_fits
+        return StepSources("profile", prefill, decode, fits)
+    if args.decode_profile:
+        raise ConfigError("--decode-profile goes with --profile")
+    if not args.model:
+        raise ConfigError(
+            f"give --model: a folder with a config.json, or one of {', '.join(known_models.MODELS)}"
+        )
+    loaded = model.load(args.model, args.kv_cache_dtype)
+    if args.expert_parallel and (args.coefficients or not loaded.experts):
+        raise ConfigError("--expert-parallel goes with --gpu and a model that has experts")
+    if args.coefficients:
+        if args.decode_gpu:
+            raise ConfigError("--decode-gpu goes with --gpu: the coefficients are of one GPU")
+        distserve.degrees(args.coefficients, loaded.name)
+        source = PerformanceSource("coefficients", args.coefficients, loaded)
+        return StepSources("coefficients", source, source, [])
+    prefill, decode = (
+        _roofline(args, name, loaded) for name in (args.gpu, args.decode_gpu or args.gpu)
+    )
+    return StepSources("roofline", prefill, decode, [])
+
+
+def _check_source(args: argparse.Namespace) -> None:
+    """Raises ConfigError unless one source is given, with flags that go with it."""
+    given = [name for name in ("gpu", "profile", "coefficients") if getattr(args, name)]
+    for name in ("node_gpus", "node_links", "speculative_config"):
+        if getattr(args, name) and not args.gpu:
+            raise ConfigError(f"--{name.replace('_', '-')} goes with --gpu")
+    if args.acceptance_length is not None and not args.speculative_config:
+        raise ConfigError("--acceptance-length goes with --speculative-config")
+    if args.itl is not None and args.speculative_config:
+        raise ConfigError("--itl goes without --speculative-config: steps have several tokens")
+    if args.profile and args.expert_parallel:
+        raise ConfigError("--expert-parallel goes with --gpu and a model that has experts")
+    if len(given) != 1:
+        raise ConfigError(
+            "give one of --gpu, --profile and --coefficients: the source of the step times"
+        )
+
+
+def _roofline(args: argparse.Namespace, name: str, loaded: ModelCosts) -> PerformanceSource:
+    """Returns the roofline of a GPU type."""
+    config = args.speculative_config
+    return PerformanceSource(
+        kind="roofline",
+        name=name,
+        model=loaded,
+        gpu=_in_nodes(args, hardware.gpu(name)),
+        path=FITTED_PATH,
+        expert_parallel=args.expert_parallel,
+        drafts=speculative.parse(config, args.acceptance_length) if config else None,
+    )
+
+
+def _in_nodes(args: argparse.Namespace, gpu: hardware.GpuType) -> hardware.GpuType:
+    """Returns a GPU with the nodes and links that the flags give."""
+    found = msgspec.structs.replace(gpu, node=args.node_gpus or gpu.node)
+    if not args.node_links:
+        return found
+    link = hardware.link(args.link or DEFAULT_LINKS["roofline"])
+    return msgspec.structs.replace(found, fabric=link.bandwidth * args.node_links / found.node)
+
+
+def _points(path: str, name: str | None) -> profile.ProfilePoints:
+    """Loads points. Raises ConfigError if they are of another model than the one named."""
+    points = profile.load(path)
+    if name:
+        profile.check_model(points, path, name)
+    return points
+
+
+def _profiled(
+    path: str, points: profile.ProfilePoints, loaded: ModelCosts | None
+) -> tuple[PerformanceSource, list[tuple[str, profile.LatencyFit]]]:
+    """Returns the source fitted to a file's points, and the fit with the file's path."""
+    fit = profile.fit(points)
+    ranks = points.tensor_parallel_size or 1
+    source = PerformanceSource(
+        kind="profile",
+        name=path,
+        model=loaded,
+        fitted=fit.latency,
+        kv_tokens=points.kv_tokens,
+        budget=points.max_num_batched_tokens or 0,
+        beside=points.beside,
+        served=points.model,
+        machine=points.machine,
+        vllm=points.vllm,
+        was_on_gpu=bool(points.gpu),
+        measured_tp=ranks,
+        path=PathDelay(points.path.seconds, points.path.seconds_per_token),
+        link=points.handoff.link(ranks, has_bytes=bool(loaded)) if points.handoff else None,
+    )
+    return source, [(path, fit)]
+
+
+def default_link(
+    kind: str, prefill: PerformanceSource, decode: PerformanceSource
+) -> hardware.NetworkLink:
+    """Returns the link of sources of step times: as measured with them.
+
+    Else it is the loopback if they had neighbours on one machine.
+    """
+    if prefill.link:
+        return prefill.link
+    is_one_machine = prefill.beside and prefill.machine == decode.machine
+    return hardware.link("loopback" if is_one_machine else DEFAULT_LINKS[kind])

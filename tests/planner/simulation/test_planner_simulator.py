@@ -13,9 +13,10 @@ from vllm_disagg.planner.cost.hardware import LINKS, NetworkLink
 from vllm_disagg.planner.cost.latency import LinearLatency, PathDelay, unloaded_prefill
 from vllm_disagg.planner.cost.sizes import KvLayers
 from vllm_disagg.planner.simulation import workload
+from vllm_disagg.planner.simulation.batch import Batch
 from vllm_disagg.planner.simulation.deployment import Deployment, Handoff, ReplicaPool
 from vllm_disagg.planner.simulation.objective import Objective, quantile
-from vllm_disagg.planner.simulation.replica import Batch, Replica, SchedulingRules
+from vllm_disagg.planner.simulation.replica import Replica, SchedulingRules
 from vllm_disagg.planner.simulation.simulator import Simulation, simulate, simulate_closed
 from vllm_disagg.planner.simulation.workload import Arrivals, WorkloadSample
 from vllm_disagg.protocol.peers import EngineInfo, WorkerInfo

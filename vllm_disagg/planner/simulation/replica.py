@@ -2,10 +2,9 @@
 
 The simulation covers chunked prefill, preemption and pipelining. A batch holds one token of every
 decoding sequence and, within the token budget, chunks of prompts, oldest first. While all sequences
-only decode, one batch covers many steps. A step takes base + slope * contexts, and contexts grow by
-n a step, so the sum over j steps has a closed form. New work calls `wake`, which ends such a batch
-after the running step. `tests/property/test_planner.py` compares this with a simulation of one step
-at a time.
+only decode, one batch covers many steps. New work calls `wake`, which ends such a batch after the
+running step. `tests/property/test_planner.py` compares this with a simulation of one step at a
+time.
 
 Pipelining (pp > 1) follows vLLM: up to pp batches are in flight, each with sequences of its own. A
 stage serves in order of arrival, so the end of a batch is known at its start.
@@ -17,15 +16,16 @@ transfer.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
-from math import ceil, sqrt
 from typing import Protocol
 
 import msgspec
 
 from ..cost.latency import LatencyModel
+from .batch import Batch, DecodeGroup
+from .prefix_cache import PrefixCache
 from .token_gaps import GroupGaps, TokenGaps
 from .workload import WorkloadSample
 
@@ -77,55 +77,6 @@ class ReplicaListener(Protocol):
 
     def schedule(self, time: float, replica: Replica, batch: Batch | None) -> None:
         """Schedules the end of `batch`, or a wake-up if it is None."""
-
-
-class DecodeGroup:
-    """Sequences that decode together."""
-
-    __slots__ = ("contexts", "ends", "gaps", "n", "steps", "without_first_token")
-
-    def __init__(self, with_gaps: bool) -> None:
-        self.gaps = GroupGaps() if with_gaps else None
-        self.n = 0
-        self.steps = 0  # since the group began
-        self.contexts = 0  # sum over the sequences
-        self.ends: list[tuple[int, int]] = []  # heap of (step at which it ends, request)
-        self.without_first_token: list[int] = []
-
-
-class Batch:
-    """One step, or several decode steps, in flight."""
-
-    __slots__ = ("end", "first", "group", "growth", "prompts", "start", "steps")
-
-    def __init__(self, group: DecodeGroup, prompts: list[int], start: float) -> None:
-        self.group = group
-        self.prompts = prompts  # with their last chunk in this batch
-        self.start = start
-        self.steps = 1
-        self.first = 0.0  # seconds of the first step
-        self.growth = 0.0  # seconds that each next step takes more
-        self.end = 0.0
-
-    def elapsed(self, steps: int) -> float:
-        """Returns the seconds that the first `steps` steps take."""
-        return steps * self.first + self.growth * (steps * (steps - 1) // 2)
-
-    def steps_until(self, time: float) -> int:
-        """Returns the number of steps that end at or after `time` seconds."""
-        # The root of elapsed(steps) = time; the loops below correct its rounding.
-        if self.growth > 0:
-            linear = self.first - self.growth / 2
-            root = sqrt(linear * linear + 2 * self.growth * time)
-            steps = ceil((root - linear) / self.growth)
-        else:
-            steps = ceil(time / self.first)
-        steps = min(self.steps, max(1, steps))
-        while steps > 1 and self.elapsed(steps - 1) >= time:
-            steps -= 1
-        while steps < self.steps and self.elapsed(steps) < time:
-            steps += 1
-        return steps
 
 
 class Replica:
@@ -521,42 +472,3 @@ class Replica:
         group.contexts += ready.contexts
         group.without_first_token += ready.without_first_token
         self.ready = group
-
-
-class PrefixCache:
-    """LRU cache of prompt blocks computed on this replica.
-
-    Blocks shared with running requests count twice, except for the request being admitted.
-    """
-
-    def __init__(self, block: int) -> None:
-        self.block = block  # tokens
-        self._blocks: OrderedDict[int, None] = OrderedDict()
-
-    def hit(self, ids: Sequence[int]) -> int:
-        """Counts the leading cached blocks, and marks them as used."""
-        count = self.match(ids)
-        for block in ids[:count]:
-            self._blocks.move_to_end(block)
-        return count
-
-    def match(self, ids: Sequence[int]) -> int:
-        """Counts the leading cached blocks."""
-        blocks = self._blocks
-        count = 0
-        for block in ids:
-            if block not in blocks:
-                break
-            count += 1
-        return count
-
-    def add(self, ids: Sequence[int]) -> None:
-        """Adds the blocks of a prompt."""
-        for block in ids:
-            self._blocks[block] = None
-            self._blocks.move_to_end(block)
-
-    def shrink(self, blocks: int) -> None:
-        """Evicts the least recently used blocks until `blocks` are left."""
-        while len(self._blocks) > max(0, blocks):
-            self._blocks.popitem(last=False)

@@ -28,9 +28,10 @@ from operator import attrgetter
 from random import Random
 
 from ...fleet.conventions import BYTES_PER_TOKEN, FULL_CACHE_RATIO, REQUEST_COST_BYTES
+from .batch import Batch
 from .deployment import Deployment, ReplicaPool
 from .objective import Objective, SimulationResult
-from .replica import Batch, Replica, RequestTable
+from .replica import Replica, RequestTable
 from .workload import WorkloadSample
 
 # Time in seconds, rank, order among equal ranks, request or -1, replica (None: an arrival), batch.

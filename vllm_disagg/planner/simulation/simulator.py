@@ -30,6 +30,7 @@ from random import Random
 from ...fleet.conventions import BYTES_PER_TOKEN, FULL_CACHE_RATIO, REQUEST_COST_BYTES
 from .batch import Batch
 from .deployment import Deployment, ReplicaPool
+from .misses import MissCounter
 from .objective import Objective, SimulationResult
 from .replica import Replica, RequestTable
 from .workload import WorkloadSample
@@ -82,13 +83,11 @@ class Simulation:
         with_gaps: bool = False,
     ) -> None:
         self._deployment = deployment
-        self._objective = objective
         self._count = len(sample)
         self._counted = sample.counted
         self._arrivals = sample.arrivals(rate)
-        self._most_itl = objective.itl if objective else None
-        with_gaps = with_gaps or self._most_itl is not None
-        self._requests = requests = RequestTable(sample, with_gaps)
+        has_itl = objective is not None and objective.itl is not None
+        self._requests = requests = RequestTable(sample, with_gaps or has_itl)
         self._open_arrivals = self._count  # requests that come whatever happens, in order
         self._events: list[SimulationEvent] = []  # a heap
         self._event_order = self._count
@@ -111,16 +110,9 @@ class Simulation:
         self._link_busy = 0.0  # seconds, all senders
         self._kv_arrived = [False] * self._count
         self._next_of_loop = self._count  # next request of a closed loop
-        self._miss_counts = [0, 0, 0]  # of TTFT, TPOT and ITL; `joint` counts all in the first
-        self._tail_misses = [0, 0]  # of TTFT and of TPOT
-        self._has_missed = bytearray(self._count)
-        self._stopped_early = False
-        self._allowed_misses = objective.allowed(len(self._counted)) if objective else self._count
-        self._allowed_in_tail = 0
-        self._tails: list[float | None] = [None, None]
+        self._misses: MissCounter | None = None
         if objective:
-            self._allowed_in_tail = objective.allowed_of_tail(len(self._counted))
-            self._tails = [objective.ttft_p99, objective.tpot_p99]
+            self._misses = MissCounter(objective, self._counted, self._count)
 
     def _replicas(self, pool: ReplicaPool, requests: RequestTable, first: int) -> list[Replica]:
         """Builds the replicas of a pool, numbered from `first`."""
@@ -139,8 +131,9 @@ class Simulation:
         """Processes events until none is left, or until too many requests have missed."""
         events = self._events
         arrivals = self._arrivals
+        misses = self._misses
         arrived = 0
-        while not self._stopped_early:
+        while not (misses and misses.too_many):
             # Kept apart from the heap, which stays small. At one moment arrivals come first.
             if arrived < self._open_arrivals and (not events or arrivals[arrived] <= events[0][0]):
                 self._on_arrival(arrivals[arrived], arrived)
@@ -160,7 +153,7 @@ class Simulation:
                 replica.start_batch(now)
         replicas = (*self._prefills, *self._decodes)
         is_busy = any(replica.waiting or replica.running for replica in replicas)
-        if is_busy and not self._stopped_early:
+        if is_busy and not (misses and misses.too_many):
             raise AssertionError("a simulation ended with requests in it")
         return self._result()
 
@@ -174,12 +167,8 @@ class Simulation:
         answer = requests.outputs[r] + 1  # one token to spare
         last = deployment.decode or deployment.prefill
         if prompt + 1 > deployment.prefill.kv or prompt + answer > last.kv:
-            self._count_miss(r, 0)  # exceeds every replica: vLLM refuses it
-            self._count_miss(r, 1)
-            if self._most_itl is not None:
-                self._count_miss(r, 2)
-            self._check_tail(r, 0, float("inf"))
-            self._check_tail(r, 1, float("inf"))
+            if self._misses:
+                self._misses.on_refused(r)  # exceeds every replica: vLLM refuses it
             return
         if self._decodes:
             decode = self._decode_of_whole(now, r)
@@ -362,12 +351,8 @@ class Simulation:
         if self._requests.first_token_at[r] >= 0:
             return
         self._requests.first_token_at[r] = now
-        if not self._objective:
-            return
-        if self._ttft(r) > self._objective.ttft:
-            self._count_miss(r, 0)
-        if self._tails[0] is not None:
-            self._check_tail(r, 0, self._ttft(r))
+        if self._misses:
+            self._misses.on_first_token(r, self._ttft(r))
 
     def on_finished(self, replica: Replica, now: float, r: int) -> None:
         """Records the end of a request."""
@@ -375,15 +360,9 @@ class Simulation:
         self._finished_at[r] = now
         if self._next_of_loop < self._count:
             self._send_next(now + self._path(r))
-        if not self._objective:
-            return
-        if self._tpot(r) > self._objective.tpot:
-            self._count_miss(r, 1)
-        gaps = self._requests.gaps
-        if gaps and self._most_itl is not None and gaps.longest[r] > self._most_itl:
-            self._count_miss(r, 2)
-        if self._tails[1] is not None:
-            self._check_tail(r, 1, self._tpot(r))
+        if self._misses:
+            gaps = self._requests.gaps
+            self._misses.on_finished(r, self._tpot(r), gaps.longest[r] if gaps else 0.0)
 
     def _send_next(self, now: float) -> None:
         """Sends the next request of a closed loop."""
@@ -440,31 +419,6 @@ class Simulation:
         """Returns whether a decode replica computes the whole prompt of a request."""
         return self._decode_of[r] is not None and self._prefill_of[r] is None
 
-    def _count_miss(self, r: int, limit: int) -> None:
-        """Counts a request that misses TTFT (`limit` 0), TPOT (1) or ITL (2).
-
-        Stops the simulation when too many have missed.
-        """
-        if self._objective is None or r not in self._counted:
-            return
-        if self._objective.joint:
-            if self._has_missed[r]:
-                return
-            self._has_missed[r] = 1
-            limit = 0
-        self._miss_counts[limit] += 1
-        if self._miss_counts[limit] > self._allowed_misses:
-            self._stopped_early = True
-
-    def _check_tail(self, r: int, limit: int, seconds: float) -> None:
-        """Counts a request above the limit of 99 % of TTFT (`limit` 0) or TPOT (1)."""
-        most = self._tails[limit]
-        if most is None or seconds <= most or r not in self._counted:
-            return
-        self._tail_misses[limit] += 1
-        if self._tail_misses[limit] > self._allowed_in_tail:
-            self._stopped_early = True
-
     def _path(self, r: int) -> float:
         """Returns the seconds of a request outside the engine."""
         return self._deployment.path.of(self._requests.prompts[r])
@@ -509,7 +463,7 @@ class Simulation:
             decode_busy=self._busy_share(sum(d.busy for d in self._decodes), len(self._decodes)),
             link_busy=self._busy_share(self._link_busy, len(self._prefills)),
             preemptions=sum(replica.preemptions for replica in replicas),
-            stopped=self._stopped_early,
+            stopped=bool(self._misses and self._misses.too_many),
             aggregated=sum(map(self._is_aggregated, numbers)) / len(numbers),
             itl=itl,
         )

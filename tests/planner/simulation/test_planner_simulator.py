@@ -343,15 +343,17 @@ class ComparedChoices(Simulation):
     def __init__(self, deployment: Deployment, sample: WorkloadSample, rate: float) -> None:
         super().__init__(deployment, sample, rate, None, 0)
         self._chosen_by_request: list[Replica | None] = [None] * len(sample)
+        self._choose = self._chooser.choose_decode
+        self._chooser.choose_decode = self._choose_and_compare  # type: ignore[method-assign]
 
-    def _choose_decode(
+    def _choose_and_compare(
         self, now: float, replicas: list[Replica], prefixes_of: int | None = None
     ) -> Replica:
         instances = [
             _decode_instance(self, replica, now, self._chosen_by_request) for replica in replicas
         ]
         _, best = Policy("least_loaded").best(instances, RoutingQuery(0), {})
-        chosen = super()._choose_decode(now, replicas, prefixes_of)
+        chosen = self._choose(now, replicas, prefixes_of)
         assert instances[replicas.index(chosen)] is best
         type(self).passed_over += chosen.load > min(replica.load for replica in replicas)
         loads = sorted(replica.load for replica in replicas)

@@ -24,15 +24,14 @@ The simulation is deterministic: only the policy power_of_two draws random numbe
 from __future__ import annotations
 
 from heapq import heappop, heappush
-from operator import attrgetter
-from random import Random
 
-from ...fleet.conventions import BYTES_PER_TOKEN, FULL_CACHE_RATIO, REQUEST_COST_BYTES
+from ...fleet.conventions import BYTES_PER_TOKEN, REQUEST_COST_BYTES
 from .batch import Batch
 from .deployment import Deployment, ReplicaPool
 from .misses import MissCounter
 from .objective import Objective, SimulationResult
 from .replica import Replica, RequestTable
+from .routing import ReplicaChooser
 from .workload import WorkloadSample
 
 # Time in seconds, rank, order among equal ranks, request or -1, replica (None: an arrival), batch.
@@ -40,8 +39,6 @@ from .workload import WorkloadSample
 # the result does not depend on how many steps one event stands for.
 SimulationEvent = tuple[float, int, int, int, Replica | None, Batch | None]
 ARRIVAL_RANK = -1
-_load = attrgetter("load", "last_choice")  # of equal loads the one whose turn it is
-_last_choice = attrgetter("last_choice")
 REQUEST_COST_TOKENS = REQUEST_COST_BYTES // BYTES_PER_TOKEN
 
 
@@ -91,8 +88,7 @@ class Simulation:
         self._open_arrivals = self._count  # requests that come whatever happens, in order
         self._events: list[SimulationEvent] = []  # a heap
         self._event_order = self._count
-        self._random = Random(seed)
-        self._choices = 0  # of replicas
+        self._chooser = ReplicaChooser(deployment.policy, requests.prefixes, seed)
         self._prefills = self._replicas(deployment.prefill, requests, 0)
         self._decodes: list[Replica] = []
         if deployment.decode:
@@ -180,7 +176,7 @@ class Simulation:
             return
         requests.tokens_left[r] = requests.outputs[r] - (not self._deployment.distserve)
         # To the proxy colocated instances are decode instances without a prefill instance.
-        replica = self._choose_decode(now, self._prefills, r)
+        replica = self._chooser.choose_decode(now, self._prefills, r)
         self._count_whole(r, replica)
         replica.submit(now, r)
 
@@ -188,12 +184,12 @@ class Simulation:
         """Returns the decode replica that computes a prompt whole; None for two legs."""
         deployment = self._deployment
         if BYTES_PER_TOKEN * self._requests.prompts[r] < deployment.min_prompt_bytes:
-            return self._choose_decode(now, self._decodes)
+            return self._chooser.choose_decode(now, self._decodes)
         limit = deployment.handoff.concurrency
         if not deployment.spill or any(p.active_legs < limit for p in self._prefills):
             return None
         idle = [decode for decode in self._decodes if not decode.aggregated_requests]
-        return self._choose_decode(now, idle) if idle else None
+        return self._chooser.choose_decode(now, idle) if idle else None
 
     def _submit_whole(self, now: float, r: int, decode: Replica) -> None:
         """Sends a request to a decode replica alone."""
@@ -210,7 +206,7 @@ class Simulation:
         while self._queue_head < len(self._queue) and self._active_legs < places:
             r = self._queue[self._queue_head]
             self._queue_head += 1
-            prefill = self._choose_prefill(r)
+            prefill = self._chooser.choose_prefill(self._prefills, r, handoff.concurrency)
             prefill.active_legs += 1
             self._active_legs += 1
             self._count_at_prefill(r, prefill)
@@ -219,30 +215,15 @@ class Simulation:
                 self._decode_leg(now, r)
             prefill.submit(now, r)
 
-    def _choose_prefill(self, r: int) -> Replica:
-        """Chooses a prefill replica with a free place."""
-        limit = self._deployment.handoff.concurrency
-        if self._deployment.policy != "power_of_two":
-            # The least of all is the least of those with a free place, if it is one of them.
-            chosen = self._choose(self._prefills, r)
-            if chosen.active_legs < limit:
-                return chosen
-        return self._choose([p for p in self._prefills if p.active_legs < limit], r)
-
     def _decode_leg(self, now: float, r: int) -> None:
         """Sends the decode leg to a decode replica."""
-        decode = self._choose_decode(now, self._decodes)
+        decode = self._chooser.choose_decode(now, self._decodes)
         self._count_at_decode(r, decode)
         decode.expect_kv(now, r)
 
-    def _count_choice(self, replica: Replica) -> None:
-        """Notes a choice, so that replicas take turns."""
-        self._choices += 1
-        replica.last_choice = self._choices
-
     def _count_at_prefill(self, r: int, replica: Replica) -> None:
         """Counts a request at its prefill replica."""
-        self._count_choice(replica)
+        self._chooser.count(replica)
         replica.load += self._requests.prompts[r]
         self._prefill_of[r] = replica
 
@@ -253,51 +234,8 @@ class Simulation:
 
     def _count_whole(self, r: int, replica: Replica) -> None:
         """Counts a request, until its end, at its decode or colocated replica."""
-        self._count_choice(replica)
+        self._chooser.count(replica)
         replica.load += self._requests.prompts[r] + REQUEST_COST_TOKENS
-
-    def _choose_decode(
-        self, now: float, replicas: list[Replica], prefixes_of: int | None = None
-    ) -> Replica:
-        """Chooses a decode or colocated replica by the policy of the proxy, nearly full ones last.
-
-        The proxy subtracts prefixes that an instance has. Colocated replicas keep them (of request
-        `prefixes_of`); here no D keeps those that it receives.
-        """
-        if len(replicas) == 1 or self._deployment.policy == "round_robin":
-            return self._choose(replicas, prefixes_of)
-        replicas = self._candidates(replicas)
-        chosen = self._least_loaded(replicas, prefixes_of)
-        if not _is_nearly_full(chosen, now):
-            return chosen
-        others = [replica for replica in replicas if not _is_nearly_full(replica, now)]
-        return self._least_loaded(others, prefixes_of) if others else chosen
-
-    def _choose(self, replicas: list[Replica], prefixes_of: int | None) -> Replica:
-        """Chooses a replica by the policy of the proxy."""
-        if len(replicas) == 1:
-            return replicas[0]
-        if self._deployment.policy == "round_robin":
-            return min(replicas, key=_last_choice)
-        return self._least_loaded(self._candidates(replicas), prefixes_of)
-
-    def _candidates(self, replicas: list[Replica]) -> list[Replica]:
-        """Returns two random replicas under the policy power_of_two, else all."""
-        if self._deployment.policy == "power_of_two" and len(replicas) > 2:
-            return self._random.sample(replicas, 2)
-        return replicas
-
-    def _least_loaded(self, replicas: list[Replica], prefixes_of: int | None) -> Replica:
-        """Returns the replica with the least load, less what its cache has of a request."""
-        prefixes = self._requests.prefixes
-        if not prefixes or prefixes_of is None or self._deployment.policy != "prefix_aware":
-            return min(replicas, key=_load)
-        ids = prefixes[prefixes_of]
-
-        def rank(replica: Replica) -> tuple[int, int]:
-            return replica.load - replica.cached_tokens(ids), replica.last_choice
-
-        return min(replicas, key=rank)
 
     # --- events of the replicas ---
 
@@ -467,8 +405,3 @@ class Simulation:
             aggregated=sum(map(self._is_aggregated, numbers)) / len(numbers),
             itl=itl,
         )
-
-
-def _is_nearly_full(decode: Replica, now: float) -> bool:
-    """Returns whether a decode replica would soon preempt."""
-    return decode.held_tokens(now) > FULL_CACHE_RATIO * decode.kv

@@ -19,8 +19,9 @@ from typing import Any
 from vllm_disagg.planner.cost import distserve, model, queueing
 from vllm_disagg.planner.cost.hardware import GIB, LINKS
 from vllm_disagg.planner.cost.latency import LinearLatency, unloaded_prefill
-from vllm_disagg.planner.search import optimizer
+from vllm_disagg.planner.search import enumeration, evaluation, optimizer
 from vllm_disagg.planner.search.placement import Placement, ReplicaGroup
+from vllm_disagg.planner.search.placement_score import PlacementScore
 from vllm_disagg.planner.simulation import workload
 from vllm_disagg.planner.simulation.deployment import Deployment, Handoff, ReplicaPool
 from vllm_disagg.planner.simulation.replica import SchedulingRules
@@ -62,7 +63,7 @@ def note(name: str, value: Any, words: str) -> None:
     )
 
 
-def quiet(done: int, total: int, best: optimizer.PlacementScore | None) -> None:
+def quiet(done: int, total: int, best: PlacementScore | None) -> None:
     """Prints no progress: these searches take seconds."""
 
 
@@ -87,7 +88,7 @@ def speed() -> None:
         ("opt_13b", thirteen),
         ("opt_66b", distserve_scenario("opt-66b", 0.4, 8, 300, 1)),
     ):
-        everything = optimizer.disaggregated(sought)
+        everything = enumeration.disaggregated(sought)
         single = [p for p in everything if p.prefill.n == 1 and p.decode and p.decode.n == 1]
         for what, placements in (("one_each", single), ("all", everything)):
             seconds, _ = timed(lambda p=placements, s=sought: optimizer.search(s, p, 3, 1, quiet))  # type: ignore[misc]
@@ -97,7 +98,7 @@ def speed() -> None:
                 f"{len(placements)} placements, 300 requests, one seed, CPU time",
             )
     sixteen = distserve_scenario("opt-66b", 0.4, 16, 300, 5)
-    placements = optimizer.disaggregated(sixteen)
+    placements = enumeration.disaggregated(sixteen)
     seconds, _ = timed(lambda: optimizer.search(sixteen, placements, 3, 1, quiet))
     note("search_opt_66b_16_gpus_5_seeds_s", seconds, f"{len(placements)} placements; target 120 s")
 
@@ -105,7 +106,7 @@ def speed() -> None:
 def opt_13b() -> None:
     for name, kv_limit in (("opt_13b", 0), ("opt_13b_kv_50000", 50_000)):
         sought = distserve_scenario("opt-13b", 0.2, 4, 1000, 5, kv_limit)
-        found = optimizer.search(sought, optimizer.disaggregated(sought), 3, 1, quiet)
+        found = optimizer.search(sought, enumeration.disaggregated(sought), 3, 1, quiet)
         note(
             f"{name}_best",
             str(found[0].placement),
@@ -119,7 +120,7 @@ def opt_13b() -> None:
         )
     sought = distserve_scenario("opt-13b", 0.2, 4, 1000, 20)
     for decode in (1, 2):
-        score = optimizer.evaluate(
+        score = evaluation.evaluate(
             sought,
             Placement(ReplicaGroup(2, 1, 1), ReplicaGroup(decode, 1, 1)),
             sought.samples(),
@@ -146,10 +147,10 @@ def opt_66b() -> None:
     for name, kv_limit in (("opt_66b", 0), ("opt_66b_kv_50000", 50_000)):
         sought = distserve_scenario("opt-66b", 0.4, 8, 1000, 5, kv_limit)
         samples = sought.samples()
-        found = optimizer.search(sought, optimizer.disaggregated(sought), 3, 1, quiet)
+        found = optimizer.search(sought, enumeration.disaggregated(sought), 3, 1, quiet)
         note(f"{name}_best", str(found[0].placement), "OPT-66B at 0.4/0.1 s, up to 8 GPUs")
         note(f"{name}_goodput_per_gpu", found[0].goodput, "")
-        two = optimizer.evaluate(
+        two = evaluation.evaluate(
             sought, Placement(ReplicaGroup(4, 1, 1), ReplicaGroup(2, 1, 1)), samples, -1.0
         )
         note(

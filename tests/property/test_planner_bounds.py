@@ -10,11 +10,12 @@ import pytest
 
 from vllm_disagg.planner.cost import hardware, model
 from vllm_disagg.planner.cost.latency import LinearLatency
-from vllm_disagg.planner.search import demand, optimizer
+from vllm_disagg.planner.search import demand, enumeration, evaluation, optimizer
 from vllm_disagg.planner.search.bounds import CapacityBounds
 from vllm_disagg.planner.search.demand import DemandScore
 from vllm_disagg.planner.search.performance_source import PerformanceSource
 from vllm_disagg.planner.search.placement import Criterion, Placement
+from vllm_disagg.planner.search.placement_score import PlacementScore, of_budget
 from vllm_disagg.planner.search.scenario import Scenario
 from vllm_disagg.planner.simulation import workload
 from vllm_disagg.planner.simulation.objective import Objective, SimulationResult
@@ -24,7 +25,7 @@ from vllm_disagg.planner.simulation.workload import Arrivals
 SEEDS = range(10)
 
 
-def _quiet(done: int, total: int, best: optimizer.PlacementScore | None) -> None:
+def _quiet(done: int, total: int, best: PlacementScore | None) -> None:
     assert done <= total
 
 
@@ -63,8 +64,8 @@ def test_no_goodput_is_above_its_bound(seed: int) -> None:
     scenario = small_scenario(seed)
     samples = scenario.samples()
     bounds = CapacityBounds(scenario, samples)
-    for placement in (*optimizer.disaggregated(scenario), *optimizer.colocated(scenario)):
-        score = optimizer.evaluate(scenario, placement, samples, -1.0)
+    for placement in (*enumeration.disaggregated(scenario), *enumeration.colocated(scenario)):
+        score = evaluation.evaluate(scenario, placement, samples, -1.0)
         assert score
         assert score.total <= bounds.rate(placement) * (1 + 1e-9), placement
 
@@ -79,8 +80,8 @@ def test_no_goodput_is_above_its_bound_with_whole_prompts_at_d(
     )
     samples = scenario.samples()
     bounds = CapacityBounds(scenario, samples)
-    for placement in optimizer.disaggregated(scenario):
-        score = optimizer.evaluate(scenario, placement, samples, -1.0)
+    for placement in enumeration.disaggregated(scenario):
+        score = evaluation.evaluate(scenario, placement, samples, -1.0)
         assert score
         assert score.total <= bounds.rate(placement) * (1 + 1e-9), placement
 
@@ -90,8 +91,8 @@ def _by_trying_all(scenario: Scenario, rate: float) -> list[Placement | None]:
     samples = scenario.samples()
     found: list[Placement | None] = []
     for places in (
-        optimizer.disaggregated(scenario),
-        list(demand._all_numbers(optimizer.colocated(scenario))),
+        enumeration.disaggregated(scenario),
+        list(demand._all_numbers(enumeration.colocated(scenario))),
     ):
         ordered = sorted(places, key=lambda place: demand._order(scenario, place))
         holding = (p for p in ordered if demand.trial(scenario, p, samples, rate))
@@ -120,8 +121,8 @@ def test_the_cheapest_placement_for_a_rate_is_that_of_trying_all(seed: int) -> N
     scenario = small_scenario(seed)
     sample = scenario.samples()[0]
     rate = 0.6 * max(
-        optimizer.estimate(scenario, place, sample) * place.gpus
-        for place in optimizer.disaggregated(scenario)
+        evaluation.estimate(scenario, place, sample) * place.gpus
+        for place in enumeration.disaggregated(scenario)
     )
     _check_the_cheapest(scenario, rate)
 
@@ -143,8 +144,8 @@ def _roofline_scenario(gpus: int, requests: int, ttft: float = 1.5) -> Scenario:
 
 def test_a_shortlist_has_the_best_of_all_placements(monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = _roofline_scenario(5, 150)
-    placements = optimizer.disaggregated(scenario)
-    criteria = (scenario.criterion.units, optimizer.of_budget)
+    placements = enumeration.disaggregated(scenario)
+    criteria = (scenario.criterion.units, of_budget)
     kinds = [optimizer.Candidates(dict.fromkeys(placements, 0.0), _quiet)]
     brute = optimizer.search_kinds(scenario, kinds, 0, 1, criteria)[0]
     monkeypatch.setattr(optimizer, "MAX_SIMULATED_PLACEMENTS", 0)
@@ -161,8 +162,8 @@ def test_a_shortlist_has_the_best_of_all_placements(monkeypatch: pytest.MonkeyPa
 def test_a_guess_below_the_floor_takes_one_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = _roofline_scenario(4, 150)
     samples = scenario.samples()
-    place = optimizer.disaggregated(scenario)[0]
-    plain = optimizer.evaluate(scenario, place, samples, 0.0, 1.0)
+    place = enumeration.disaggregated(scenario)[0]
+    plain = evaluation.evaluate(scenario, place, samples, 0.0, 1.0)
     assert plain
     rates = []
 
@@ -170,12 +171,12 @@ def test_a_guess_below_the_floor_takes_one_simulation(monkeypatch: pytest.Monkey
         rates.append(args[2])
         return simulate(*args, **kwargs)
 
-    monkeypatch.setattr(optimizer, "simulate", count)
+    monkeypatch.setattr(evaluation, "simulate", count)
     above = 1.1 * plain.goodput
-    assert optimizer.evaluate(scenario, place, samples, above, 0.7 * plain.goodput) is None
+    assert evaluation.evaluate(scenario, place, samples, above, 0.7 * plain.goodput) is None
     assert rates == [pytest.approx(above * place.gpus)]
     # The floor changes nothing in what is kept.
-    assert optimizer.evaluate(scenario, place, samples, 0.9 * plain.goodput, 1.0) == plain
+    assert evaluation.evaluate(scenario, place, samples, 0.9 * plain.goodput, 1.0) == plain
 
 
 @pytest.mark.parametrize(("ttft", "tpot"), [(0.075, 0.05), (1.5, 0.006)])
@@ -184,10 +185,10 @@ def test_only_what_can_meet_the_objective_is_searched(ttft: float, tpot: float) 
     objective = msgspec.structs.replace(scenario.objective, tpot=tpot)
     scenario = msgspec.structs.replace(scenario, objective=objective)
     samples = scenario.samples()
-    everything = optimizer.disaggregated(scenario)
+    everything = enumeration.disaggregated(scenario)
     kind = optimizer.Candidates(dict.fromkeys(everything, 0.0), _quiet)
     bounds = CapacityBounds(scenario, samples)
-    found = optimizer.KindSearch(scenario, kind, bounds, 1, (optimizer.of_budget,)).ordered
+    found = optimizer.KindSearch(scenario, kind, bounds, 1, (of_budget,)).ordered
     able = [place for place in everything if not scenario.infeasible(place, samples[0])]
     assert 0 < len(able) < len(everything)
     assert sorted(found) == sorted(able)
@@ -196,8 +197,8 @@ def test_only_what_can_meet_the_objective_is_searched(ttft: float, tpot: float) 
 def test_a_shortlist_leaves_prompts_time_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under a tight TTFT some shapes miss it alone, and other prefill instances need idle time."""
     scenario = _roofline_scenario(8, 60, ttft=0.075)
-    criteria = (scenario.criterion.units, optimizer.of_budget)
-    kinds = [optimizer.Candidates(dict.fromkeys(optimizer.disaggregated(scenario), 0.0), _quiet)]
+    criteria = (scenario.criterion.units, of_budget)
+    kinds = [optimizer.Candidates(dict.fromkeys(enumeration.disaggregated(scenario), 0.0), _quiet)]
     everything = optimizer.search_kinds(scenario, kinds, 1, 1, criteria)[0]
     monkeypatch.setattr(optimizer, "MAX_SIMULATED_PLACEMENTS", 0)
     monkeypatch.setattr(optimizer, "SHORTLIST_PLACEMENTS", 6)

@@ -30,9 +30,9 @@ from vllm_disagg.planner.cost import hardware, known_models, speculative
 from vllm_disagg.planner.cost import model as known_model
 from vllm_disagg.planner.cost.latency import unloaded_prefill
 from vllm_disagg.planner.search import advice
-from vllm_disagg.planner.search.optimizer import PlacementScore
 from vllm_disagg.planner.search.performance_source import PerformanceSource
 from vllm_disagg.planner.search.placement import Placement, ReplicaGroup
+from vllm_disagg.planner.search.placement_score import PlacementScore
 from vllm_disagg.planner.simulation.objective import Objective
 
 PATH = {"seconds": 0.005, "seconds_per_token": 0.0}

@@ -20,8 +20,8 @@ from vllm_disagg.planner.commands.live import between
 from vllm_disagg.planner.commands.live_text import text
 from vllm_disagg.planner.commands.live_verdict import ObservedTraffic
 from vllm_disagg.planner.commands.metric_page import parse
-from vllm_disagg.planner.search.optimizer import PlacementScore
 from vllm_disagg.planner.search.placement import Placement, ReplicaGroup
+from vllm_disagg.planner.search.placement_score import PlacementScore
 from vllm_disagg.planner.simulation.simulator import simulate
 
 INSTANCES = [

@@ -15,10 +15,11 @@ from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet.conventions import QUIET_ACCESS_LOG_FLAG
 from vllm_disagg.planner.commands import documents, flags, launch_commands, plan_inputs
 from vllm_disagg.planner.cost import hardware, model
-from vllm_disagg.planner.search import advice, optimizer
-from vllm_disagg.planner.search.optimizer import RateBisection
+from vllm_disagg.planner.search import advice, enumeration, evaluation, optimizer
+from vllm_disagg.planner.search.evaluation import RateBisection
 from vllm_disagg.planner.search.performance_source import PerformanceSource, check_model
 from vllm_disagg.planner.search.placement import Placement, ReplicaGroup
+from vllm_disagg.planner.search.placement_score import PlacementScore, of_budget
 from vllm_disagg.planner.search.sample_size import SearchResult
 from vllm_disagg.planner.search.scenario import Scenario
 from vllm_disagg.planner.simulation import workload
@@ -27,7 +28,7 @@ from vllm_disagg.planner.simulation.workload import Arrivals
 from vllm_disagg.proxy import flags as proxy_flags
 
 
-def _check_progress(done: int, total: int, best: optimizer.PlacementScore | None) -> None:
+def _check_progress(done: int, total: int, best: PlacementScore | None) -> None:
     assert 0 < done <= total
 
 
@@ -37,7 +38,7 @@ def test_opt_13b_gets_prefill_tp2_and_decode_tp1() -> None:
     Over six seeds of 1000 it is 1.55. benchmarks/planner.py runs five seeds.
     """
     scenario = distserve_scenario("opt-13b", 0.2, 4, 1000, 2)
-    best = optimizer.search(scenario, optimizer.disaggregated(scenario), 1, 1, _check_progress)[0]
+    best = optimizer.search(scenario, enumeration.disaggregated(scenario), 1, 1, _check_progress)[0]
     assert best.placement == Placement(ReplicaGroup(2, 1, 1), ReplicaGroup(1, 1, 1))
     assert best.goodput == pytest.approx(1.55, rel=0.10)
     assert best.ci[0] < best.goodput < best.ci[1]
@@ -45,9 +46,9 @@ def test_opt_13b_gets_prefill_tp2_and_decode_tp1() -> None:
 
 def test_opt_66b_does_not_decode_on_two_gpus_when_memory_counts() -> None:
     scenario = distserve_scenario("opt-66b", 0.4, 8, 300, 3)
-    best = optimizer.search(scenario, optimizer.disaggregated(scenario), 1, 1, _check_progress)[0]
+    best = optimizer.search(scenario, enumeration.disaggregated(scenario), 1, 1, _check_progress)[0]
     assert best.placement.decode and best.placement.decode.gpus > 2
-    two = optimizer.evaluate(
+    two = evaluation.evaluate(
         scenario, Placement(ReplicaGroup(4, 1, 1), ReplicaGroup(2, 1, 1)), scenario.samples(), -1.0
     )
     assert two and two.goodput < 0.7 * best.goodput
@@ -56,7 +57,7 @@ def test_opt_66b_does_not_decode_on_two_gpus_when_memory_counts() -> None:
 @pytest.mark.parametrize("seed", [1, 2])
 def test_pruning_keeps_what_brute_force_finds(seed: int) -> None:
     scenario = distserve_scenario("opt-66b", 0.2 + 0.2 * seed, 7, 60, seed)
-    for placements in (optimizer.disaggregated(scenario), optimizer.colocated(scenario)):
+    for placements in (enumeration.disaggregated(scenario), enumeration.colocated(scenario)):
         brute = optimizer.search(scenario, placements, 0, 1, _check_progress)
         pruned = optimizer.search(scenario, placements, 3, 1, _check_progress)
         assert pruned == optimizer.ranked(scenario, brute, 3, scenario.criterion.units)
@@ -65,11 +66,9 @@ def test_pruning_keeps_what_brute_force_finds(seed: int) -> None:
 
 def test_the_most_in_all_may_be_less_per_gpu() -> None:
     scenario = distserve_scenario("opt-13b", 0.2, 4, 10, 1)
-    three = optimizer.PlacementScore(
-        Placement(ReplicaGroup(2, 1, 1), ReplicaGroup(1, 1, 1)), [1.63]
-    )
-    four = optimizer.PlacementScore(Placement(ReplicaGroup(2, 1, 1), ReplicaGroup(2, 1, 1)), [1.57])
-    criteria = (scenario.criterion.units, optimizer.of_budget)
+    three = PlacementScore(Placement(ReplicaGroup(2, 1, 1), ReplicaGroup(1, 1, 1)), [1.63])
+    four = PlacementScore(Placement(ReplicaGroup(2, 1, 1), ReplicaGroup(2, 1, 1)), [1.57])
+    criteria = (scenario.criterion.units, of_budget)
     leaders = optimizer.Leaders(scenario, 1, criteria)
     for score in (three, four):
         leaders.add(score)
@@ -83,7 +82,7 @@ def test_processes_change_nothing() -> None:
     """Nor does it to search both kinds at the same time, each with progress of its own."""
     scenario = distserve_scenario("opt-13b", 0.2, 3, 60, 2)
     criteria = (scenario.criterion.units,)
-    listed = (optimizer.disaggregated(scenario), optimizer.colocated(scenario))
+    listed = (enumeration.disaggregated(scenario), enumeration.colocated(scenario))
     totals: list[set[int]] = [set(), set()]
     kinds = []
     for placements, seen in zip(listed, totals, strict=True):
@@ -109,7 +108,7 @@ def test_an_interrupted_search_waits_for_no_placement(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(optimizer, "wait", interrupted)
     scenario = distserve_scenario("opt-13b", 0.2, 3, 60, 2)
-    rates = dict.fromkeys(optimizer.disaggregated(scenario), 0.0)
+    rates = dict.fromkeys(enumeration.disaggregated(scenario), 0.0)
     candidates = optimizer.Candidates(rates, _check_progress)
     with pytest.raises(KeyboardInterrupt):
         optimizer.search_kinds(scenario, [candidates], 2, 2, (scenario.criterion.units,))
@@ -130,7 +129,7 @@ def test_a_bisection_ends_only_after_a_failure_and_brackets_the_threshold() -> N
 def test_what_nothing_can_meet_has_no_goodput_and_costs_nothing() -> None:
     scenario = distserve_scenario("opt-13b", 0.01, 4, 100, 2)
     assert (
-        optimizer.search(scenario, optimizer.disaggregated(scenario), 3, 1, _check_progress) == []
+        optimizer.search(scenario, enumeration.disaggregated(scenario), 3, 1, _check_progress) == []
     )
 
 
@@ -156,11 +155,11 @@ def test_two_gpu_types() -> None:
         | {"prefill": decode, "decode": prefill}
     )
     right, wrong = (
-        optimizer.search(s, optimizer.disaggregated(s), 1, 1, _check_progress)[0].goodput
+        optimizer.search(s, enumeration.disaggregated(s), 1, 1, _check_progress)[0].goodput
         for s in (scenario, swapped)
     )
     assert right > 1.2 * wrong
-    assert {p.on_decode_gpus for p in optimizer.colocated(scenario)} == {False, True}
+    assert {p.on_decode_gpus for p in enumeration.colocated(scenario)} == {False, True}
 
 
 def test_colocated_capacity_is_that_of_its_own_gpus() -> None:
@@ -208,8 +207,12 @@ def test_advice_on_tight_tokens_and_loose_first_tokens_and_the_other_way_round()
             gpus=6,
             link=hardware.link("ib-400"),
         )
-        split = optimizer.search(scenario, optimizer.disaggregated(scenario), 2, 1, _check_progress)
-        together = optimizer.search(scenario, optimizer.colocated(scenario), 2, 1, _check_progress)
+        split = optimizer.search(
+            scenario, enumeration.disaggregated(scenario), 2, 1, _check_progress
+        )
+        together = optimizer.search(
+            scenario, enumeration.colocated(scenario), 2, 1, _check_progress
+        )
         return advice.advise(SearchResult(scenario, split, together))
 
     tight = ask(8.0, 0.012)
@@ -233,8 +236,8 @@ def test_gaps_limit_batches_and_have_a_crossover() -> None:
     )
     capacity = scenario.capacities(pair, sample)
     assert capacity == strict.capacities(pair, sample) < plain.capacities(pair, sample)
-    split = optimizer.search(scenario, optimizer.disaggregated(scenario), 1, 1, _check_progress)
-    together = optimizer.search(scenario, optimizer.colocated(scenario), 1, 1, _check_progress)
+    split = optimizer.search(scenario, enumeration.disaggregated(scenario), 1, 1, _check_progress)
+    together = optimizer.search(scenario, enumeration.colocated(scenario), 1, 1, _check_progress)
     found = advice.advise(SearchResult(scenario, split, together))
     assert list(found.crossovers) == ["tpot", "ttft", "itl"]
     assert found.crossovers["itl"].words.startswith("ITL ")
@@ -338,19 +341,19 @@ def test_gpus_of_two_types_are_on_two_machines() -> None:
 def test_an_interval_has_what_the_bisections_left_open() -> None:
     """Two seeds may end at the same rate by chance."""
     pair = Placement(ReplicaGroup(1, 1, 1), ReplicaGroup(1, 1, 1))
-    equal = optimizer.PlacementScore(pair, [19.698, 19.698], 0.01)
+    equal = PlacementScore(pair, [19.698, 19.698], 0.01)
     assert equal.ci == pytest.approx((19.698, 19.698 / 0.99))
-    half = optimizer.PlacementScore(pair, [9.849, 9.849], 0.02)
+    half = PlacementScore(pair, [9.849, 9.849], 0.02)
     assert equal.ratio_ci(half) == pytest.approx((2 * 0.98, 2 / 0.99))
     # A seed in which the other has no goodput counts, too: then almost any ratio is possible.
-    edge = optimizer.PlacementScore(pair, [0.0, 2.0, 2.2], 0.0)
-    better = optimizer.PlacementScore(pair, [2.0, 2.2, 2.4], 0.0)
+    edge = PlacementScore(pair, [0.0, 2.0, 2.2], 0.0)
+    better = PlacementScore(pair, [2.0, 2.2, 2.4], 0.0)
     low, high = better.ratio_ci(edge) or (0.0, 0.0)
     assert low < 0.1 and high > 4
-    single = optimizer.PlacementScore(pair, [2.0], 0.01)
+    single = PlacementScore(pair, [2.0], 0.01)
     assert single.ratio_ci(single) is None
     scenario = distserve_scenario("opt-13b", 0.2, 2, 20, 2)
-    found = optimizer.evaluate(scenario, pair, scenario.samples(), 0.0)
+    found = evaluation.evaluate(scenario, pair, scenario.samples(), 0.0)
     assert found and found.tolerance == scenario.tolerance
 
 
@@ -455,9 +458,9 @@ def test_commands_without_chunks_have_steps_for_the_longest_request() -> None:
 def test_prefill_first_is_a_schedule_of_distserves_rules() -> None:
     """vLLM 0.32 takes decodes into each step, also with --no-enable-chunked-prefill."""
     today = _of_gpus("h100", "h100")
-    assert all(place.chunked for place in optimizer.colocated(today))
+    assert all(place.chunked for place in enumeration.colocated(today))
     theirs = msgspec.structs.replace(today, distserve=True)
-    assert not all(place.chunked for place in optimizer.colocated(theirs))
+    assert not all(place.chunked for place in enumeration.colocated(theirs))
 
 
 def test_commands_limit_requests_where_the_kv_holds_none_of_the_models_length() -> None:

@@ -9,10 +9,10 @@ from vllm_disagg.fleet.conventions import BYTES_PER_TOKEN
 from vllm_disagg.planner.commands import documents, launch_commands, report
 from vllm_disagg.planner.cost import hardware
 from vllm_disagg.planner.cost.latency import LinearLatency
-from vllm_disagg.planner.search import advice, optimizer, proxy_flags, sample_size
-from vllm_disagg.planner.search.optimizer import FlagTrial, PlacementScore
+from vllm_disagg.planner.search import advice, evaluation, optimizer, proxy_flags, sample_size
 from vllm_disagg.planner.search.performance_source import PerformanceSource
 from vllm_disagg.planner.search.placement import Placement, ReplicaGroup
+from vllm_disagg.planner.search.placement_score import FlagTrial, PlacementScore
 from vllm_disagg.planner.search.sample_size import SearchResult
 from vllm_disagg.planner.search.scenario import Scenario
 from vllm_disagg.planner.simulation import workload
@@ -49,7 +49,7 @@ def _quiet(_: str) -> optimizer.ProgressCallback:
 def _tuned(scenario: Scenario, monkeypatch: pytest.MonkeyPatch) -> SearchResult:
     """Returns the result of the pair, as if its samples were long enough."""
     monkeypatch.setattr(sample_size, "requests_needed", lambda scenario, score: 0)
-    plain = optimizer.evaluate(scenario, PAIR, scenario.samples(), -1.0)
+    plain = evaluation.evaluate(scenario, PAIR, scenario.samples(), -1.0)
     assert plain
     return proxy_flags.tuned(SearchResult(scenario, [plain], []), 1, _quiet, may_grow=True)
 

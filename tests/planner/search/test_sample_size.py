@@ -9,9 +9,10 @@ import pytest
 from distserve_scenario import distserve_scenario
 
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.planner.search import optimizer, sample_size
-from vllm_disagg.planner.search.optimizer import PlacementScore, RateBisection
+from vllm_disagg.planner.search import evaluation, optimizer, sample_size
+from vllm_disagg.planner.search.evaluation import RateBisection
 from vllm_disagg.planner.search.placement import Placement, ReplicaGroup
+from vllm_disagg.planner.search.placement_score import PlacementScore
 from vllm_disagg.planner.search.scenario import Scenario
 from vllm_disagg.planner.simulation import workload
 from vllm_disagg.planner.simulation.simulator import simulate
@@ -186,7 +187,7 @@ def test_a_burst_that_overloads_nothing_ends_its_own_search_only() -> None:
 
 def test_a_bisection_near_a_known_rate_takes_few_probes() -> None:
     probes = 0
-    bisection = RateBisection(10.0, 0.01, optimizer.NEAR_STEP_RATIO)
+    bisection = RateBisection(10.0, 0.01, evaluation.NEAR_STEP_RATIO)
     while not bisection.converged:
         rate = bisection.probe()
         probes += 1

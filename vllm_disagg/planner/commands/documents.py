@@ -13,9 +13,9 @@ from ...fleet.conventions import NEWEST_VLLM, OLDEST_VLLM
 from ..cost import queueing
 from ..cost.latency import unloaded_decode
 from ..search.advice import Advice
-from ..search.optimizer import FlagTrial, PlacementScore
 from ..search.performance_source import PerformanceSource
 from ..search.placement import Criterion, Placement, ReplicaGroup
+from ..search.placement_score import FlagTrial, PlacementScore
 from ..search.scenario import Scenario
 from . import rate_table
 from .criteria import gpu_name, power_of

@@ -17,6 +17,7 @@ from ...errors import ConfigError
 from ..search import optimizer, sample_size
 from ..search.advice import MIN_GAIN_RATIO
 from ..search.placement import Placement, ReplicaGroup
+from ..search.placement_score import PlacementScore
 from ..search.scenario import Scenario
 from .documents import describe
 
@@ -107,7 +108,7 @@ def _searched(
     present: Placement,
     jobs: int,
     may_grow: bool,
-) -> tuple[Scenario, list[optimizer.PlacementScore], int]:
+) -> tuple[Scenario, list[PlacementScore], int]:
     """Searches splits with samples that last long enough at the goodputs found.
 
     A fleet may hold many times the rate that it has, at which a sample is a burst. Longer samples
@@ -148,8 +149,8 @@ def verdict_of(interval: tuple[float, float] | None) -> tuple[str, str]:
 
 
 def gain_interval(
-    now: optimizer.PlacementScore | None,
-    scores: Sequence[optimizer.PlacementScore],
+    now: PlacementScore | None,
+    scores: Sequence[PlacementScore],
     alternatives: Sequence[Scenario],
     jobs: int,
 ) -> tuple[float, float] | None:
@@ -192,7 +193,7 @@ def _one_more(
     return found | {"gain": found["goodput"] / present_goodput if present_goodput else None}
 
 
-def _split(placement: Placement, score: optimizer.PlacementScore | None) -> dict[str, Any]:
+def _split(placement: Placement, score: PlacementScore | None) -> dict[str, Any]:
     """Describes a split with its goodput and its interval, in requests/s of all instances."""
     interval = None
     if not score or len(score.rates) > 1:

@@ -15,6 +15,7 @@ from ..cost import model, queueing
 from ..cost.latency import LatencyModel, unloaded_decode, unloaded_prefill
 from ..search import advice, optimizer, proxy_flags, sample_size
 from ..search.performance_source import PerformanceSource, latency_of
+from ..search.placement_score import PlacementScore
 from ..search.scenario import Scenario
 from ..simulation import workload
 from ..simulation.objective import TAIL_SHARE, quantile
@@ -216,7 +217,7 @@ def _progress(kind: str) -> optimizer.ProgressCallback:
     """Returns a callback that prints a progress line every few seconds, and one at the end."""
     printed_at = time.monotonic()
 
-    def print_progress(done: int, total: int, best: optimizer.PlacementScore | None) -> None:
+    def print_progress(done: int, total: int, best: PlacementScore | None) -> None:
         nonlocal printed_at
         now = time.monotonic()
         if done < total and now - printed_at < PROGRESS_INTERVAL_SECONDS:

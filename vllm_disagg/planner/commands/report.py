@@ -15,7 +15,7 @@ import msgspec
 from ...errors import ConfigError
 from ..cost.profile import LatencyFit
 from ..search.advice import MIN_GAIN_RATIO, Advice, RateCurve
-from ..search.optimizer import disaggregated
+from ..search.enumeration import disaggregated
 from ..search.sample_size import shortage
 from . import profile_range, rate_table
 from .documents import made_line, part_lines

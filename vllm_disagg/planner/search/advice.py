@@ -9,8 +9,10 @@ import msgspec
 from ..simulation.objective import Objective, SimulationResult
 from ..simulation.simulator import simulate
 from ..simulation.workload import WorkloadSample
-from .optimizer import FlagTrial, PlacementScore, colocated, disaggregated, estimate
+from .enumeration import colocated, disaggregated
+from .evaluation import estimate
 from .placement import Placement
+from .placement_score import FlagTrial, PlacementScore
 from .proxy_flags import reason_not_to_try
 from .sample_size import LARGE_REQUESTS, SearchResult
 from .scenario import Scenario

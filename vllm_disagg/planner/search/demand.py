@@ -31,7 +31,7 @@ from ..simulation.simulator import simulate
 from ..simulation.workload import WorkloadSample
 from . import sample_size
 from .bounds import CapacityBounds
-from .optimizer import colocated, disaggregated
+from .enumeration import colocated, disaggregated
 from .performance_source import latency_of
 from .placement import Placement, ReplicaGroup
 from .scenario import UNLIMITED, Scenario

@@ -3,18 +3,16 @@
 A criterion divides the goodput of all GPUs by units of the placement: its GPUs, price or power, or
 1 for the total itself.
 
-Goodput of a placement: each seed bisects the rate per GPU, with probes that depend only on the
-placement and the seed. The goodput is the mean of the last rates that met the objective.
-
-Pruning keeps the optimum, whatever system is simulated. Proof: a bisection keeps an interval [lo,
-hi), and its result is the last lo. So the result is below each hi of its history. The mean over
-seeds of the present hi is therefore above the goodput at any time. `floor` is the goodput of a
-completely evaluated placement: the `keep`-th best so far, less the tolerance of a bisection. Once
-the mean is not above `floor`, the placement cannot be among the `keep` best or their equals.
-Dropping it changes no other result, because probes of other placements do not depend on it. The
-proof assumes nothing of the relation between attainment and rate. The same `keep` best result for
-any order and any number of processes; tests compare with brute force. The upper bounds of `bounds`
-prune before the first simulation, and are proved there.
+Pruning keeps the optimum, whatever system is simulated. Proof: a placement's goodput is the mean
+over seeds of what bisections find (`evaluation.py`). A bisection keeps an interval [lo, hi), and
+its result is the last lo. So the result is below each hi of its history. The mean over seeds of the
+present hi is therefore above the goodput at any time. `floor` is the goodput of a completely
+evaluated placement: the `keep`-th best so far, less the tolerance of a bisection. Once the mean is
+not above `floor`, the placement cannot be among the `keep` best or their equals. Dropping it
+changes no other result, because probes of other placements do not depend on it. The proof assumes
+nothing of the relation between attainment and rate. The same `keep` best result for any order and
+any number of processes; tests compare with brute force. The upper bounds of `bounds` prune before
+the first simulation, and are proved there.
 
 Placements that miss the objective at any rate are left out first. Large budgets have too many
 others with about the same goodput. Above MAX_SIMULATED_PLACEMENTS only those with the most usable
@@ -24,34 +22,22 @@ placements. Nor is what `evaluate` drops of them at once: it takes more requests
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from itertools import product
 from multiprocessing import get_context, parent_process
-from statistics import mean, stdev
 
 import msgspec
 
-from ..simulation.simulator import simulate
 from ..simulation.workload import WorkloadSample
 from .bounds import CapacityBounds
-from .performance_source import PerformanceSource
-from .placement import Placement, ReplicaGroup
+from .evaluation import estimate, evaluate
+from .placement import Placement
+from .placement_score import PlacementScore, Units
 from .scenario import Scenario
-
-BASELINE_BUDGETS_TOKENS = (512, 2048, 8192)  # of a step of the chunked baseline
-MIN_PROBE_RATIO = 1 / 256  # of the first probe: a placement that fails there has no goodput
-FIRST_PROBE_RATIO = 1.25  # of the estimated capacity
-PROBE_STEP_RATIO = 1.5  # from one probe to the next, until both ends of the interval are known
-NEAR_STEP_RATIO = 1.05  # the same, where another sample has given a rate
-# Of the first probe. A sample that meets the objective even there is a burst: the rate found is
-# only a lower bound, and `sample_size` finds it too short.
-MAX_PROBE_RATIO = 64.0
 
 MAX_SIMULATED_PLACEMENTS = 400  # disaggregated ones; about those on 16 GPUs
 MAX_SIMULATED_COLOCATED = 80
@@ -60,250 +46,6 @@ SHORTLIST_OF_SHAPES = 5  # of these that have the same two shapes of instances
 USUAL_LOAD = 0.9  # of the capacity, which large deployments reach: the first probe of a shortlist
 MIN_PARALLEL_REQUESTS = 20_000  # of all samples: fewer than MIN_PARALLEL placements share processes
 MIN_PARALLEL = 4
-
-Units = Callable[[Placement], float]
-
-
-def of_budget(placement: Placement) -> float:
-    """Returns 1: the goodput of all GPUs together is sought."""
-    return 1.0
-
-
-# Student's t for a two-sided interval of 95 %, by degrees of freedom.
-STUDENT_T_95 = {
-    1: 12.71,
-    2: 4.303,
-    3: 3.182,
-    4: 2.776,
-    5: 2.571,
-    6: 2.447,
-    7: 2.365,
-    8: 2.306,
-    9: 2.262,
-    14: 2.145,
-    19: 2.093,
-}
-
-
-class PlacementScore(msgspec.Struct, frozen=True):
-    """A placement and its goodput in requests/s per GPU, for each seed.
-
-    A seed's goodput is in [rate, rate / (1 - tolerance)): its bisection ended there.
-    """
-
-    placement: Placement
-    rates: list[float]
-    tolerance: float = 0.0
-
-    @property
-    def goodput(self) -> float:
-        """Mean over the seeds, in requests/s per GPU."""
-        return mean(self.rates)
-
-    @property
-    def total(self) -> float:
-        """Mean over the seeds, in requests/s of all GPUs."""
-        return self.goodput * self.placement.gpus
-
-    @property
-    def ci(self) -> tuple[float, float]:
-        """95 % confidence interval of the goodput, with what the bisections left open.
-
-        With one seed it has only the latter.
-        """
-        low, high = confidence_interval(self.rates)
-        return low, high / (1 - self.tolerance)
-
-    def ratio_ci(self, other: PlacementScore) -> tuple[float, float] | None:
-        """Returns the same interval of the ratio to another goodput; None without two seeds."""
-        return self.ratio_ends(other) if len(self.rates) > 1 else None
-
-    def ratio_ends(self, other: PlacementScore) -> tuple[float, float]:
-        """Returns the interval of the ratio to another goodput, which is not 0.
-
-        With one seed it has only what the bisections left open. The ratio is that of the means over
-        the same seeds, so a seed in which the other has no goodput counts, too: the interval is of
-        the linear part of its error.
-        """
-        base = other.goodput
-        ratio = self.goodput / base
-        pairs = zip(self.rates, other.rates, strict=True)
-        low, high = confidence_interval([ratio + (a - ratio * b) / base for a, b in pairs])
-        return low * (1 - other.tolerance), high / (1 - self.tolerance)
-
-    def value(self, units: Units) -> float:
-        """Goodput by a criterion."""
-        return self.total / units(self.placement)
-
-
-class FlagTrial(msgspec.Struct, frozen=True):
-    """A placement with flags of the proxy, and its goodput by that without, seed by seed.
-
-    `score` is None where the goodput is not above that without.
-    """
-
-    placement: Placement
-    plain: PlacementScore
-    score: PlacementScore | None
-
-    @property
-    def gain(self) -> float:
-        """Goodput by that without the flags; 1 for all that have no more."""
-        return self.score.goodput / self.plain.goodput if self.score else 1.0
-
-    @property
-    def ci(self) -> tuple[float, float] | None:
-        """95 % confidence interval of the gain, with what the bisections left open; None: none."""
-        return self.score.ratio_ci(self.plain) if self.score else None
-
-    @property
-    def is_gain(self) -> bool:
-        """Whether the interval is above 1."""
-        return self.ci is not None and self.ci[0] > 1
-
-
-def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the 95 % confidence interval of the mean, cut at 0; of one value that value."""
-    if len(values) < 2:
-        return values[0], values[0]
-    free = len(values) - 1
-    t = STUDENT_T_95[max((f for f in STUDENT_T_95 if f <= free), default=1)]
-    half = t * stdev(values) / math.sqrt(len(values))
-    return max(0.0, mean(values) - half), mean(values) + half
-
-
-def disaggregated(scenario: Scenario) -> list[Placement]:
-    """Lists all (TP, PP) and numbers of P and D within the budget."""
-    prefills = list(_replica_groups(scenario.prefill, scenario.gpus - 1))
-    decodes = list(_replica_groups(scenario.decode, scenario.gpus - 1))
-    limit = scenario.min_prompt_bytes or 0
-    spill = bool(scenario.spill)
-    return [
-        Placement(p, d, min_prompt_bytes=limit, spill=spill)
-        for p, d in product(prefills, decodes)
-        if p.gpus + d.gpus <= scenario.gpus
-    ]
-
-
-def colocated(scenario: Scenario) -> list[Placement]:
-    """Lists all (TP, PP) with as many replicas as fit.
-
-    Each is listed with chunked prefill of several budgets. DistServe's rules have prefill first,
-    too, the schedule of vLLM in 2023: today's takes decodes into each step.
-    """
-    sources = [scenario.prefill]
-    if scenario.decode != scenario.prefill:
-        sources.append(scenario.decode)
-    found = []
-    for on_decode_gpus, source in enumerate(sources):
-        budgets = [source.budget]
-        if not source.budget:
-            budgets = sorted({*BASELINE_BUDGETS_TOKENS, source.defaults.budget})
-        for shape in source.layouts(scenario.gpus):
-            group = msgspec.structs.replace(shape, n=scenario.gpus // shape.gpus)
-            found += [
-                Placement(group, None, budget, True, bool(on_decode_gpus)) for budget in budgets
-            ]
-            if scenario.distserve:
-                found.append(Placement(group, None, max(budgets), False, bool(on_decode_gpus)))
-    return found
-
-
-def _replica_groups(source: PerformanceSource, gpus: int) -> Iterator[ReplicaGroup]:
-    """Yields all groups of equal instances of up to `gpus` GPUs."""
-    for shape in source.layouts(gpus):
-        for n in range(1, gpus // shape.gpus + 1):
-            yield msgspec.structs.replace(shape, n=n)
-
-
-class RateBisection:
-    """Bisection for the rate per GPU at which one seed stops meeting the objective.
-
-    That rate is in [low, high).
-    """
-
-    __slots__ = ("converged", "first", "high", "low", "step", "tolerance")
-
-    def __init__(self, first: float, tolerance: float, step: float = PROBE_STEP_RATIO) -> None:
-        self.first = first
-        self.step = step
-        self.tolerance = tolerance
-        self.low = 0.0
-        self.high = float("inf")
-        self.converged = False
-
-    def probe(self) -> float:
-        """Returns the next rate to simulate."""
-        if self.high == float("inf"):
-            return max(self.first, self.low * self.step)
-        if not self.low:
-            return self.high / self.step
-        return (self.low + self.high) / 2
-
-    def record(self, rate: float, met: bool) -> None:
-        """Records whether `rate` met the objective."""
-        if met:
-            self.low = rate
-        else:
-            self.high = rate
-        if self.high < float("inf"):
-            self.converged = (
-                self.high - self.low <= self.tolerance * self.high
-                or self.high <= self.first * MIN_PROBE_RATIO
-            )
-
-
-def evaluate(
-    scenario: Scenario,
-    placement: Placement,
-    samples: Sequence[WorkloadSample],
-    floor: float,
-    near: float = 0.0,
-    bounds: CapacityBounds | None = None,
-) -> PlacementScore | None:
-    """Returns the goodput of a placement, or None once it is certainly not above `floor`.
-
-    `floor` is in requests/s per GPU. `near` is about its goodput, or 0 if that is not known, as it
-    is of finalists and of a shortlist. Of these a placement with one sample is dropped at once if
-    that misses the objective at `floor`. `bounds` are of the same samples.
-    """
-    sample = samples[0]
-    if bounds and floor > 0 and bounds.rate(placement) / placement.gpus <= floor:
-        return None
-    if all(scenario.infeasible(placement, s) for s in samples):
-        nothing = PlacementScore(placement, [0.0] * len(samples), scenario.tolerance)
-        return nothing if floor < 0 else None
-    deployment = scenario.deployment(placement)
-    gpus = placement.gpus
-    first = near or FIRST_PROBE_RATIO * estimate(scenario, placement, sample)
-    step = NEAR_STEP_RATIO if near else PROBE_STEP_RATIO
-    has_guess = near > 0 and floor > 0 and len(samples) == 1
-    if has_guess and simulate(deployment, sample, floor * gpus, scenario.objective).stopped:
-        return None
-    searches = [RateBisection(first, scenario.tolerance, step) for _ in samples]
-    while not all(search.converged for search in searches):
-        for seed, search in enumerate(searches):
-            if search.converged:
-                continue
-            if search.low > MAX_PROBE_RATIO * first:
-                search.converged = True
-                continue
-            rate = search.probe()
-            result = simulate(deployment, samples[seed], rate * gpus, scenario.objective, seed)
-            search.record(rate, not result.stopped)
-            ends = (s.low if s.converged else s.high for s in searches)
-            if not search.converged and mean(ends) <= floor:
-                return None
-    score = PlacementScore(placement, [s.low for s in searches], scenario.tolerance)
-    return score if score.goodput > floor else None
-
-
-def estimate(scenario: Scenario, placement: Placement, sample: WorkloadSample) -> float:
-    """Estimates requests/s per GPU by closed form."""
-    prefill, decode = scenario.capacities(placement, sample)
-    both = min(prefill, decode) if placement.decode else 1 / (1 / prefill + 1 / decode)
-    return both / placement.gpus
-
 
 # Called with the number of evaluated placements, the number of all, and the best so far.
 ProgressCallback = Callable[[int, int, PlacementScore | None], None]

@@ -17,7 +17,9 @@ import msgspec
 from ...fleet.conventions import BYTES_PER_TOKEN
 from . import sample_size
 from .bounds import CapacityBounds
-from .optimizer import FlagTrial, PlacementScore, evaluate, of_budget, ranked
+from .evaluation import evaluate
+from .optimizer import ranked
+from .placement_score import FlagTrial, PlacementScore, of_budget
 from .sample_size import LARGE_REQUESTS, ProgressFactory, SearchResult
 from .scenario import Scenario
 

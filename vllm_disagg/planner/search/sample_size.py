@@ -22,20 +22,11 @@ from ...errors import ConfigError
 from ..simulation import workload
 from ..simulation.simulator import simulate
 from .bounds import CapacityBounds
-from .optimizer import (
-    USUAL_LOAD,
-    Candidates,
-    FlagTrial,
-    PlacementScore,
-    ProgressCallback,
-    colocated,
-    disaggregated,
-    estimate,
-    of_budget,
-    ranked,
-    search_kinds,
-)
+from .enumeration import colocated, disaggregated
+from .evaluation import estimate
+from .optimizer import USUAL_LOAD, Candidates, ProgressCallback, ranked, search_kinds
 from .placement import Placement
+from .placement_score import FlagTrial, PlacementScore, of_budget
 from .scenario import EDGE_SHARE, Scenario
 
 MIN_SECONDS = 60.0

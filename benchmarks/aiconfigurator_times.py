@@ -16,7 +16,9 @@ from functools import cache
 from statistics import mean, median
 from typing import Any
 
-from benchmarks import planner_accuracy as accuracy
+import planner_accuracy as accuracy
+from measured_runs import MeasuredRun, RunTimes, load
+
 from vllm_disagg.planner.cost.latency import FITTED, FITTED_PATH, PathDelay
 
 EVERY = 13
@@ -83,13 +85,13 @@ def engine(model: str, system: str, precision: str, tp: int, is_kv_fp8: bool) ->
     return EngineHandle.compile(name, system, "vllm", backend_version=VLLM, tp_size=tp, **more)
 
 
-def package_latency(run: accuracy.MeasuredRun) -> PackageLatency:
+def package_latency(run: MeasuredRun) -> PackageLatency:
     """Returns the package's step times of a run."""
     kind = (run.model, run.system, run.precision, run.tp)
     return PackageLatency(engine(*kind, run.settings.is_kv_fp8))
 
 
-def known(runs: dict[accuracy.MeasuredRun, accuracy.RunTimes]) -> list[accuracy.MeasuredRun]:
+def known(runs: dict[MeasuredRun, RunTimes]) -> list[MeasuredRun]:
     """Returns the runs whose engines the package knows; prints the others."""
     found = []
     for run in runs:
@@ -103,7 +105,7 @@ def known(runs: dict[accuracy.MeasuredRun, accuracy.RunTimes]) -> list[accuracy.
 
 
 def main() -> int:
-    runs = accuracy.load()
+    runs = load()
     some = {run: times for run, times in runs.items() if not run.is_doubtful}
     some = dict(list(some.items())[::EVERY])
     some = {run: some[run] for run in known(some)}

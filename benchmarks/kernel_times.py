@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from least_errors import absolute_least
 
-from benchmarks.planner_accuracy import absolute_least
 from vllm_disagg.planner.cost.hardware import GpuType, gpu
 
 GPUS = ("h100", "h200", "b200", "b300")

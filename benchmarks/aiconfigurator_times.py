@@ -19,7 +19,8 @@ from typing import Any
 import planner_accuracy as accuracy
 from measured_runs import MeasuredRun, RunTimes, load
 
-from vllm_disagg.planner.cost.latency import FITTED, FITTED_PATH, PathDelay
+from vllm_disagg.planner.cost.latency import PathDelay
+from vllm_disagg.planner.cost.roofline import FITTED, FITTED_PATH
 
 EVERY = 13
 VLLM = "0.24.0"

@@ -36,8 +36,9 @@ from measured_runs import (
     mean_lengths,
 )
 
-from vllm_disagg.planner.cost import hardware, latency
-from vllm_disagg.planner.cost.latency import InstanceShape, LatencyModel, PathDelay, RooflineLatency
+from vllm_disagg.planner.cost import hardware
+from vllm_disagg.planner.cost.latency import LatencyModel, PathDelay
+from vllm_disagg.planner.cost.roofline import InstanceShape, RooflineLatency, StepCoefficients
 from vllm_disagg.planner.cost.sizes import ModelCosts, touched
 from vllm_disagg.planner.simulation.deployment import Deployment, ReplicaPool
 from vllm_disagg.planner.simulation.replica import SchedulingRules
@@ -57,10 +58,10 @@ RESIDUAL_GROUPS = 12
 
 # --- the fit ---
 
-NOTHING_BESIDE = latency.StepCoefficients(0.0, 0.0, 0.0)
+NOTHING_BESIDE = StepCoefficients(0.0, 0.0, 0.0)
 FIRST_GUESS = (1.5e-3, 2e-5, 5e-5)  # of StepCoefficients
 FIT_ROUNDS = 6
-ONE_SECOND_A_LAUNCH = latency.StepCoefficients(0.0, 0.0, 1.0)
+ONE_SECOND_A_LAUNCH = StepCoefficients(0.0, 0.0, 1.0)
 
 
 class StepShares(NamedTuple):
@@ -104,7 +105,7 @@ def step_shares(run: MeasuredRun) -> StepShares:
     return StepShares(run.clients, prompts, decode, mixed, 0.0 if in_graph else launches)
 
 
-def fit(runs: dict[MeasuredRun, RunTimes]) -> latency.StepCoefficients:
+def fit(runs: dict[MeasuredRun, RunTimes]) -> StepCoefficients:
     """Fits the coefficients: the least sum of absolute relative errors of TPOT.
 
     None is negative. Runs with more clients than the KV cache holds do not count. A step with a
@@ -122,7 +123,7 @@ def fit(runs: dict[MeasuredRun, RunTimes]) -> latency.StepCoefficients:
             rows.append([term / tpot for term in terms])
             lacking.append(1 - kernels / tpot)
         found = absolute_least(np.array(rows), np.array(lacking))
-    return latency.StepCoefficients(*(float(value) for value in found))
+    return StepCoefficients(*(float(value) for value in found))
 
 
 def fit_path(runs: dict[MeasuredRun, RunTimes], at: Sequence[RunTimes]) -> PathDelay:
@@ -208,7 +209,7 @@ def simulated(run: MeasuredRun, steps: LatencyModel, path: PathDelay) -> RunTime
     return RunTimes(mean(found.ttft), mean(found.tpot))
 
 
-def fitted(run: MeasuredRun, coefficients: latency.StepCoefficients) -> RooflineLatency:
+def fitted(run: MeasuredRun, coefficients: StepCoefficients) -> RooflineLatency:
     """Returns the step times of a run's instance."""
     gpu = hardware.gpu(GPUS[run.system])
     shape = InstanceShape(run.tp)
@@ -223,7 +224,7 @@ def before(run: MeasuredRun) -> RooflineBefore:
 
 def fit_both(
     runs: dict[MeasuredRun, RunTimes],
-) -> tuple[latency.StepCoefficients, PathDelay]:
+) -> tuple[StepCoefficients, PathDelay]:
     """Fits coefficients and path."""
     coefficients = fit(runs)
     bare = [simulated(run, fitted(run, coefficients), PathDelay()) for run in runs]
@@ -307,9 +308,7 @@ def residual_table(runs: dict[MeasuredRun, RunTimes], at: dict[MeasuredRun, RunT
     return "\n".join(lines)
 
 
-def doubtful_table(
-    runs: dict[MeasuredRun, RunTimes], coefficients: latency.StepCoefficients
-) -> str:
+def doubtful_table(runs: dict[MeasuredRun, RunTimes], coefficients: StepCoefficients) -> str:
     """Formats the runs that are set apart, with what TPOT they should have at the least."""
     lines = [
         "| set apart | TPOT, ms | data sheet's least | decodes alone | with prompts |",

@@ -13,7 +13,7 @@ from model_configs import MODELS, PublishedModel
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.planner.cost import families, hardware, model
 from vllm_disagg.planner.cost.kernels import H100, kernel_times
-from vllm_disagg.planner.cost.latency import InstanceShape, RooflineLatency
+from vllm_disagg.planner.cost.roofline import InstanceShape, RooflineLatency
 from vllm_disagg.planner.cost.sizes import KvLayers, ModelCosts, StoredProducts
 
 LLAMA = {

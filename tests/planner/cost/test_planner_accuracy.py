@@ -11,13 +11,8 @@ import msgspec
 import pytest
 
 from vllm_disagg.planner.cost import kernels
-from vllm_disagg.planner.cost.latency import (
-    FITTED,
-    FITTED_GPUS,
-    FITTED_PATH,
-    FITTED_VLLM,
-    PathDelay,
-)
+from vllm_disagg.planner.cost.latency import PathDelay
+from vllm_disagg.planner.cost.roofline import FITTED, FITTED_GPUS, FITTED_PATH, FITTED_VLLM
 from vllm_disagg.planner.search.performance_source import PerformanceSource
 
 # Scripts of benchmarks/ import each other as neighbours.

@@ -20,14 +20,16 @@ from vllm_disagg.planner.cost import (
     sizes,
 )
 from vllm_disagg.planner.cost.latency import (
+    LatencyModel,
+    LinearLatency,
+    unloaded_decode,
+    unloaded_prefill,
+)
+from vllm_disagg.planner.cost.roofline import (
     FITTED,
     ExpertExchange,
     InstanceShape,
-    LatencyModel,
-    LinearLatency,
     RooflineLatency,
-    unloaded_decode,
-    unloaded_prefill,
 )
 from vllm_disagg.planner.search.performance_source import PerformanceSource
 from vllm_disagg.planner.search.placement import ReplicaGroup

@@ -9,7 +9,7 @@ import pytest
 
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.planner.cost import hardware, model, speculative
-from vllm_disagg.planner.cost.latency import InstanceShape, RooflineLatency
+from vllm_disagg.planner.cost.roofline import InstanceShape, RooflineLatency
 from vllm_disagg.planner.cost.speculative import SpeculativeDecoding, SpeculativeLatency
 from vllm_disagg.planner.search.performance_source import PerformanceSource
 from vllm_disagg.planner.search.placement import Placement, ReplicaGroup

@@ -9,7 +9,8 @@ import msgspec
 
 from ...errors import ConfigError
 from ..cost import distserve, hardware, known_models, model, profile, speculative
-from ..cost.latency import FITTED_PATH, LinearLatency, PathDelay
+from ..cost.latency import LinearLatency, PathDelay
+from ..cost.roofline import FITTED_PATH
 from ..cost.sizes import ModelCosts
 from ..search.performance_source import PerformanceSource
 

@@ -12,7 +12,7 @@ import json
 import msgspec
 
 from ...errors import ConfigError
-from .latency import RooflineLatency
+from .roofline import RooflineLatency
 
 # Methods of vLLM that draft with one layer like the model's own, or without a layer.
 LAYER_METHODS = ("mtp", "eagle", "eagle3")

@@ -18,16 +18,18 @@ from ..cost.hardware import (
     engine_defaults,
 )
 from ..cost.latency import (
+    LatencyModel,
+    LinearLatency,
+    PathDelay,
+    ScaledLatency,
+)
+from ..cost.roofline import (
     FITTED_GPUS,
     FITTED_VLLM,
     TPOT_ERROR_LEFT_OUT,
     TTFT_ERROR_LEFT_OUT,
     InstanceShape,
-    LatencyModel,
-    LinearLatency,
-    PathDelay,
     RooflineLatency,
-    ScaledLatency,
 )
 from ..cost.sizes import ModelCosts
 from ..cost.speculative import SpeculativeDecoding, SpeculativeLatency

@@ -1940,4 +1940,5 @@ MUTANTS: list[tuple[str, ...]] = [
     ("scales of FP8 blocks are rounded on each GPU", "kv_connectors/compatibility.py", "    if formats.has_blocks and surroundings.lacks_deep_gemm():\n", "    if False:\n", "tests/connector/test_compatibility.py::test_gpus_that_quantize_activations_otherwise_differ"),
     ("GPUs without DeepGEMM differ without it, too", "kv_connectors/surroundings.py", "    if not (envs.VLLM_USE_DEEP_GEMM and envs.VLLM_USE_DEEP_GEMM_E8M0):\n", "    if False:\n", "tests/connector/test_compatibility.py::test_without_deep_gemm_no_gpu_rounds_scales"),
     ("ends of a part and the next event are one large event", "proxy/requests/streams.py", "    return any(len(event) > limit for event in data.split(b\"\\n\\n\"))\n", "    return True\n", "tests/proxy/requests/test_named_events.py::test_only_a_large_event_ends_a_recording"),
+    ("a bench runs in the root's folder alone", "benchmarks/kernel_times.py", "from least_errors import", "from benchmarks.least_errors import", "tests/unit/test_benchmark_imports.py"),
 ]

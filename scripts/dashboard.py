@@ -58,8 +58,13 @@ def quantiles(histogram: str) -> list[Query]:
     ]
 
 
-FAILED = 'vllm_disagg_requests_total{outcome=~"upstream_error|timeout"}'
-ASKED = 'vllm_disagg_requests_total{outcome!="client_error"}'
+# As in alerts.yml: polls of /v1/models, /tokenize and the like would hide a failure.
+GENERATING = (
+    'path=~"/v1/(completions|chat/completions(/batch)?|responses|messages)'
+    '|/inference/v1/generate|/cohere/v2/chat"'
+)
+FAILED = f'vllm_disagg_requests_total{{outcome=~"upstream_error|timeout",{GENERATING}}}'
+ASKED = f'vllm_disagg_requests_total{{outcome!="client_error",{GENERATING}}}'
 OVERVIEW = [
     Panel("Requests", "reqps", [Query(rate("vllm_disagg_requests_total"), "")], "stat", 4),
     Panel("Failed", "percentunit", [Query(f"{rate(FAILED)} / {rate(ASKED)}", "")], "stat", 4),

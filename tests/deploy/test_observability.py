@@ -20,6 +20,7 @@ from observability import (
     scaler_expressions,
     unknown_metrics,
 )
+from vllm_disagg.proxy.http.routes import GENERATING, ROUTES
 from vllm_disagg.proxy.routing.fleet import Fleet
 from vllm_disagg.proxy.telemetry.metrics import Metrics
 
@@ -71,3 +72,11 @@ def test_the_proxies_of_another_namespace_hide_no_loss() -> None:
 def test_no_runbook_heading_without_an_alert() -> None:
     headings = re.findall(r"^## (\w+)$", RUNBOOK.read_text(), re.MULTILINE)
     assert sorted(headings) == sorted(alerts())
+
+
+def test_failures_are_judged_by_generation_alone() -> None:
+    """Polls of /v1/models beside ten times fewer completions would hide the failures of these."""
+    patterns = [p for text in expressions() for p in re.findall(r'path[=!]~"([^"]*)"', text)]
+    assert len(patterns) == 5, "two alerts and the dashboard's panel"
+    for pattern in patterns:
+        assert {path for path in ROUTES if re.fullmatch(pattern, path)} == GENERATING

@@ -223,7 +223,8 @@ def test_the_unit_of_an_engine_has_the_same_settings() -> None:
     seconds = re.search(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
     assert seconds
     shutdown = shutdown_timeout(shlex.split(command[1].replace("\\\n", " ")))
-    assert parse(stop[1].split()).timeout + shutdown < int(seconds[1])
+    stopped = parse(stop[1].replace(" $MORE_PROXIES", "").split())
+    assert stopped.timeout + shutdown < int(seconds[1])
     assert re.search(r"^KillMode=mixed$", unit, re.MULTILINE), "workers outlive the first SIGTERM"
 
 
@@ -253,10 +254,50 @@ def test_the_start_of_an_engines_unit_ends_the_drain_of_its_stop() -> None:
     for name, prefix in (("Stop", ""), ("StartPost", "-")):
         command = re.search(rf"^Exec{name}={prefix}/\S+/vllm-disagg (.*)$", unit, re.MULTILINE)
         assert command, name
-        commands[name] = parse(command[1].split())
+        commands[name] = parse(command[1].replace(" $MORE_PROXIES", "").split())
     stop, start = commands["Stop"], commands["StartPost"]
     assert start.end and not stop.end
     assert (start.url, start.proxy) == (stop.url, stop.proxy)
+
+
+def test_a_stop_drains_an_engine_at_each_proxy() -> None:
+    """A proxy that is not told goes on to send it requests, and its stop waits for ten minutes."""
+    unit = (DEPLOY / "systemd" / "vllm-disagg-engine@.service").read_text()
+    environment = (DEPLOY / "systemd" / "prefill.env").read_text()
+    more = re.search(r"MORE_PROXIES=(--proxy \S+)$", environment, re.MULTILINE)
+    assert more and "\nMORE_PROXIES=\n" in environment
+    commands = re.findall(r"^ExecSt(?:op|artPost)=-?/\S+/vllm-disagg (.*)$", unit, re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        # Without braces: systemd makes no word, one or several of it.
+        assert parse(command.replace("$MORE_PROXIES", more[1]).split()).proxy == [
+            "${PROXY}",
+            more[1].split()[1],
+        ]
+
+
+def test_engines_of_one_machine_see_each_others_sockets() -> None:
+    """Each unit has a /tmp of its own with PrivateTmp: KV and messages would go by TCP."""
+    unit = (DEPLOY / "systemd" / "vllm-disagg-engine@.service").read_text()
+    assert "\nPrivateTmp=yes\n" in unit and "TMPDIR" not in unit
+    joined = re.search(r"^JoinsNamespaceOf=(.*)$", unit, re.MULTILINE)
+    assert joined
+    assert joined[1].split() == [f"vllm-disagg-engine@{role}.service" for role in ENGINES]
+
+
+@pytest.mark.parametrize("unit", ["vllm-disagg-engine@.service", "vllm-disagg-proxy.service"])
+def test_the_journal_drops_no_line(unit: str) -> None:
+    """By default those beyond 10,000 in 30 s: an access log is a line a request."""
+    assert "\nLogRateLimitIntervalSec=0\n" in (DEPLOY / "systemd" / unit).read_text()
+
+
+@pytest.mark.parametrize("folder", ["docker", "observability"])
+def test_logs_of_containers_have_an_end(folder: str) -> None:
+    """Docker's default keeps them for ever, on the disk that the models need."""
+    compose = yaml.safe_load((DEPLOY / folder / "compose.yaml").read_text())
+    for name, service in compose["services"].items():
+        options = service.get("logging", {}).get("options", {})
+        assert options.keys() == {"max-size", "max-file"}, name
 
 
 def test_containers_are_killed_behind_the_shutdown_timeout() -> None:

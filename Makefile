@@ -11,7 +11,7 @@
 # make gpu       what only a GPU can show: answers by each transport, rates, handoff; MINUTES=10
 # make gpu-proof what can be proved of the path for GPUs without a GPU; the last line is JSON (the engines take longest)
 # make page-proof  the status page in Debian's chromium, with axe-core and with real engines; writes the pictures of the documents
-# make operator-proof  what operators see and deploy: doctor, status page, alert rules, manifests, images, units, engines replaced under load, Ray; the last line is JSON
+# make operator-proof  what operators see and deploy: doctor, status page, alert rules, manifests, images, units, nginx, engines replaced under load, Ray; the last line is JSON
 # make worlds    10,000 seeded worlds of vLLM's own schedulers (SEEDS=100000, FIRST=0); the last line is JSON
 # make world-faults  planted faults of the scheduler's half that these worlds must find alone; the last line is JSON
 # make fuzz     hostile frames, bodies and bytes at every port; FRAMES and SECONDS choose how many; the last line is JSON

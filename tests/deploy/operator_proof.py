@@ -125,6 +125,12 @@ def prove_prometheus() -> Fields:
     return dict(json.loads(output.strip().splitlines()[-1]))
 
 
+def prove_nginx() -> Fields:
+    """Runs the guide's nginx in front of two proxies: streams, paths, a client that leaves."""
+    output = run(sys.executable, "tests/deploy/nginx_front.py", tools.path_of("nginx"))
+    return dict(json.loads(output.strip().splitlines()[-1]))
+
+
 def rendered(folder: Path) -> dict[str, Path]:
     """Renders each overlay and the chart into files; returns them by name."""
     kubectl = tools.path_of("kubectl")
@@ -355,6 +361,7 @@ PARTS: dict[str, Callable[[], Fields]] = {
     "manifests": prove_manifests,
     "compose": prove_compose,
     "systemd": prove_systemd,
+    "nginx": prove_nginx,
     "doctor": prove_doctor,
     "troubleshooting": prove_troubleshooting,
     "prometheus": prove_prometheus,

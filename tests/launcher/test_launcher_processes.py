@@ -417,12 +417,19 @@ def processes_with(text: str) -> list[int]:
     return found
 
 
-def test_kill_9_by_a_part_of_the_arguments_leaves_nothing(up: Callable[..., Up]) -> None:
-    """The children have the run directory in theirs; their descendants have not."""
+def session_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[3])
+
+
+@pytest.mark.parametrize("word", ["the run directory", "vllm", sys.executable])
+def test_kill_9_by_a_part_of_the_arguments_leaves_nothing(up: Callable[..., Up], word: str) -> None:
+    """The children have it in theirs; their descendants have not."""
     running = up("--never")
     running.wait_for_engines()
     (directory,) = running.folder.glob("vllm-disagg-up-*")
-    killed = [*processes_with(str(directory)), running.process.pid]
+    text = str(directory) if word == "the run directory" else word
+    mine = [pid for pid in processes_with(text) if session_of(pid) == running.process.pid]
+    killed = [*mine, running.process.pid]
     assert set(running.leaders()) < set(killed)
     for pid in killed:
         os.kill(pid, signal.SIGKILL)

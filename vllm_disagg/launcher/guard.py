@@ -1,12 +1,13 @@
 """Ends process groups, even after the launcher was killed with kill -9.
 
 Each child of the launcher leads its own group, which its descendants (VLLM::EngineCore,
-VLLM::Worker) stay in. `python -m vllm_disagg.launcher.guard` reads the run directory from its
-standard input, then the leaders' pids; -PID is one whose group has ended, since its number may be
-used again. End of input means that the launcher has ended.
+VLLM::Worker) stay in. The guard reads the run directory from its standard input, then the leaders'
+pids; -PID is one whose group has ended, since its number may be used again. End of input means that
+the launcher has ended.
 
-The directory is no argument: its name is in the arguments of the children, and a user who kills all
-processes by it (`pkill -9 -f vllm-disagg`) would kill the guard before it has ended the rest.
+A user who kills all processes by a word of their arguments (`pkill -9 -f vllm`) must not kill the
+guard before it has ended the rest. So its arguments have none of the children's words: neither the
+directory, nor a name of this package, nor the path of Python.
 """
 
 from __future__ import annotations
@@ -22,9 +23,24 @@ from pathlib import Path
 
 from ..transports import local_socket
 
+CODE = "ENGINE_GUARD"  # environment variable
+# Python finds its own library by the first one.
+ARGUMENTS = [
+    "/proc/self/exe",
+    "-c",
+    f"import os; exec(os.environ.pop('{CODE}')) # ends what a killed launcher leaves behind",
+]
 GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
 KILL_WAIT_SECONDS = 5.0  # from the first SIGKILL to the end of the attempts
 POLL_SECONDS = 0.05
+
+
+def environment() -> dict[str, str]:
+    """Returns the guard's environment variables, with its code and where its modules are."""
+    # The folder of an editable installation is on no path.
+    paths = [str(Path(__file__).parents[2]), *sys.path]
+    code = f"from {__name__} import main; main()"
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), CODE: code}
 
 
 def members(leaders: Collection[int]) -> list[int]:
@@ -84,7 +100,3 @@ def main() -> None:
     end(leaders)
     shutil.rmtree(run_directory, ignore_errors=True)
     local_socket.remove_stale()
-
-
-if __name__ == "__main__":
-    main()

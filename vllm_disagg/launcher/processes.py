@@ -306,7 +306,9 @@ class ChildProcesses:
             ) from None
         self._lock = _keep_from_cleaners(self.directory)
         self._guard = subprocess.Popen(
-            [sys.executable, "-m", "vllm_disagg.launcher.guard"],
+            guard.ARGUMENTS,
+            executable=sys.executable,
+            env=guard.environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -286,6 +286,16 @@ def test_engines_of_one_machine_see_each_others_sockets() -> None:
 
 
 @pytest.mark.parametrize("unit", ["vllm-disagg-engine@.service", "vllm-disagg-proxy.service"])
+def test_systemd_starts_a_server_again_however_often_it_ends(unit: str) -> None:
+    """By default five starts within 10 s are the last ones, until a person comes."""
+    text = (DEPLOY / "systemd" / unit).read_text()
+    pause = re.search(r"^RestartSec=(\d+)$", text, re.MULTILINE)
+    assert pause and "\nRestart=on-failure\n" in text
+    is_limited = "\nStartLimitIntervalSec=0\n" not in text.partition("[Service]")[0]
+    assert not is_limited or 5 * int(pause[1]) > 10
+
+
+@pytest.mark.parametrize("unit", ["vllm-disagg-engine@.service", "vllm-disagg-proxy.service"])
 def test_the_journal_drops_no_line(unit: str) -> None:
     """By default those beyond 10,000 in 30 s: an access log is a line a request."""
     assert "\nLogRateLimitIntervalSec=0\n" in (DEPLOY / "systemd" / unit).read_text()

@@ -22,6 +22,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -139,11 +140,14 @@ async def watch(prometheus: Prometheus, proxy: str, decodes: Sequence[ScriptedEn
         return sent == REQUESTS and await prometheus.value("vllm_disagg_pairs") == len(decodes) ** 2
 
     await until("Prometheus has the requests", all_counted)
+    counted_at = datetime.now(UTC)
 
     async def all_evaluated() -> bool:
         rules = await prometheus.rules()
         assert all(rule["health"] in ("ok", "unknown") for rule in rules), rules
-        return all(rule["health"] == "ok" for rule in rules)
+        # Once more since: before its first scrape a proxy that starts slowly is absent.
+        times = [datetime.fromisoformat(rule["lastEvaluation"]) for rule in rules]
+        return all(rule["health"] == "ok" for rule in rules) and min(times) > counted_at
 
     await until("every rule is evaluated", all_evaluated)
     rules = await prometheus.rules()

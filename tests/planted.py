@@ -630,8 +630,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("an engine's unit has no home", "deploy/systemd/vllm-disagg-engine@.service", "Environment=HOME=/var/lib/vllm-disagg HF_HOME", "Environment=HF_HOME", "tests/deploy/test_manifests.py::test_an_engine_of_a_unit_has_a_home_that_it_may_write"),
     ("an engine's unit needs systemd 251", "deploy/systemd/vllm-disagg-engine@.service", "\"key_file\": \"${CREDENTIALS_DIRECTORY}/fleet.key\"", "\"key_file\": \"%d/fleet.key\"", "tests/deploy/test_manifests.py::test_units_find_their_keys_with_older_systemds"),
     ("systemd gives the proxy up after five quick ends", "deploy/systemd/vllm-disagg-proxy.service", "StartLimitIntervalSec=0\n", "", "tests/deploy/test_manifests.py::test_systemd_starts_a_server_again_however_often_it_ends"),
-    ("nginx shows the status page to strangers", "docs/how-to/behind-nginx.md", "(metrics|readiness|load|disagg)", "(metrics|readiness|load)", "tests/deploy/test_behind_nginx.py"),
-    ("nginx's page of a 504 replaces the proxy's error", "docs/how-to/behind-nginx.md", "    proxy_read_timeout 1860s;\n", "    proxy_read_timeout 1800s;\n", "tests/deploy/test_behind_nginx.py"),
     ("a container's log grows for ever", "deploy/docker/compose.yaml", "    logging: *logging\n", "", "tests/deploy/test_manifests.py::test_logs_of_containers_have_an_end"),
     ("the journal drops lines of the access log", "deploy/systemd/vllm-disagg-proxy.service", "LogRateLimitIntervalSec=0\n", "", "tests/deploy/test_manifests.py::test_the_journal_drops_no_line"),
     ("a unit's stop drains at one proxy of two", "deploy/systemd/vllm-disagg-engine@.service", "--proxy ${PROXY} $MORE_PROXIES --timeout 600", "--proxy ${PROXY} --timeout 600", "tests/deploy/test_manifests.py::test_a_stop_drains_an_engine_at_each_proxy"),

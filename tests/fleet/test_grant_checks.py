@@ -81,26 +81,6 @@ def test_sources_are_refused_with_a_reason(sources: list[WorkerInfo], words: str
         checker().check_sources(grant(sources=sources))
 
 
-@pytest.mark.parametrize("loopback_only", [True, False])
-def test_the_loopback_of_another_machine_is_not_dialled(loopback_only: bool) -> None:
-    """`host` is the loopback unless it is set: each prompt waited for its KV for two seconds."""
-    own = msgspec.structs.replace(OWN, host="this machine")
-    engine = EngineInfo("engine", "both", [own], {}, two_way=True)
-    check = GrantChecker(engine, UsedGrants(has_key=True), loopback_only=loopback_only)
-    elsewhere = grant(sources=[msgspec.structs.replace(OTHER, host="another machine")])
-    with pytest.raises(BadGrant, match=f"'{NEAR}' of a source is the loopback of another machine"):
-        check.check_sources(elsewhere)
-    with pytest.raises(BadGrant, match="loopback of another machine"):
-        check.plan_reuse(elsewhere)
-    for host in ("this machine", ""):  # older engines do not state theirs
-        check.check_sources(grant(sources=[msgspec.structs.replace(OTHER, host=host)]))
-    # An older version of this engine's own workers: nothing is known.
-    checker().check_sources(elsewhere)
-    if not loopback_only:
-        distant = msgspec.structs.replace(DISTANT, host="another machine")
-        check.check_sources(grant(sources=[distant]))
-
-
 @pytest.mark.parametrize("source", [DISTANT, UNREADABLE])
 def test_a_prefill_leg_loses_only_its_reuse_by_such_sources(source: WorkerInfo) -> None:
     refused = grant("prefill", sources=[source])

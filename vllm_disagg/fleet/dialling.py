@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from ..config import Address, plain, unreachable
 from ..protocol.peers import EngineInfo, WorkerInfo
@@ -42,20 +42,14 @@ def is_at(endpoint: str, host: str) -> bool:
         return False
 
 
-def refusal(
-    workers: Iterable[WorkerInfo], *, loopback_only: bool, machines: Collection[str] = ()
-) -> str:
+def refusal(workers: Iterable[WorkerInfo], *, loopback_only: bool) -> str:
     """Return why no connection to one of these workers is allowed; empty if all are.
 
     `loopback_only` is for an engine that other machines do not reach either, or without a key.
-    `machines`: the boot ids of that engine's own workers, if known. A loopback address of another
-    machine would be dialled in vain, at each prompt.
     """
     for worker in workers:
-        is_known = bool(worker.host and machines) and "" not in machines
-        is_elsewhere = is_known and worker.host not in machines
         for channel, endpoint in (("control", worker.control), ("data", worker.data)):
-            if problem := _problem(endpoint, loopback_only, is_elsewhere):
+            if problem := _problem(endpoint, loopback_only):
                 return f"{channel} address {endpoint!r} of a source {problem}"
         scheme, _, path = worker.local.partition("://")
         if worker.local and not (scheme == "ipc" and is_socket(path)):
@@ -84,7 +78,7 @@ def obstacle(prefill: EngineInfo, decode: EngineInfo) -> str:
     return ""
 
 
-def _problem(endpoint: str, loopback_only: bool, is_elsewhere: bool) -> str:
+def _problem(endpoint: str, loopback_only: bool) -> str:
     """Return why no connection to an endpoint is allowed; empty if one is."""
     address = _address(endpoint)
     if address is None:
@@ -93,8 +87,6 @@ def _problem(endpoint: str, loopback_only: bool, is_elsewhere: bool) -> str:
         return problem
     if loopback_only and not plain(address).is_loopback:
         return "is not loopback, and this engine's own host is"
-    if is_elsewhere and plain(address).is_loopback:
-        return "is the loopback of another machine; set host there"
     return ""
 
 

@@ -108,19 +108,12 @@ class GrantChecker:
 
     def _check_readable(self, sources: Sequence[WorkerInfo]) -> None:
         """Raises BadGrant for workers that this engine must not dial, or cannot read from."""
-        self._check_addresses(sources)
+        if refusal := dialling.refusal(sources, loopback_only=self._loopback_only):
+            raise BadGrant(refusal)
         try:
             self.plan_reads(sources)
         except Unmappable as error:
             raise BadGrant(f"the KV of P cannot be read here: {error}") from None
-
-    def _check_addresses(self, sources: Sequence[WorkerInfo]) -> None:
-        """Raises BadGrant for workers that this engine must not dial, or would in vain."""
-        machines = {worker.host for worker in self.engine.workers}
-        if refusal := dialling.refusal(
-            sources, loopback_only=self._loopback_only, machines=machines
-        ):
-            raise BadGrant(refusal)
 
     def plan_reads(self, sources: Sequence[WorkerInfo]) -> ReshardPlan:
         """Returns which of our ranks reads what of these workers; Unmappable if none can be."""
@@ -143,7 +136,8 @@ class GrantChecker:
 
         Raises BadGrant or Unmappable if it must run without reuse.
         """
-        self._check_addresses(grant.sources)
+        if refusal := dialling.refusal(grant.sources, loopback_only=self._loopback_only):
+            raise BadGrant(refusal)
         return self.plan_reads(grant.sources)
 
     def use_reuse(self, grant: Grant, now: float) -> str | None:

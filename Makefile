@@ -88,7 +88,7 @@ static: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy vllm_disagg kv_connectors
-	MYPYPATH=tests:deploy/ray:tests/engine:tests/transports/processes:$$(find $(QUICK) -type d ! -name __pycache__ | paste -sd:) \
+	MYPYPATH=tests:benchmarks:deploy/ray:tests/engine:tests/transports/processes:$$(find $(QUICK) -type d ! -name __pycache__ | paste -sd:) \
 		$(BIN)/mypy --config-file tests/mypy.ini deploy/ray/*.py $$(find $(QUICK) -name '*.py' ! -name conftest.py)
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python scripts/reference.py --check

@@ -522,6 +522,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("what cannot be known is held against an engine", "proxy/routing/engine_steps.py", "        if not page or (changed and not first):\n            self.on_step_seen(now)\n        elif not first:", "        if changed and not first:\n            self.on_step_seen(now)\n        elif True:", "tests/proxy/routing/test_engine_steps.py"),
     ("a request that was given up is forgotten", "proxy/routing/engine_steps.py", "if not busy and self._last_request_at <= self._last_step_at:", "if not busy:", "tests/proxy/routing/test_engine_steps.py"),
     # heads, bodies, labels
+    ("an unsupported API counts as a failure", "proxy/requests/api.py", "if status < 500 or is_unsupported else", "if status < 500 else", "tests/proxy/requests/test_relay.py::test_an_engine_without_what_is_requested_has_not_failed"),
     ("a stranger's body is read", "proxy/requests/api.py", "            if self._refusal(request):\n                return 0\n", "", "tests/proxy/http/test_careless_clients.py"),
     ("a later head lends a refused request its key", "proxy/http/request_reader.py", "        if self.state is not READING_HEAD:\n            return\n        headers", "        if self.state is READING_BODY:\n            return\n        headers", "tests/proxy/http/test_request_reader.py"),
     ("strangers may send large bodies", "proxy/requests/api.py", "if request.method == \"POST\" and routes.guarded(request.path):", "if True:", "tests/proxy/http/test_careless_clients.py"),

@@ -55,7 +55,7 @@ class SoakEngine(Engine):
     """An engine whose log can be slow, and whose KV address can be cut off."""
 
     def __init__(self, name: str, folder: Path, number: int, *flags: str, role: str) -> None:
-        # No loopback: that of another machine is refused.
+        # No loopback: the proxy warns of another machine's.
         self.kv_address = f"10.213.7.{number}"
         environment = {
             "VLLM_SERVER_DEV_MODE": "1",  # has /reset_prefix_cache

@@ -124,8 +124,8 @@ def test_an_evicted_worker_is_disconnected_by_all_transports(
     assert calls(transports, "fast") == [("connect", "p/0"), ("disconnect", "p/0")]
     assert list(transports.zmq.links) == ["p/1"]
     transports.connect(peer(name="p/2"))
-    assert caplog.text.count("unused for longest") == 1, "one line a minute"
-    assert "p/0 and 0 other senders were disconnected" in caplog.text
+    assert caplog.text.count("disconnected to make room") == 1, "one line a minute"
+    assert "others: 1, the last one p/0." in caplog.text
 
 
 def test_a_sender_that_is_given_up_is_disconnected_by_all_transports(

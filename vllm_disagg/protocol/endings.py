@@ -1,7 +1,7 @@
 """Endings: what a sender remembers of transfers that have ended.  Pure.
 
-    confirmed      the last MAX_ENDINGS transfers, with the sums that their receivers got: a
-                   repeated ReadComplete has the answer of the first one
+    confirmed      the last MAX_ENDINGS transfers, revoked ones too, with the sums that their
+                   receivers got: a repeated ReadComplete has the answer of the first one
     undelivered    the names of the last MAX_UNDELIVERED transfers that ended before all receivers
                    had them: a late receiver is refused at once
 

@@ -14,7 +14,7 @@ A read is posted at the address of one transport, before the ReadRequest.  So th
 blocks whenever they arrive.  A repeated ReadRequest keeps the posted read.  If the address of
 the source has changed meanwhile, the read is cancelled there first: bytes come to the new address.
 
-Rules 4 and 5 of `receiver.py` are kept here.
+Rules 4 and 5 of `receiver.py` are kept here; that a written piece is forgotten, there.
 """
 
 from __future__ import annotations

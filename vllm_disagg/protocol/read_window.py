@@ -17,7 +17,7 @@ loads before it: `count_turns`.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from . import messages
 from .incoming_transfer import IncomingTransfer, PieceState
@@ -55,12 +55,14 @@ class ReadWindow:
         queue = self.queues.setdefault(source, deque())
         queue.append((transfer, number))
 
-    def take(self, transfers: Mapping[str, IncomingTransfer], now: float) -> list[tuple[str, int]]:
+    def take(
+        self, transfers: Mapping[str, IncomingTransfer], now: float
+    ) -> Iterator[tuple[str, int]]:
         """Takes as many pieces as there are credits, from all sources in turn.
 
-        Returns (transfer, number) of each, in the order in which their reads are posted.
+        Yields (transfer, number) of each. The caller posts its read before it asks for the next:
+        a piece that stayed QUEUED could be taken twice.
         """
-        taken: list[tuple[str, int]] = []
         # One piece a source and round, until no source has both a piece and a credit.
         sources = list(self.queues)
         while sources:
@@ -68,16 +70,15 @@ class ReadWindow:
             for source in sources:
                 piece = self._take_next(source, transfers, now)
                 if piece is not None:
-                    taken.append(piece)
+                    yield piece
                     remaining.append(source)
                     # To the end: the next free credit is for a source that has waited longer. Two
                     # sources that hold half the window each would starve a third one.
                     self.queues[source] = self.queues.pop(source)
                 elif self._is_next(source, transfers, now):
                     # Smaller pieces of others would take each credit that becomes free.
-                    return taken
+                    return
             sources = remaining
-        return taken
 
     def _take_next(
         self, source: str, transfers: Mapping[str, IncomingTransfer], now: float

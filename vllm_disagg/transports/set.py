@@ -171,12 +171,12 @@ class TransportSet(Mapping[str, Transport]):
         if count := self._evictions.note(time.monotonic()):
             # Each later load from it pays for its connections again, so the operator must see it.
             log.warning(
-                "%s and %d other senders were disconnected, each unused for longest: this worker "
+                "senders disconnected to make room for others: %d, the last one %s. This worker "
                 "may be connected to %d senders (ranks of prefill engines) at a time, and more are "
                 "in use. Their next loads connect them again. Give each proxy a part of the fleet, "
                 "so that fewer engines are paired",
+                count,
                 sender,
-                count - 1,
                 MAX_LINKS,
             )
 

@@ -392,6 +392,18 @@ async def test_decode_fails_and_there_is_no_other(script: Script, status: int) -
         assert await w.metric("vllm_disagg_requests_total", 'outcome="upstream_error"') == 1
 
 
+async def test_an_engine_without_what_is_requested_has_not_failed() -> None:
+    """As vLLM answers for an API that its model has not."""
+
+    async def refuse(call: Call) -> None:
+        await call.json({"error": {"message": "no such API", "code": 501}}, 501)
+
+    async with world() as w:
+        w.p.script = w.d.script = refuse
+        assert (await w.post()).status == 501
+        assert await w.metric("vllm_disagg_requests_total", 'outcome="client_error"') == 1
+
+
 async def test_no_decode_at_all() -> None:
     async with world(probe_interval=60.0) as w:
         await w.d.stop()

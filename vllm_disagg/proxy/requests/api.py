@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 from urllib.parse import parse_qs
 
 import msgspec
@@ -419,4 +420,6 @@ def _outcome(status: int) -> str:
     """Returns the label of the metric of requests."""
     if status < 400:
         return "ok"
-    return "client_error" if status < 500 else "upstream_error"
+    # vLLM's answer to a request for what its model or its version has not: no engine has failed.
+    is_unsupported = status == HTTPStatus.NOT_IMPLEMENTED
+    return "client_error" if status < 500 or is_unsupported else "upstream_error"

@@ -13,7 +13,7 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import numpy as np
 
@@ -68,6 +68,15 @@ class PieceStream:
         self.unfilled = step
         return None
 
+    def close(self) -> None:
+        """Frees the buffers of a piece that came in part.
+
+        The parser and this object refer to each other, so they would stay until Python looks for
+        cycles.
+        """
+        self._parser.close()
+        self.unfilled = memoryview(b"")
+
     def fill(self, connection: socket.socket) -> int:
         """Reads bytes into the current buffer; returns how many, 0 at the end of the stream.
 
@@ -93,7 +102,7 @@ class PieceStream:
         stalled_at = self.last_progress + self._port.config.peer_timeout
         return [min(stalled_at, self.piece_deadline)]
 
-    def _parse(self) -> Iterator[memoryview | TransportEvent]:
+    def _parse(self) -> Generator[memoryview | TransportEvent, None, None]:
         """Yields each buffer to fill next, and events; resumed when the buffer is full.
 
         Raises BadMessage for bytes that make no sense.

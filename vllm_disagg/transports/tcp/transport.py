@@ -250,6 +250,8 @@ class TcpTransport:
         # `flush` leaves a read that is being written, because only its transport stops the write.
         if source.stream is not None and source.stream.read is not None:
             self._events.append(self._posted.end(source.stream.read, ReadStatus.CANCELLED))
+        if source.stream is not None:
+            source.stream.close()
         self._posted.flush(source.worker.name)
         source.state = TcpState.DOWN
         # With its deadlines, or they would count as a second loss.

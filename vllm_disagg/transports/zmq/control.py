@@ -42,7 +42,7 @@ ZmqSocket = zmq.Socket[bytes]
 
 ZAP_DOMAIN = b"vllm-disagg"
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # RFC 27
-MAX_LINKS = 256  # senders connected at a time; the one unused for longest is evicted
+MAX_LINKS = 256  # senders at a time; the one whose last load began first is evicted
 MAX_SOCKETS = 8 * MAX_LINKS  # four a link, two of them to watch it; ZMQ itself allows 1023
 # ZMQ dials a peer for as long as the link exists (`link_watch.py`): a packet each time. Longer
 # pauses would keep KV from a network that has healed.

@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from vllm_disagg.launcher import (
     backoff,
     config_file,
     flags,
+    guard,
     main,
     model_check,
     plan,
@@ -518,6 +520,31 @@ def test_the_folder_of_the_key_is_kept_from_cleaners(
     fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(folder)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_guard_that_does_not_start_ends_up_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines of a launcher that is killed later would stay, with their GPU memory."""
+    monkeypatch.setattr(processes.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(guard, "ARGUMENTS", ["python", "-c", "raise SystemExit(3)"])
+    children = processes.ChildProcesses(processes.ChildOutput(None, ""), lambda: False)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"the guard, .* does not start: .* status 3"):
+        children.__enter__()
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_package_of_the_environment_replaces_a_module_that_the_guard_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an old back-port of pathlib in site-packages would."""
+    (tmp_path / "pathlib.py").write_text("raise ImportError('a back-port')\n")
+    monkeypatch.setattr(guard, "__file__", str(tmp_path / "vllm_disagg/launcher/guard.py"))
+    found = {**guard.environment(), guard.CODE: "import pathlib; print('found')"}
+    done = subprocess.run(
+        guard.ARGUMENTS, executable=sys.executable, env=found, capture_output=True, check=True
+    )
+    assert done.stdout == b"found\n"
 
 
 # Starting again -----------------------------------------------------------------------------------

@@ -37,8 +37,9 @@ POLL_SECONDS = 0.05
 
 def environment() -> dict[str, str]:
     """Returns the guard's environment variables, with its code and where its modules are."""
-    # The folder of an editable installation is on no path.
-    paths = [str(Path(__file__).parents[2]), *sys.path]
+    # The folder of an editable installation is on no path. Last, as it may have all packages: one
+    # with the name of a module of Python's own must not replace that.
+    paths = [*sys.path, str(Path(__file__).parents[2])]
     code = f"from {__name__} import main; main()"
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), CODE: code}
 

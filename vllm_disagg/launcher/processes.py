@@ -314,7 +314,15 @@ class ChildProcesses:
             stderr=subprocess.DEVNULL,
             process_group=0,
         )
-        self._guard.wait()  # until it is no child of this process, and ready
+        if status := self._guard.wait():  # until it is no child of this process, and ready
+            assert self._guard.stdin
+            self._guard.stdin.close()
+            shutil.rmtree(self.directory, ignore_errors=True)
+            os.close(self._lock)
+            raise ConfigError(
+                "the guard, which would end the engines of a launcher that is killed, does not "
+                f"start: {sys.executable} ended with status {status}. Is its environment whole?"
+            )
         self._send_to_guard(self.directory)
         return self
 

@@ -1,4 +1,4 @@
-"""Connects one client: runs one handler for its requests, one at a time.
+"""Serves one client by HTTP/1.1: runs one handler for its requests, one at a time.
 
 `RequestReader` parses and checks requests, `ResponseEncoder` frames answers, and
 `connection_state` decides. This file moves the bytes: transport, timers, tasks and flow control.

@@ -1,4 +1,5 @@
-"""Sends this proxy's own requests to instances: health checks, probes and reads of metrics.
+"""Sends this proxy's own requests to instances: health checks, probes, reads of
+metrics, and the nudges between two of these.
 
 Two failures have the same words whichever request meets them: a lost name and a refused connection.
 """

@@ -57,7 +57,7 @@ def joined(stream: bytes) -> dict[str, Any]:
 def _forget_logprobs(event: Any) -> None:
     """Takes all logprobs out of an event of `/v1/responses`.
 
-    vLLM keeps those of a token without a text of its own only if an event has another token, too.
+    Their number differed twice between two servers. Not explained: docs/benchmarks/exactness.md.
     """
     if isinstance(event, list):
         for one in event:

@@ -6,8 +6,10 @@ tests/transports/processes/test_tcp.py has the real sender.
 from __future__ import annotations
 
 import contextlib
+import gc
 import socket
 import time
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -156,6 +158,20 @@ def test_all_reads_end_when_the_connection_is_lost(receiving: Receiving, how: st
     assert receiving.source.connection is None
     receiving.post(2)
     assert receiving.poll() == [completed(2, CANCELLED)], "the path is down"
+
+
+def test_a_lost_connection_frees_the_buffers_of_half_a_piece_at_once(receiving: Receiving) -> None:
+    """They are as large as a piece, and Python may look for cycles much later."""
+    receiving.post(0)
+    receiving.send(0, 0, 500)
+    assert receiving.poll() == [] and receiving.source.stream is not None
+    stream = weakref.ref(receiving.source.stream)
+    gc.disable()
+    try:
+        receiving.transport.disconnect("p")
+        assert stream() is None
+    finally:
+        gc.enable()
 
 
 def test_a_read_at_an_earlier_address_is_refused(receiving: Receiving) -> None:

@@ -193,7 +193,7 @@ class SchedulerSide:
         if admitted.is_refused:
             self.stats.count("refused_parameters")
         if admitted.facts is not None and admitted.leg == "decode":
-            self._legs.add_decode(admitted.facts)
+            self._legs.add_decode(admitted.facts, self.clock)
         elif admitted.facts is not None:
             self._legs.add_prefill(admitted.facts)
         if admitted.is_computed_here:
@@ -269,7 +269,7 @@ class SchedulerSide:
             self._hand_over_again(request_id)
         if self._legs.legs:
             self._note_scheduled(output)
-        self._legs.on_step_scheduled(is_empty=not output.num_scheduled_tokens)
+        self._legs.on_step_scheduled(self.clock, is_empty=not output.num_scheduled_tokens)
         events = self._legs.take_events()
         waits = not output.num_scheduled_tokens and self._legs.waits_for_kv
         if waits and self._may_sleep:

@@ -289,7 +289,8 @@ class WorkerSide:
             self._reuse_transfers.add(event.transfer)
         elif isinstance(event, events.LoadSkipped):
             self._loading_requests.pop(event.transfer, None)
-        elif event.transfer not in self._loading_blocks:  # cancelled before the load was requested
+        elif isinstance(event, events.LoadCancelled) and event.transfer not in self._loading_blocks:
+            # Of a lookup: its load has not been requested.
             self._reuse_transfers.discard(event.transfer)
 
     def _note_sender_events(

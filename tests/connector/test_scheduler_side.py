@@ -677,6 +677,16 @@ def test_a_step_sleeps_only_if_it_computes_nothing_and_a_leg_waits(clock: list[f
     assert clock[1:] == [scheduler.IDLE_STEP_SLEEP_SECONDS]
 
 
+def test_p_is_asked_to_keep_a_prompt_while_d_has_no_room(clock: list[float]) -> None:
+    d = side("decode")
+    d.on_request_arrived(request("decode", d))
+    found = []
+    for clock[0] in (100.0, 102.0, 104.0, 106.0, 108.0):
+        busy = d.build_step_metadata(step(new={"another": (0, 16, [7])}))
+        found.append([type(event) for event in busy.receiver_events])
+    assert found == [[], [], [events.LoadExpected], [], [events.LoadExpected]]
+
+
 def test_a_rank_that_waits_for_kv_keeps_no_other_rank_waiting(clock: list[float]) -> None:
     """Ranks in step wait for its dummy batch, which comes after this step."""
     d = side("decode", limits=TransferLimits(may_sleep=False))

@@ -368,9 +368,9 @@ def test_reused_bytes_are_counted_separately() -> None:
     worker, driver = started("layer")
     for transfer in ("back", "other", "given up"):
         wanted = events.LoadRequested(transfer, [], None, [events.GroupBlocks(0, [1])], 16, 1.0)  # type: ignore[arg-type]
-        sought: list[events.ForReceiver] = []
+        sought: list[events.ForReceiver] = [events.LoadExpected(transfer, [], None)]  # type: ignore[arg-type]
         if transfer != "other":
-            sought.append(events.LookupRequested(transfer, [], None))  # type: ignore[arg-type]
+            sought = [events.LookupRequested(transfer, [], None)]  # type: ignore[arg-type]
         worker.begin_step(StepMetadata(receiver_events=sought))
         end: Any = events.LoadCancelled(transfer) if transfer == "given up" else wanted
         worker.begin_step(

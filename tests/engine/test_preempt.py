@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,6 +10,7 @@ import pytest
 from asking import ask, at_once, body, expect_same, tokens
 from conftest import Machine, Main
 from engines import RUNNER, Engine, Proxy
+from test_exact import needed
 
 POOL = {"P": 24, "D": 28}  # blocks; a request may need 16
 # In tokens. In Triton's interpreter they are as long as preemption takes.
@@ -17,6 +19,9 @@ OWN_ANSWER = 400 if RUNNER.is_interpreted else 600
 MIXED_ANSWER = 60 if RUNNER.is_interpreted else 150
 # Of an answer: preempted again and again, the last one waits for most of the others.
 ANSWER_SECONDS = 600.0 * RUNNER.slowness
+# Answers of which D has room for two at a time: the last one waits for several leases.
+QUEUED, QUEUED_LENGTH, QUEUED_ANSWER = 6, 850, LONG_ANSWER
+LEASE_SECONDS = 2.0
 FLAGS = [
     "--no-scheduler-reserve-full-isl",
     "--num-gpu-blocks-override",
@@ -26,7 +31,15 @@ FLAGS = [
 class Small:
     def __init__(self, machine: Machine) -> None:
         engines = {
-            name: Engine(f"small-{name}", machine.folder, *FLAGS, str(blocks), role=role, cpu=cpu)
+            name: Engine(
+                f"small-{name}",
+                machine.folder,
+                *FLAGS,
+                str(blocks),
+                role=role,
+                cpu=cpu,
+                settings={"lease": LEASE_SECONDS},
+            )
             for (name, blocks), role, cpu in zip(
                 POOL.items(), ("kv_producer", "kv_consumer"), "01", strict=True
             )
@@ -87,6 +100,15 @@ def test_the_prefill_side_preempts(main: Main, small: Small) -> None:
             expect_same(one.result(), expected)
     small.expect_idle()
     assert small.preemptions()[0] > before
+
+
+def test_p_keeps_prompts_that_wait_for_room_at_d(main: Main, small: Small) -> None:
+    """Else D would compute them itself, behind P's lease, where it has least time."""
+    before, started_at = small.decode.received, time.monotonic()
+    lengths = [QUEUED_LENGTH + at for at in range(QUEUED)]
+    crowd(main, small, lengths, QUEUED_ANSWER, "queued")
+    assert time.monotonic() - started_at > 3 * LEASE_SECONDS, "nothing had to wait"
+    assert small.decode.received - before >= 0.9 * needed(lengths)
 
 
 def test_everything_at_once(main: Main, small: Small) -> None:

@@ -73,6 +73,7 @@ def test_what_claims_nothing_goes_at_once(queue: Queue) -> None:
         scheduled("t", 8),
         events.PrefillFinished("t"),
         events.LookupRequested("t", [], EMPTY_PLAN),
+        events.LoadExpected("t", [], EMPTY_PLAN),
         skipped("t"),
         events.BlocksRevoked("t"),
         events.LayersRecomputed("t"),

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from vllm_disagg.kv import reshard
@@ -52,7 +53,7 @@ def prefill(tokens: int = 70, **change: Any) -> EngineLegs:
 def decode(tokens: int = 70, cached: int = 0, **change: Any) -> EngineLegs:
     """Returns an engine with one decode leg whose blocks are allocated."""
     d = machine()
-    d.add_decode(facts(tokens=tokens, **change))
+    d.add_decode(facts(tokens=tokens, **change), 0.0)
     count = d.tokens_to_load("r", cached, 0.0)
     assert count is not None
     d.on_blocks_allocated("r", FIVE, count)
@@ -125,7 +126,7 @@ def test_a_prefill_leg_that_loses_its_blocks_keeps_nothing(end: str) -> None:
 def test_a_refused_leg_informs_the_other_engine_once() -> None:
     p, d = machine(), machine()
     p.add_prefill(facts(reuse="back"))
-    d.add_decode(facts(reuse="back"))
+    d.add_decode(facts(reuse="back"), 0.0)
     for legs in (p, d):
         legs.refuse("r")
         legs.on_arrived("r")
@@ -205,7 +206,7 @@ def test_null_blocks_count_for_no_share() -> None:
 # Decode leg, main transfer ------------------------------------------------------------------------
 def test_a_decode_leg_loads_what_its_own_cache_lacks() -> None:
     d = machine()
-    d.add_decode(facts(tokens=40))
+    d.add_decode(facts(tokens=40), 0.0)
     assert [d.tokens_to_load("r", 16, 0.0) for _ in range(2)] == [24, 24], "until there is room"
     d.on_blocks_allocated("r", [[4, 5, 6]], 24)
     step = d.take_events()
@@ -234,7 +235,7 @@ def test_a_nearly_cached_prompt_is_not_loaded_and_p_is_informed(cached: int) -> 
 @pytest.mark.parametrize("when", ["waiting", "loading"])
 def test_an_aborted_decode_leg_is_reported_once(when: str) -> None:
     d = machine()
-    d.add_decode(facts())
+    d.add_decode(facts(), 0.0)
     if when == "loading":
         d.on_blocks_allocated("r", FIVE, d.tokens_to_load("r", 0, 0.0) or 0)
         received(d)
@@ -247,7 +248,7 @@ def test_an_aborted_decode_leg_is_reported_once(when: str) -> None:
 def windowed(tokens: int, window: int = 32) -> tuple[EngineLegs, int | None]:
     """Returns D of a model with a window and full attention, and the tokens that it loads."""
     d = EngineLegs(CacheFacts([BLOCK, BLOCK], tokens_left_out=1, windows=[0, window]))
-    d.add_decode(facts(tokens=tokens))
+    d.add_decode(facts(tokens=tokens), 0.0)
     return d, d.tokens_to_load("r", 0, 0.0)
 
 
@@ -274,7 +275,7 @@ def test_the_last_token_is_not_loaded_into_its_block() -> None:
 def test_a_block_that_a_load_writes_in_part_is_not_cleared() -> None:
     """The last token begins a block of one group, and is in the middle of the other one's."""
     d = EngineLegs(CacheFacts([16, 32], tokens_left_out=1, windows=[0, 20]))
-    d.add_decode(facts(tokens=49))
+    d.add_decode(facts(tokens=49), 0.0)
     assert d.tokens_to_load("r", 0, 0.0) == 49
     assert d.on_blocks_allocated("r", [[1, 2, 3, 4], [0, 5]], 49) == [[4], []]
 
@@ -292,7 +293,7 @@ def test_d_computes_a_prompt_that_vllm_would_never_begin_to_load(
 ) -> None:
     """Beside drafts vLLM keeps blocks free. The load would wait, and all requests behind it."""
     d = EngineLegs(CacheFacts([BLOCK], max_load_blocks=blocks))
-    d.add_decode(facts())
+    d.add_decode(facts(), 0.0)
     assert d.tokens_to_load("r", 0, 0.0) == loaded
     d.on_blocks_allocated("r", FIVE, loaded)
     if not loaded:
@@ -301,7 +302,7 @@ def test_d_computes_a_prompt_that_vllm_would_never_begin_to_load(
 
 def test_blocks_of_cached_tokens_count_and_those_before_a_window_do_not() -> None:
     d = EngineLegs(CacheFacts([BLOCK], max_load_blocks=4))
-    d.add_decode(facts())
+    d.add_decode(facts(), 0.0)
     assert d.tokens_to_load("r", 16, 0.0) == 0
     # Token 70 looks back to token 39: three of five blocks.
     assert CacheFacts([BLOCK, BLOCK], windows=[0, 32], max_load_blocks=8).can_load(70)
@@ -320,7 +321,7 @@ def test_p_reads_nothing_back_that_vllm_would_never_begin_to_load() -> None:
 
 def test_a_load_leaves_out_the_last_token_and_the_blocks_before_the_window() -> None:
     d = machine([BLOCK, BLOCK], tokens_left_out=1)
-    d.add_decode(facts())
+    d.add_decode(facts(), 0.0)
     assert d.tokens_to_load("r", 16, 0.0) == 53
     assert not d.on_blocks_allocated("r", [[4, 5, 6, 7, 8], [0, 0, 0, 9, 10]], 53)
     (load,) = received(d)
@@ -339,7 +340,7 @@ def test_blocks_of_tokens() -> None:
 def test_a_load_that_has_ended_yields_its_turn_once(reuse: bool) -> None:
     legs = prefill(reuse="back") if reuse else machine()
     if not reuse:
-        legs.add_decode(facts())
+        legs.add_decode(facts(), 0.0)
     legs.on_lookup_counts({"back": [64]})
     count = legs.tokens_to_load("r", 0, 0.0)
     assert count == (64 if reuse else 70)
@@ -363,16 +364,16 @@ def test_a_request_that_ran_after_its_load_yields_no_turn(reuse: bool) -> None:
 
 def test_all_requests_yield_once_after_an_empty_step_if_a_load_has_ended() -> None:
     d = decode()
-    d.on_step_scheduled(is_empty=True)
+    d.on_step_scheduled(0.0, is_empty=True)
     assert d.tokens_to_load("ordinary", 0, 0.0) == 0, "no load has ended"
     d.on_load_finished("r")
     turns = []
     for is_empty in (False, True, True, True, False, True):
-        d.on_step_scheduled(is_empty=is_empty)
+        d.on_step_scheduled(0.0, is_empty=is_empty)
         turns.append(d.tokens_to_load("ordinary", 0, 0.0))
     assert turns == [0, None, 0, None, 0, None]
     d.on_blocks_allocated("r", FIVE, 0)
-    d.on_step_scheduled(is_empty=True)
+    d.on_step_scheduled(0.0, is_empty=True)
     assert d.tokens_to_load("ordinary", 0, 0.0) == 0
 
 
@@ -380,8 +381,76 @@ def test_a_step_in_which_a_failed_load_yields_its_turn_may_be_empty() -> None:
     d = decode()
     d.on_load_finished("r")
     assert d.tokens_to_load("r", 0, 0.0) is None
-    d.on_step_scheduled(is_empty=True)
+    d.on_step_scheduled(0.0, is_empty=True)
     assert d.tokens_to_load("r", 0, 0.0) == 0
+
+
+# Decode leg that waits for blocks -----------------------------------------------------------------
+EXPECTED = events.LoadExpected("t", [OTHER], PLAN, "digest")  # of a P with a lease of 10 s
+
+
+def steps(d: EngineLegs, *times: float) -> list[list[events.ForReceiver]]:
+    """Returns the events of steps at these times, which compute other requests."""
+    found = []
+    for now in times:
+        d.on_step_scheduled(now, is_empty=False)
+        found.append(received(d))
+    return found
+
+
+def test_p_is_asked_to_keep_a_prompt_that_waits_for_blocks() -> None:
+    """Every third of its lease, and for a minute at most."""
+    d = machine()
+    d.add_decode(facts(), 5.0)
+    assert steps(d, 5.0, 8.0, 8.5, 11.0, 12.0) == [[], [], [EXPECTED], [], [EXPECTED]]
+    assert steps(d, 61.0, 64.0, 65.0, 99.0) == [[EXPECTED], [], [EXPECTED], []]
+    d.on_blocks_allocated("r", FIVE, d.tokens_to_load("r", 0, 99.0) or 0)
+    assert isinstance(received(d)[0], events.LoadRequested)
+
+
+@pytest.mark.parametrize("end", ["loads", "has all cached", "is aborted", "is refused"])
+def test_p_is_not_asked_to_keep_a_prompt_that_waits_no_longer(end: str) -> None:
+    d = machine()
+    d.add_decode(facts(), 0.0)
+    if end == "loads":
+        d.on_blocks_allocated("r", FIVE, d.tokens_to_load("r", 0, 0.0) or 0)
+    elif end == "has all cached":
+        d.on_blocks_allocated("r", FIVE, 0)
+    elif end == "is aborted":
+        d.on_finished("r", is_normal=False)
+    else:
+        d.refuse("r")
+    received(d)
+    assert steps(d, 4.0, 8.0) == [[], []]
+
+
+def test_p_releases_what_it_was_asked_to_keep() -> None:
+    d = machine()
+    d.add_decode(facts(), 0.0)
+    assert steps(d, 4.0) == [[EXPECTED]]
+    d.on_finished("r", is_normal=False)
+    assert received(d) == [events.LoadSkipped("t", [OTHER], PLAN)]
+
+
+def test_an_engine_that_computes_nothing_asks_for_nothing() -> None:
+    """It may have all its blocks for loads from a P that has none beside the prompts it keeps."""
+    d = machine()
+    d.add_decode(facts(), 0.0)
+    found = []
+    for now, is_empty in ((3.0, False), (4.0, True), (7.0, False), (7.5, True), (11.0, False)):
+        d.on_step_scheduled(now, is_empty=is_empty)
+        found.append(received(d))
+    assert found == [[], [], [], [EXPECTED], [EXPECTED]], "a single empty step is not enough"
+
+
+def test_the_shortest_lease_decides_how_often_p_is_asked() -> None:
+    """But no lease makes a step ask for ever."""
+    d = machine()
+    short, none = (msgspec.structs.replace(OTHER, lease=lease) for lease in (3.0, 1e-300))
+    d.add_decode(facts("short", transfer="u", sources=[OTHER, short]), 0.0)
+    d.add_decode(facts("none", transfer="v", sources=[none]), 0.0)
+    found = [[event.transfer for event in step] for step in steps(d, 0.05, 0.5, 1.0, 1.0)]
+    assert found == [[], ["v"], ["v", "u"], []]
 
 
 # Prefill leg, bidirectional reuse -----------------------------------------------------------------
@@ -391,7 +460,7 @@ LOOKUP = events.LookupRequested("back", [OTHER], PLAN, "digest")
 @pytest.mark.parametrize("turn", ["has blocks", "is aborted"])
 def test_no_load_begins_before_a_request_whose_load_has_ended(turn: str) -> None:
     d = decode()
-    d.add_decode(facts("later", transfer="u"))
+    d.add_decode(facts("later", transfer="u"), 0.0)
     d.on_load_finished("r")
     assert d.tokens_to_load("later", 0, 0.0) is None
     assert d.tokens_to_load("later", 64, 0.0) == 0, "a prompt that is not loaded does not wait"
@@ -519,7 +588,7 @@ def test_a_decode_leg_serves_cached_blocks_while_it_holds_them(end: str) -> None
 @pytest.mark.parametrize("why", ["nothing cached", "no blocks", "aborted early"])
 def test_a_decode_leg_without_cached_blocks_revokes_at_once(why: str) -> None:
     d = machine()
-    d.add_decode(facts(reuse="back"))
+    d.add_decode(facts(reuse="back"), 0.0)
     if why == "aborted early":
         d.on_finished("r", is_normal=False)
     else:

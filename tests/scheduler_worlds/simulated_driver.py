@@ -49,7 +49,13 @@ class SimulatedDriver:
         self.name = name
         self.is_frozen = False
         self.counters = Counters()
-        self.worker = WorkerInfo(name, "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", holds=layout)
+        self.worker = WorkerInfo(
+            name,
+            "tcp://127.0.0.1:1",
+            "tcp://127.0.0.1:2",
+            holds=layout,
+            lease=LEASE_SECONDS,
+        )
         self.sends = SendQueue(self)
         self._cache = cache
         self._inbox: deque[events.Fact] = deque()

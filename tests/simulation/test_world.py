@@ -80,6 +80,22 @@ def test_without_mischief_every_transfer_is_exact_and_some_bytes_overlap_with_pr
     assert delivered > 3 * seeds and back > seeds // 2
 
 
+@pytest.mark.parametrize("has_gpus", [False, True])
+def test_requests_that_wait_at_d_for_longer_than_the_lease_are_delivered(has_gpus: bool) -> None:
+    """P is asked to keep their prompts."""
+    waited = 0
+    for seed in range(60):
+        world = World(seed, frozenset(), has_gpus=has_gpus)
+        world.chaos["queue"] = 100
+        world.run()
+        failed = {
+            key: why for key, why in world.outcomes.items() if why and not key[1].endswith(BACK)
+        }
+        assert not failed, (seed, failed, world.log[-20:])
+        waited += sum("LoadExpected" in line for line in world.log)
+    assert waited > 60
+
+
 @pytest.mark.parametrize("batch", range(4))
 def test_whatever_happens_beside_a_vllm_that_stands_still_everything_ends(batch: int) -> None:
     for seed in range(batch, SEEDS // 5, 4):

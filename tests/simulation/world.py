@@ -40,6 +40,7 @@ CHAOS = {  # percent, each time it may happen; a leap is a long time in which no
         "reroute": 2,
     },
     **{"differ": 10, "unlink": 2, "loop": 2, "refuse": 3},
+    **{"queue": 20, "leave": 1},  # D has no room for a request for a while; its client leaves
     "connect": 70,  # the fast transport is up before a transfer begins
 }
 SILENT = {"tear": 20, "swap": 20, "stale": 20}  # wrong bytes under a right checksum

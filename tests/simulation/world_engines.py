@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 POOL = 200  # tokens for which an engine has blocks
 PATIENCE = 30.0
+LONGEST_QUEUE = 40.0  # seconds: of several leases, and below the limit of `legs.py`
 CLOCK_RATE = 0.25  # of vLLM's clock: a world's time passes in large steps, beside a lookup's limit
 Held = tuple[list[int], list[int]]  # blocks of all layers; of those with a window or a state
 
@@ -448,6 +449,7 @@ class Answer:
     loaded: bool = False  # and not scheduled since
     aborted: bool = False
     waiting: bool = True  # for its turn, also after a failed load or a preemption
+    turn_at: float = 0.0  # D has no room before
     yielded: bool = False  # one turn
     is_said: bool = False  # that what is cached is in memory
 
@@ -464,7 +466,7 @@ class DecodeEngine(Engine):
         facts = self.facts(
             transfer, self.world.lengths[transfer], sources, transfer in self.world.backs
         )
-        self.legs.add_decode(facts)
+        self.legs.add_decode(facts, self.world.now)
         if self.world.roll("refuse"):
             self.world.disturbed.add(transfer)
             self.legs.refuse(facts.request)
@@ -479,7 +481,10 @@ class DecodeEngine(Engine):
         )  # more often a short one: of all but a block nothing is loaded
         answer = Answer(facts.request, transfer, ([], []), 0 if states else hit)
         self.answers[transfer] = answer
-        self.take_first_turn(answer)
+        if self.world.roll("queue"):
+            answer.turn_at = self.world.now + self.world.random.uniform(0, LONGEST_QUEUE)
+        else:
+            self.take_first_turn(answer)
         self.send_events()
 
     def take_first_turn(self, answer: Answer) -> None:
@@ -494,6 +499,14 @@ class DecodeEngine(Engine):
         answer.blocks = self.blocks_of(self.world.lengths[answer.transfer])
         answer.loading = count > 0
         self.legs.on_blocks_allocated(answer.request, answer.blocks, count)
+
+    def wait_for_room(self, answer: Answer) -> None:
+        """A request in vLLM's queue has its turn, waits on, or its client leaves."""
+        if answer.turn_at <= self.world.now:
+            self.take_first_turn(answer)
+        elif self.world.roll("leave"):
+            self.legs.on_finished(answer.request, is_normal=False)
+            del self.answers[answer.transfer]
 
     def blocks_of(self, tokens: int) -> Held:
         """Of a whole prompt; null blocks before a window."""
@@ -550,13 +563,14 @@ class DecodeEngine(Engine):
                 answer.loaded = False
                 self.legs.on_blocks_allocated(answer.request, answer.blocks, 0)
             elif answer.waiting and answer.is_new:
-                self.take_first_turn(answer)
+                self.wait_for_room(answer)
             elif answer.waiting:
                 self.take_turn(answer)
             elif not answer.loading and self.world.random.random() < 0.05:
                 self.legs.on_finished(answer.request, is_normal=True)
                 self.give_back(answer.blocks)
                 del self.answers[answer.transfer]
+        self.legs.on_step_scheduled(self.world.now, is_empty=False)
         self.send_events(dirty)
         for answer in self.answers.values():
             if self.rules.is_served(answer.transfer + BACK) and not answer.is_said:

@@ -36,6 +36,8 @@ class EventRules:
                 case events.LookupRequested():
                     assert read.transfer not in self.lookups | self.loads, f"too late: {read}"
                     self.lookups.add(read.transfer)
+                case events.LoadExpected():
+                    assert read.transfer not in self.loads, f"is loaded: {read}"
                 case events.LoadRequested():
                     self.check_load(read)
                 case events.LoadCancelled():

@@ -2,6 +2,7 @@
 
 Main transfer, P to D (events in brackets):
 
+    NEW --still waits for blocks [LoadExpected]--> NEW
     NEW --blocks to load [LoadRequested]--> LOADING --load finished--> LOCAL
     NEW --nothing to load, aborted, refused [LoadSkipped]--> LOCAL
     LOADING --aborted [LoadCancelled]-->
@@ -19,7 +20,7 @@ from __future__ import annotations
 from enum import Enum, auto
 
 from ..kv import reshard
-from .events import BlocksRevoked, BlocksScheduled, LoadCancelled, LoadSkipped
+from .events import BlocksRevoked, BlocksScheduled, LoadCancelled, LoadExpected, LoadSkipped
 from .request_leg import Blocks, CacheFacts, LegFacts, RequestLeg, StepEvents
 
 
@@ -53,6 +54,7 @@ class DecodeLeg(RequestLeg):
         self.state = DecodeState.NEW
         self.reuse = ServeBackState.NEW if facts.reuse else ServeBackState.ENDED
         self.cached_tokens = 0  # from this engine's prefix cache
+        self.is_expected = False  # P has been asked to keep the prompt
         step.loading_requests[facts.transfer] = facts.request
 
     @property
@@ -61,6 +63,15 @@ class DecodeLeg(RequestLeg):
         return self.state is DecodeState.LOADING
 
     # Main transfer --------------------------------------------------------------------------------
+    def expect_load(self) -> None:
+        """Asks P to keep the prompt of a new leg, which still waits for blocks."""
+        assert self.facts.plan is not None, "a decode leg has a plan"
+        self.is_expected = True
+        expected = LoadExpected(
+            self.facts.transfer, self.facts.sources, self.facts.plan, self.facts.digest
+        )
+        self.step.for_receiver.append(expected)
+
     def _missing_tokens(self, cached_tokens: int, now: float) -> int | None:
         """Returns how many tokens are loaded from P."""
         # After its load, and after a preemption, the request is computed here.
@@ -139,11 +150,11 @@ class DecodeLeg(RequestLeg):
         """Makes the leg an ordinary request, and has P release its blocks."""
         self.state = DecodeState.LOCAL
         assert self.facts.plan is not None, "a decode leg has a plan"
-        # With a plan in which no rank reads, each source is informed by exactly one of our ranks.
-        source_count = len(self.facts.sources)
-        rank_count = len(self.facts.plan.shards)
-        empty_plan = reshard.nothing(source_count, rank_count)
-        skipped = LoadSkipped(self.facts.transfer, self.facts.sources, empty_plan)
+        plan = self.facts.plan
+        if not self.is_expected:
+            # In which no rank reads: each source is informed by exactly one of our ranks.
+            plan = reshard.nothing(len(self.facts.sources), len(plan.shards))
+        skipped = LoadSkipped(self.facts.transfer, self.facts.sources, plan)
         self.step.for_receiver.append(skipped)
 
     # Reuse ----------------------------------------------------------------------------------------

@@ -125,6 +125,18 @@ class LookupRequested(msgspec.Struct, frozen=True, tag=True):
     prompt: str = ""  # digest of the whole prompt
 
 
+class LoadExpected(msgspec.Struct, frozen=True, tag=True):
+    """Reports that a request still waits for blocks into which its load goes.
+
+    The sources keep the prompt for a further lease.  Ends in LoadRequested or LoadSkipped.
+    """
+
+    transfer: str
+    sources: list[WorkerInfo]  # the sending engine's workers by rank
+    plan: ReshardPlan
+    prompt: str = ""  # digest of the whole prompt
+
+
 class LoadSkipped(msgspec.Struct, frozen=True, tag=True):
     """Reports that no rank reads anything of this transfer (prefix hit, abort in the queue).
 
@@ -134,7 +146,7 @@ class LoadSkipped(msgspec.Struct, frozen=True, tag=True):
     # Without it the sources would hold their blocks for the lease.
     transfer: str
     sources: list[WorkerInfo]
-    plan: ReshardPlan  # in which no rank reads
+    plan: ReshardPlan  # that of LoadExpected; if none preceded, one in which no rank reads
 
 
 class LoadCancelled(msgspec.Struct, frozen=True, tag=True):
@@ -319,6 +331,7 @@ SenderAction = SendMessage | SendPiece | CountSentBytes | ReleaseBlocks
 ReceiverEvent = (
     LoadRequested
     | LookupRequested
+    | LoadExpected
     | LoadSkipped
     | LoadCancelled
     | ReadCompleted
@@ -338,6 +351,6 @@ ReceiverAction = (
     | LoadResult
 )
 ForSender = BlocksScheduled | PrefillFinished | BlocksRevoked
-ForReceiver = LoadRequested | LookupRequested | LoadSkipped | LoadCancelled
+ForReceiver = LoadRequested | LookupRequested | LoadExpected | LoadSkipped | LoadCancelled
 # The layers come from the worker's forward pass; all other facts come from the scheduler.
 Fact = ForSender | LayersComputed | BlocksSummed | LayersRecomputed | ForReceiver

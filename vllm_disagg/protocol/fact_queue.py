@@ -16,7 +16,7 @@ What a kind of fact claims decides when it goes:
     LoadRequested       that no work launched earlier writes into the blocks   with its event
     BlocksScheduled     nothing, but later facts count from it     behind those of its transfer
     PrefillFinished     nothing, but ends the transfer             behind those of its transfer
-    LookupRequested, LoadSkipped       nothing                                  at once
+    LookupRequested, LoadExpected, LoadSkipped      nothing                     at once
     BlocksRevoked, LayersRecomputed, LoadCancelled                              at once
 
 The last three only take back what was claimed.  They overtake the waiting facts of their transfer,

@@ -32,19 +32,32 @@ Rules, checked by `validate` and in the seeded worlds:
      each request yields its own turn once.
   8. Handed-over prompts together hold at most `max_handover_blocks`; one alone may hold more.
      Blocks that they share count once.
+  9. P is asked to keep the prompt of a request that waits for blocks here, every third of its
+     lease, for `MAX_QUEUE_SECONDS` at most. Not while this engine computes nothing: its blocks may
+     be for loads from that very P, which may wait for the blocks of the prompts that it keeps.
 
 A request without a leg is an ordinary one: calls for it have no effect.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections import Counter
 from collections.abc import Mapping
 
-from .decode_leg import DecodeLeg
+from .decode_leg import DecodeLeg, DecodeState
 from .events import BlocksRevoked
+from .incoming_transfer import MIN_KEEPALIVE_SECONDS
 from .prefill_leg import PrefillLeg
 from .request_leg import Blocks, CacheFacts, LegFacts, RequestLeg, StepEvents
+
+# P's cache is full of prompts for an engine that falls behind, if this is long.  Few clients wait
+# longer for a first token.
+MAX_QUEUE_SECONDS = 60.0
+# Since a step has computed anything.  One may be empty while all requests that run are in another
+# stage of a pipeline.
+IDLE_SECONDS = 1.0
 
 
 class EngineLegs:
@@ -64,6 +77,9 @@ class EngineLegs:
         # because prompts with an equal start share its blocks.
         self._handover_blocks: dict[str, set[int]] = {}
         self._handovers_by_block: Counter[int] = Counter()
+        self._computed_at = -math.inf  # when a step has computed anything
+        # Decode legs that may still wait for blocks: (when P is asked next, until when, request).
+        self._queued: list[tuple[float, float, str]] = []  # a heap
         # One object for all legs, so that their events reach the workers in the order of the calls.
         self._step = StepEvents()
 
@@ -87,9 +103,18 @@ class EngineLegs:
         if facts.reuse is not None:
             self._lookups[facts.reuse] = leg
 
-    def add_decode(self, facts: LegFacts) -> None:
+    def add_decode(self, facts: LegFacts, now: float) -> None:
         """Adds the leg of a request that another engine computes for this one."""
         self.legs[facts.request] = DecodeLeg(facts, self.cache, self._step)
+        self._await_turn(facts, now, until=now + MAX_QUEUE_SECONDS)
+
+    def _await_turn(self, facts: LegFacts, now: float, until: float) -> None:
+        """Remembers when P is to be asked to keep the prompt, unless the leg has begun by then."""
+        lease = min((worker.lease for worker in facts.sources), default=math.inf)
+        # Not below: the sources choose their lease, and each request costs a turn here.
+        due = now + max(lease / 3, MIN_KEEPALIVE_SECONDS)
+        if due < until:
+            heapq.heappush(self._queued, (due, until, facts.request))
 
     def refuse(self, request: str) -> None:
         """Makes a new leg an ordinary request, and informs the other engine at once."""
@@ -240,14 +265,28 @@ class EngineLegs:
             if not self._handovers_by_block[block]:
                 del self._handovers_by_block[block]
 
-    def on_step_scheduled(self, *, is_empty: bool) -> None:
-        """Notes whether a step computes anything."""
+    def on_step_scheduled(self, now: float, *, is_empty: bool) -> None:
+        """Notes whether a step computes anything, and has P keep prompts that wait here."""
+        if not is_empty:
+            self._computed_at = now
+        self._expect_loads(now)
         # Rule 7.  vLLM stops its scan at a request that lacks room.  Before 0.32 the blocks may be
         # those of ended loads behind it, which get no turn then, and no request would ever run
         # again.  Not in two scans in a row: the request in front may be the one that has room.
         is_stuck = is_empty and bool(self._awaiting_turn)
         self._yields_turns = is_stuck and not self._has_yielded
         self._has_yielded = False
+
+    def _expect_loads(self, now: float) -> None:
+        # Rule 9.
+        while self._queued and self._queued[0][0] <= now:
+            _, until, request = heapq.heappop(self._queued)
+            leg = self.legs.get(request)
+            if not isinstance(leg, DecodeLeg) or leg.state is not DecodeState.NEW:
+                continue
+            if now < self._computed_at + IDLE_SECONDS:
+                leg.expect_load()
+            self._await_turn(leg.facts, now, until)
 
     def take_events(self) -> StepEvents:
         """Returns the events for the workers since the last step, and collects anew."""

@@ -28,6 +28,8 @@ DRAINING  The transfer has failed and its reads are cancelled, but a piece may s
 `piece_reads.py` has the states of one piece.  `read_window.py` decides which piece is posted next.
 `incoming_transfer.py` has the records of all of them.
 A lookup (`lookup.py`) precedes a transfer: it has no blocks and requests only a number of tokens.
+Before a load, and in place of one, sources are asked to keep a prompt or to release it
+(`source_requests.py`).
 
 Rules, checked by `validate` and by the property tests:
   1. Each LoadRequested is answered by exactly one LoadResult.
@@ -53,6 +55,7 @@ from .events import (
     GiveUpPath,
     LayersSummed,
     LoadCancelled,
+    LoadExpected,
     LoadRequested,
     LoadSkipped,
     LookupRequested,
@@ -76,6 +79,7 @@ from .piece_reads import PieceReads
 from .read_plan import read_plans
 from .read_window import ReadWindow
 from .repeated_aborts import RepeatedAborts
+from .source_requests import SourceRequests
 
 # For a piece whose bytes arrive damaged.  An accident seldom repeats.  Faulty memory or a faulty
 # transport does, and each further try costs time in which D could compute the prompt.
@@ -120,6 +124,7 @@ class Receiver:
         self.sums_blocks = sums_blocks
         self.transfers: dict[str, IncomingTransfer] = {}
         self.lookups = Lookups(name, rank, keepalive_interval)
+        self.sources = SourceRequests(name, rank, address)
         self.compared_paths = ComparedPaths()
         self.window = ReadWindow(window_bytes, peer_timeout)
         self.reads = PieceReads(name, address, piece_bytes, peer_timeout, self.window)
@@ -133,8 +138,10 @@ class Receiver:
                 return self._on_load_requested(event, now)
             case LookupRequested():
                 return [*self.lookups.start(event, self.address, now)]
+            case LoadExpected():
+                return [*self.sources.keep(event)]
             case LoadSkipped():
-                return self._release_idle_sources(event)
+                return [*self.sources.release(event)]
             case TransportChanged():
                 return self._on_transport_changed(event, now)
             case ClockTick():
@@ -179,7 +186,7 @@ class Receiver:
         # The keep-alives of the lookup are continued by those of the transfer.  Without an Abort
         # between: the sources would refuse this receiver from then on.
         self.lookups.end(event.transfer)
-        actions = self._release_idle_sources(event)
+        actions: list[ReceiverAction] = [*self.sources.release_idle(event)]
         plans = read_plans(event, self.rank, self.layout)
         t = begin_load(event, plans, self.keepalive_interval, now, sums_blocks=self.sums_blocks)
         self.transfers[event.transfer] = t
@@ -209,24 +216,6 @@ class Receiver:
             case LoadCancelled():
                 return [*self.lookups.cancel(event.transfer)]
         return []  # late or repeated: the transfer was reported before
-
-    def _release_idle_sources(self, event: LoadRequested | LoadSkipped) -> list[ReceiverAction]:
-        """Releases the source ranks that no rank reads; each is informed by one rank of ours."""
-        actions: list[ReceiverAction] = []
-        for rank in event.plan.idle(self.rank):
-            worker = event.sources[rank]
-            # Sent once: if it is lost, the source's lease ends in its place.  No bytes depend on
-            # it.
-            request = messages.TransferRequest(
-                transfer=event.transfer,
-                source=worker.name,
-                reader=self.name,
-                address=self.address,
-                readers=0,
-            )
-            actions.append(ConnectPeer(worker))
-            actions.append(SendMessage(worker.name, request))
-        return actions
 
     # Facts from transports ------------------------------------------------------------------------
     def _on_transport_changed(self, event: TransportChanged, now: float) -> list[ReceiverAction]:

@@ -154,8 +154,10 @@ class Admission:
             )
         digest = prompt_digest.digest_prompt(request)
         plan: ReshardPlan | None
+        sources = grant.sources
         if grant.leg == "decode":
-            plan = checker.plan_reads(grant.sources)
+            plan = checker.plan_reads(sources)
+            sources = checker.share(sources)
         else:
             plan = _reuse_plan(grant, checker)
         facts = LegFacts(
@@ -163,7 +165,7 @@ class Admission:
             transfer=grant.transfer,
             prompt_tokens=request.num_prompt_tokens,
             digest=digest,
-            sources=grant.sources,
+            sources=sources,
             plan=plan,
             stall_timeout=grant.patience,
             reuse=checker.use_reuse(grant, now) if plan is not None else None,
@@ -202,7 +204,7 @@ class Admission:
             transfer=handover.transfer,
             prompt_tokens=request.num_prompt_tokens,
             digest=digest,
-            sources=handover.sources,
+            sources=checker.share(handover.sources),
             plan=checker.plan_reads(handover.sources),
             stall_timeout=handover.patience,
         )

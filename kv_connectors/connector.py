@@ -342,7 +342,7 @@ def _note_short_shutdown(shutdown_seconds: float, lease_seconds: float) -> None:
     if shutdown_seconds < lease_seconds:
         log.info(
             "engine: at SIGTERM, answers and KV that no D has read are dropped after %g s;"
-            " with --shutdown-timeout of %g or more they end well",
+            " with --shutdown-timeout of %g or more they have time to end",
             shutdown_seconds,
             lease_seconds,
         )

@@ -43,6 +43,8 @@ class TransferTrace:
         Keeps the object itself: most entries are never written, and writing each would cost more
         than handling it.
         """
+        if _is_of_a_queue(entry):
+            return
         if isinstance(entry, events.SendMessage):
             # A message that is sent has its transfer inside.
             transfer = entry.message.transfer
@@ -52,6 +54,8 @@ class TransferTrace:
         else:
             # Ticks, and events of a connection, belong to no transfer.
             transfer = getattr(entry, "transfer", "")
+            if not transfer:
+                return
             entry = _without_lists(entry)
         self._entries.append((at, transfer, entry))
 
@@ -79,6 +83,15 @@ class TransferTrace:
             result.transfer,
             "\n".join(self.lines(result.transfer)),
         )
+
+
+def _is_of_a_queue(entry: object) -> bool:
+    """Returns whether an entry tells only that a request waits: hundreds may, for a minute."""
+    if isinstance(entry, events.SendMessage):
+        entry = entry.message
+    return isinstance(entry, events.LoadExpected) or (
+        isinstance(entry, messages.TransferRequest) and entry.is_queued
+    )
 
 
 def _without_lists(entry: object) -> object:

@@ -684,7 +684,7 @@ def test_p_is_asked_to_keep_a_prompt_while_d_has_no_room(clock: list[float]) -> 
     for clock[0] in (100.0, 102.0, 104.0, 106.0, 108.0):
         busy = d.build_step_metadata(step(new={"another": (0, 16, [7])}))
         found.append([type(event) for event in busy.receiver_events])
-    assert found == [[], [], [events.LoadExpected], [], [events.LoadExpected]]
+    assert found == [[events.LoadExpected], [], [events.LoadExpected], [], [events.LoadExpected]]
 
 
 def test_a_rank_that_waits_for_kv_keeps_no_other_rank_waiting(clock: list[float]) -> None:

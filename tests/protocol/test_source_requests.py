@@ -10,6 +10,7 @@ from vllm_disagg.protocol import messages
 from vllm_disagg.protocol.events import (
     BlocksScheduled,
     ClockTick,
+    ConnectionLost,
     ConnectPeer,
     GroupBlocks,
     LayersComputed,
@@ -59,37 +60,52 @@ def holding() -> Sender:
 def test_a_prompt_is_kept_for_a_lease_from_each_request_on() -> None:
     p, d = holding(), receiver()
     for now in (3.0, 9.0, 15.0):
-        (request,) = sent(d.handle(LoadExpected("t", [P], PLAN, "digest"), now))
-        assert request == messages.TransferRequest("t", "p", "d0", "zmq:d0", 1, "digest")
-        assert isinstance(request, messages.TransferRequest)
-        (answer,) = p.handle(request, now)
-        assert isinstance(answer, SendMessage)
-        assert isinstance(answer.message, messages.Progress)
-        assert d.handle(answer.message, now) == [], "no load has begun"
+        (request,) = sent(d.handle(LoadExpected("t", [P], PLAN), now))
+        assert isinstance(request, messages.TransferRequest) and request.is_queued
+        assert p.handle(request, now) == [], "D repeats it, so it needs no answer"
     assert d.next_deadline() is None, "the scheduler decides when to ask again"
     assert p.handle(ClockTick(), 24.9) == []
     assert p.handle(ClockTick(), 25.0) == [ReleaseBlocks("t", delivered=False)]
 
 
-def test_a_load_goes_on_where_it_was_expected() -> None:
+def test_a_prompt_that_is_kept_has_no_receiver_yet() -> None:
+    """A lost connection shortens no lease, and another D may still take it."""
     p, d = holding(), receiver()
-    expected = sent(d.handle(LoadExpected("t", [P], PLAN, "digest"), 9.0))
-    blocks = [GroupBlocks(0, [3, 4])]
-    loading = sent(d.handle(LoadRequested("t", [P], PLAN, blocks, 8, 30.0, "digest"), 12.0))
-    assert expected == loading
-    for request, now in ((expected[0], 9.0), (loading[0], 12.0)):
-        assert isinstance(request, messages.TransferRequest)
-        (answer,) = p.handle(request, now)
-        assert isinstance(answer, SendMessage) and isinstance(answer.message, messages.Progress)
+    for request in sent(d.handle(LoadExpected("t", [P], PLAN), 3.0)):
+        p.handle(request, 3.0)  # type: ignore[arg-type]
+    p.handle(ConnectionLost("d0"), 3.5)
+    assert p.handle(ClockTick(), 9.0) == []
+    load = LoadRequested("t", [P], PLAN, [GroupBlocks(0, [3, 4])], 8, 30.0, "digest")
+    (loading,) = sent(receiver(rank=0).handle(load, 12.0))
+    assert isinstance(loading, messages.TransferRequest) and not loading.is_queued
+    (answer,) = p.handle(loading, 12.0)
+    assert isinstance(answer, SendMessage) and isinstance(answer.message, messages.Progress)
 
 
-def test_a_prompt_that_was_kept_is_released_at_once() -> None:
+def test_a_prompt_whose_request_leaves_the_queue_is_released_at_once() -> None:
+    """As delivered: no rank was to read it."""
     p, d = holding(), receiver()
-    (request,) = sent(d.handle(LoadExpected("t", [P], PLAN, "digest"), 3.0))
-    (abort,) = sent(d.handle(LoadSkipped("t", [P], PLAN), 4.0))
-    assert isinstance(request, messages.TransferRequest) and isinstance(abort, messages.Abort)
-    p.handle(request, 3.0)
-    assert p.handle(abort, 4.0) == [ReleaseBlocks("t", delivered=False)]
+    for event in (LoadExpected("t", [P], PLAN), LoadSkipped("t", [P], nothing(1, 1))):
+        for request in sent(d.handle(event, 3.0)):
+            released = p.handle(request, 3.0)  # type: ignore[arg-type]
+    assert released == [ReleaseBlocks("t", delivered=True)]
+
+
+@pytest.mark.parametrize("state", ["unknown", "computing", "released"])
+def test_a_prompt_that_is_not_held_is_as_before(state: str) -> None:
+    """While it is computed no lease runs, and behind its end the whole one does."""
+    p = holding() if state == "released" else Sender("p", SHAPE, lease=10.0)
+    if state == "released":
+        p.handle(ClockTick(), 10.0)
+    elif state == "computing":
+        p.handle(BlocksScheduled("t", 8, [[0, 1]], prompt="digest"), 0.0)
+    (request,) = sent(receiver().handle(LoadExpected("t", [P], PLAN), 11.0))
+    assert p.handle(request, 11.0) == []  # type: ignore[arg-type]
+    assert len(p.transfers) == (state == "computing") and p.next_deadline() is None
+    if state == "computing":
+        p.handle(LayersComputed("t", 2), 90.0)
+        assert p.handle(PrefillFinished("t"), 90.0) == []
+        assert p.next_deadline() == 100.0
 
 
 def test_without_a_rank_that_reads_each_source_is_informed_by_one_rank() -> None:
@@ -110,9 +126,9 @@ def test_a_rank_that_no_rank_reads_keeps_nothing(
     workers = [
         WorkerInfo(name, "", "", holds=shape) for name, shape in zip("pq", layouts, strict=True)
     ]
-    d, reads = receiver(), plan(layouts, [SHAPE])
-    asked = sent(d.handle(LoadExpected("t", workers, reads, "digest"), 0.0))
+    expected = LoadExpected("t", workers, plan(layouts, [SHAPE]))
+    asked = sent(receiver().handle(expected, 0.0))
     assert {one.source: one.readers for one in asked} == readers  # type: ignore[attr-defined]
-    skipped = sent(d.handle(LoadSkipped("t", workers, reads), 1.0))
-    aborted = {one.source for one in skipped if isinstance(one, messages.Abort)}
-    assert aborted == {source for source, count in readers.items() if count}
+    assert {one.source for one in asked if one.is_queued} == {  # type: ignore[attr-defined]
+        source for source, count in readers.items() if count
+    }

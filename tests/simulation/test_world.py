@@ -82,11 +82,11 @@ def test_without_mischief_every_transfer_is_exact_and_some_bytes_overlap_with_pr
 
 @pytest.mark.parametrize("has_gpus", [False, True])
 def test_requests_that_wait_at_d_for_longer_than_the_lease_are_delivered(has_gpus: bool) -> None:
-    """P is asked to keep their prompts."""
+    """P is asked to keep their prompts, and keeps them although connections end."""
     waited = 0
     for seed in range(60):
-        world = World(seed, frozenset(), has_gpus=has_gpus)
-        world.chaos["queue"] = 100
+        world = World(seed, frozenset({"unlink"}), has_gpus=has_gpus)
+        world.chaos |= {"queue": 100, "unlink": 10}
         world.run()
         failed = {
             key: why for key, why in world.outcomes.items() if why and not key[1].endswith(BACK)

@@ -45,8 +45,12 @@ def test_old_entries_make_room(trace: TransferTrace) -> None:
     trace.add(0.0, events.LayersComputed(OTHER, 0))
     for number in range(module.MAX_TRACE_ENTRIES - 1):
         trace.add(1.0, events.LayersComputed(TRANSFER, number))
-    assert trace.lines(OTHER)
-    trace.add(2.0, events.ClockTick())
+    expected = events.LoadExpected(TRANSFER, [], ReshardPlan([], []))
+    queued = messages.TransferRequest(TRANSFER, "p", "d", "zmq:d", is_queued=True)
+    for entry in (events.ClockTick(), expected, events.SendMessage("p", queued), queued):
+        trace.add(2.0, entry)
+    assert trace.lines(OTHER), "what belongs to no load takes no room"
+    trace.add(2.0, events.LayersRecomputed(TRANSFER))
     assert not trace.lines(OTHER)
 
 

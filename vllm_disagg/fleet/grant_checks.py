@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from ..errors import BadGrant, Unmappable
 from ..kv import reshard
-from ..kv.layout import RankLayout
 from ..kv.reshard import ReshardPlan
 from ..protocol.peers import EngineInfo, WorkerInfo, difference
 from . import dialling
@@ -22,9 +21,9 @@ MAX_CACHED_PLANS = 256  # reshard plans, by the names of the other engine's work
 
 
 class _CachedPlan(NamedTuple):
-    """A reshard plan, and the layouts that it reads."""
+    """A reshard plan, and the workers from which it reads."""
 
-    source_layouts: list[RankLayout]
+    sources: list[WorkerInfo]
     plan: ReshardPlan
 
 
@@ -117,19 +116,31 @@ class GrantChecker:
 
     def plan_reads(self, sources: Sequence[WorkerInfo]) -> ReshardPlan:
         """Returns which of our ranks reads what of these workers; Unmappable if none can be."""
+        return self._cached_plan(sources).plan
+
+    def share(self, sources: Sequence[WorkerInfo]) -> list[WorkerInfo]:
+        """Returns equal workers, the same objects for each leg that reads from them.
+
+        Raises Unmappable as `plan_reads` does.
+        """
+        # vLLM pickles the events of a step for its workers: the descriptions of a P's workers are
+        # in it once then, however many requests wait for their KV.
+        return self._cached_plan(sources).sources
+
+    def _cached_plan(self, sources: Sequence[WorkerInfo]) -> _CachedPlan:
         names = tuple(worker.name for worker in sources)
-        source_layouts = [worker.holds for worker in sources]
         cached = self._plans.get(names)
         # Compared, because the other engine's HTTP has described its workers: a plan for other
         # layouts would end the driver's thread, and with it all transfers.
-        if cached is not None and cached.source_layouts == source_layouts:
-            return cached.plan
+        if cached is not None and cached.sources == list(sources):
+            return cached
         own_layouts = [worker.holds for worker in self.engine.workers]
-        plan = reshard.plan(source_layouts, own_layouts)
-        self._plans[names] = _CachedPlan(source_layouts, plan)
+        plan = reshard.plan([worker.holds for worker in sources], own_layouts)
+        made = _CachedPlan(list(sources), plan)
+        self._plans[names] = made
         if len(self._plans) > MAX_CACHED_PLANS:
             del self._plans[next(iter(self._plans))]
-        return plan
+        return made
 
     def plan_reuse(self, grant: Grant) -> ReshardPlan:
         """Returns the plan by which a prefill leg reads from D.

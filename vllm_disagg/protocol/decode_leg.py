@@ -54,7 +54,6 @@ class DecodeLeg(RequestLeg):
         self.state = DecodeState.NEW
         self.reuse = ServeBackState.NEW if facts.reuse else ServeBackState.ENDED
         self.cached_tokens = 0  # from this engine's prefix cache
-        self.is_expected = False  # P has been asked to keep the prompt
         step.loading_requests[facts.transfer] = facts.request
 
     @property
@@ -66,10 +65,7 @@ class DecodeLeg(RequestLeg):
     def expect_load(self) -> None:
         """Asks P to keep the prompt of a new leg, which still waits for blocks."""
         assert self.facts.plan is not None, "a decode leg has a plan"
-        self.is_expected = True
-        expected = LoadExpected(
-            self.facts.transfer, self.facts.sources, self.facts.plan, self.facts.digest
-        )
+        expected = LoadExpected(self.facts.transfer, self.facts.sources, self.facts.plan)
         self.step.for_receiver.append(expected)
 
     def _missing_tokens(self, cached_tokens: int, now: float) -> int | None:
@@ -150,11 +146,11 @@ class DecodeLeg(RequestLeg):
         """Makes the leg an ordinary request, and has P release its blocks."""
         self.state = DecodeState.LOCAL
         assert self.facts.plan is not None, "a decode leg has a plan"
-        plan = self.facts.plan
-        if not self.is_expected:
-            # In which no rank reads: each source is informed by exactly one of our ranks.
-            plan = reshard.nothing(len(self.facts.sources), len(plan.shards))
-        skipped = LoadSkipped(self.facts.transfer, self.facts.sources, plan)
+        # With a plan in which no rank reads, each source is informed by exactly one of our ranks.
+        source_count = len(self.facts.sources)
+        rank_count = len(self.facts.plan.shards)
+        empty_plan = reshard.nothing(source_count, rank_count)
+        skipped = LoadSkipped(self.facts.transfer, self.facts.sources, empty_plan)
         self.step.for_receiver.append(skipped)
 
     # Reuse ----------------------------------------------------------------------------------------

@@ -128,13 +128,12 @@ class LookupRequested(msgspec.Struct, frozen=True, tag=True):
 class LoadExpected(msgspec.Struct, frozen=True, tag=True):
     """Reports that a request still waits for blocks into which its load goes.
 
-    The sources keep the prompt for a further lease.  Ends in LoadRequested or LoadSkipped.
+    The sources keep the prompt for a further lease.
     """
 
     transfer: str
     sources: list[WorkerInfo]  # the sending engine's workers by rank
     plan: ReshardPlan
-    prompt: str = ""  # digest of the whole prompt
 
 
 class LoadSkipped(msgspec.Struct, frozen=True, tag=True):
@@ -146,7 +145,7 @@ class LoadSkipped(msgspec.Struct, frozen=True, tag=True):
     # Without it the sources would hold their blocks for the lease.
     transfer: str
     sources: list[WorkerInfo]
-    plan: ReshardPlan  # that of LoadExpected; if none preceded, one in which no rank reads
+    plan: ReshardPlan  # in which no rank reads
 
 
 class LoadCancelled(msgspec.Struct, frozen=True, tag=True):

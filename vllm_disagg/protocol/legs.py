@@ -32,9 +32,9 @@ Rules, checked by `validate` and in the seeded worlds:
      each request yields its own turn once.
   8. Handed-over prompts together hold at most `max_handover_blocks`; one alone may hold more.
      Blocks that they share count once.
-  9. P is asked to keep the prompt of a request that waits for blocks here, every third of its
-     lease, for `MAX_QUEUE_SECONDS` at most. Not while this engine computes nothing: its blocks may
-     be for loads from that very P, which may wait for the blocks of the prompts that it keeps.
+  9. P is asked to keep the prompt of a request that waits for blocks here: at once and every
+     third of its lease, for `MAX_QUEUE_SECONDS` at most. Not while this engine computes nothing:
+     its blocks may be for loads from that very P, which may have none beside the prompts it keeps.
 
 A request without a leg is an ordinary one: calls for it have no effect.
 """
@@ -106,15 +106,7 @@ class EngineLegs:
     def add_decode(self, facts: LegFacts, now: float) -> None:
         """Adds the leg of a request that another engine computes for this one."""
         self.legs[facts.request] = DecodeLeg(facts, self.cache, self._step)
-        self._await_turn(facts, now, until=now + MAX_QUEUE_SECONDS)
-
-    def _await_turn(self, facts: LegFacts, now: float, until: float) -> None:
-        """Remembers when P is to be asked to keep the prompt, unless the leg has begun by then."""
-        lease = min((worker.lease for worker in facts.sources), default=math.inf)
-        # Not below: the sources choose their lease, and each request costs a turn here.
-        due = now + max(lease / 3, MIN_KEEPALIVE_SECONDS)
-        if due < until:
-            heapq.heappush(self._queued, (due, until, facts.request))
+        heapq.heappush(self._queued, (now, now + MAX_QUEUE_SECONDS, facts.request))
 
     def refuse(self, request: str) -> None:
         """Makes a new leg an ordinary request, and informs the other engine at once."""
@@ -278,15 +270,18 @@ class EngineLegs:
         self._has_yielded = False
 
     def _expect_loads(self, now: float) -> None:
-        # Rule 9.
+        """Has P keep the prompts that wait here, of those whose time has come."""
+        # Rule 9.  A leg that has begun or ended leaves the heap here.
+        computes = now < self._computed_at + IDLE_SECONDS
         while self._queued and self._queued[0][0] <= now:
             _, until, request = heapq.heappop(self._queued)
             leg = self.legs.get(request)
-            if not isinstance(leg, DecodeLeg) or leg.state is not DecodeState.NEW:
+            if now >= until or not isinstance(leg, DecodeLeg) or leg.state is not DecodeState.NEW:
                 continue
-            if now < self._computed_at + IDLE_SECONDS:
+            if computes:
                 leg.expect_load()
-            self._await_turn(leg.facts, now, until)
+            due = now + _seconds_until_next(leg.facts, has_asked=computes)
+            heapq.heappush(self._queued, (due, until, request))
 
     def take_events(self) -> StepEvents:
         """Returns the events for the workers since the last step, and collects anew."""
@@ -301,3 +296,13 @@ class EngineLegs:
         assert self._awaiting_turn <= self.legs.keys(), self._awaiting_turn
         for transfer, leg in self._lookups.items():
             assert self.legs.get(leg.facts.request) is leg, transfer
+
+
+def _seconds_until_next(facts: LegFacts, *, has_asked: bool) -> float:
+    """Returns when P is asked again to keep a prompt, in seconds from now."""
+    seconds = min((worker.lease for worker in facts.sources), default=math.inf) / 3
+    # P's lease goes on while this engine computes nothing.
+    if not has_asked:
+        seconds = min(seconds, IDLE_SECONDS)
+    # Not below: the sources choose their lease, and each request costs a turn here.
+    return max(seconds, MIN_KEEPALIVE_SECONDS)

@@ -77,6 +77,9 @@ class TransferRequest(msgspec.Struct, frozen=True, tag="transfer_request"):
     readers: Annotated[int, msgspec.Meta(ge=0, le=MAX_RECEIVERS)] = 1
     prompt: Name = ""  # digest of the receiver's own prompt; another prompt's KV is never served
     reads_by_address: bool = False  # Progress is to have the block ids
+    # The request still waits for blocks: the prompt is kept for a further lease, and no receiver is
+    # known by it.  Unanswered, since it is repeated.
+    is_queued: bool = False
 
 
 class NewBlocks(msgspec.Struct, frozen=True, array_like=True):

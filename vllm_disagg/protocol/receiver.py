@@ -28,8 +28,7 @@ DRAINING  The transfer has failed and its reads are cancelled, but a piece may s
 `piece_reads.py` has the states of one piece.  `read_window.py` decides which piece is posted next.
 `incoming_transfer.py` has the records of all of them.
 A lookup (`lookup.py`) precedes a transfer: it has no blocks and requests only a number of tokens.
-Before a load, and in place of one, sources are asked to keep a prompt or to release it
-(`source_requests.py`).
+Outside a load sources are asked to keep a prompt, or to release it (`source_requests.py`).
 
 Rules, checked by `validate` and by the property tests:
   1. Each LoadRequested is answered by exactly one LoadResult.
@@ -141,7 +140,7 @@ class Receiver:
             case LoadExpected():
                 return [*self.sources.keep(event)]
             case LoadSkipped():
-                return [*self.sources.release(event)]
+                return [*self.sources.release_idle(event)]
             case TransportChanged():
                 return self._on_transport_changed(event, now)
             case ClockTick():

@@ -25,7 +25,8 @@ A receiver of a transfer is active until it has sent ReadComplete, has aborted, 
 for the lease.  Its exchange with the sender:
 
     TransferRequest -> Progress        repeated; each one renews the lease.  With the block ids for
-                                       a receiver that reads by address: it requests no pieces
+                                       a receiver that reads by address: it requests no pieces.
+                                       One that is queued prolongs HELD, and makes no receiver
     ReadRequest     -> SendPiece       only of tokens and layers that are final; a repeated request
                                        for a piece that is still being sent is ignored
     ReadComplete    -> Confirm(valid)  whether the blocks were held until then, with their sums;
@@ -307,6 +308,11 @@ class Sender:
     # Messages from receivers ----------------------------------------------------------------------
     def _on_transfer_request(self, event: messages.TransferRequest, now: float) -> Actions:
         t = self.transfers.get(event.transfer)
+        if event.is_queued:
+            # Before PrefillFinished no lease runs; what has ended is not kept again.
+            if t is not None:
+                t.deadline = max(t.deadline, now + self.lease)
+            return []
         is_full = t is None and len(self.transfers) >= MAX_TRANSFERS
         # An ended transfer never comes back: a new WANTED entry would only keep the receiver from
         # recomputing the prompt.

@@ -170,7 +170,7 @@ def test_a_key_file_that_is_refused_is_not_warned_of(
 def test_a_command_without_flags_has_the_defaults_of_the_settings() -> None:
     settings = from_arguments(parsed(*D))
     limits = msgspec.structs.replace(settings.limits, connections=Limits().connections)
-    assert msgspec.structs.replace(settings, limits=limits) == ProxySettings(
+    assert msgspec.structs.replace(settings, limits=limits, read_keys=None) == ProxySettings(
         prefill=[], decode=D[1:], key=settings.key
     )
 

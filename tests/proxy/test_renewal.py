@@ -1,7 +1,8 @@
-"""SIGHUP opens the access log and the certificates anew, and interrupts no request."""
+"""SIGHUP opens access log, certificates and key files anew, and interrupts no request."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import logging
@@ -17,6 +18,8 @@ import trustme
 from cryptography.hazmat.primitives import serialization
 
 from proxy_world import Call, Client, ScriptedEngine, World, until, world
+from vllm_disagg.proxy.flags import add_arguments
+from vllm_disagg.proxy.settings import from_arguments
 
 
 class SlowStream:
@@ -186,6 +189,63 @@ async def test_each_file_that_is_not_renewed_is_a_line_of_its_own(
         line = f"--ssl-keyfile {files.key}: {ENCRYPTED}; the old certificate is used"
         assert line in caplog.text
         (await connect(w, new)).close()
+
+
+async def test_new_keys_are_accepted_and_an_open_stream_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clients, admin = tmp_path / "api.key", tmp_path / "admin.key"
+    clients.write_text("old\nnew\n")
+    admin.write_text("root")
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    flags = ["--decode=http://d", f"--api-key-file={clients}", f"--admin-key-file={admin}"]
+    given = from_arguments(parser.parse_args(flags))
+    script = SlowStream()
+
+    async def statuses(method: str, path: str, *keys: str) -> list[int]:
+        """Returns a status for each key; no body asks for a change or an answer."""
+        json_type = {"content_type": "application/json"}
+        return [
+            (await w.ask(method, path, b"{}", authorization=f"Bearer {key}", **json_type)).status
+            for key in keys
+        ]
+
+    async with world(
+        prefill=0,
+        ready=False,
+        api_keys=given.api_keys,
+        admin_key=given.admin_key,
+        read_keys=given.read_keys,
+    ) as w:
+        await w.until_ready()
+        w.d.script = script
+        stream = await w.connect()
+        stream.send("POST", "/v1/completions", STREAM, authorization="Bearer old")
+        await stream.reader.readuntil(b"data: a\n\n")
+        assert w.d.own_key == "bearer old"
+        clients.write_text("new\nnext\n")
+        admin.write_text("toor")
+        w.renew()
+        assert await statuses("GET", "/v1/models", "old", "new", "next") == [401, 200, 200]
+        assert await statuses("POST", "/disagg/instances", "root", "toor") == [401, 400]
+        assert await statuses("GET", "/disagg/instances", "old", "new", "toor") == [401, 200, 200]
+        await until(lambda: w.d.own_key == "bearer new")  # with which instances are probed
+        admin.write_text("new")  # a key of clients
+        clients.write_text("new")
+        w.renew()
+        fault = "--admin-key is an --api-key too: then every client may change the fleet"
+        assert f"SIGHUP: {fault}; the old keys are accepted" in caplog.text
+        assert await statuses("GET", "/v1/models", "new", "next") == [200, 200]
+        assert await statuses("POST", "/disagg/instances", "new", "toor") == [401, 400]
+        clients.write_text("\n")
+        caplog.clear()
+        w.renew()
+        fault = f"--api-key-file {clients}: the file has no key; write one key a line"
+        assert f"SIGHUP: {fault}; the old keys are accepted" in caplog.text
+        assert await statuses("GET", "/v1/models", "new", "") == [200, 401]
+        script.go.set()
+        assert b"[DONE]" in await stream.reader.readuntil(b"0\r\n\r\n")
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -17,6 +17,7 @@ from ..errors import ConfigError
 from ..fleet.role_control import RoleRules
 from .http import tls
 from .http.addresses import AllowedNetworks
+from .http.bearer import AcceptedKeys
 from .http.connection_pool import ConnectionPool
 from .http.server import Server
 from .http.tls import UpstreamTrust
@@ -65,7 +66,7 @@ async def serve(
 ) -> None:
     """Runs a proxy until `stop` is set; calls `ready` with the port when it listens.
 
-    `on_renewal` gets the function that opens access log and certificates anew.
+    `on_renewal` gets the function that opens access log, certificates and keys anew.
     `must_fit`: raises ConfigError if all instances answer soon and no two of them can be paired.
     """
     fleet = Fleet()
@@ -79,7 +80,7 @@ async def serve(
         pools,
         settings.key,
         queues.on_fleet_changed,
-        next(iter(settings.api_keys), ""),
+        files.keys,
         settings.liveness_timeout,
         settings.prefill_timeout,
     )
@@ -93,7 +94,7 @@ async def serve(
     )
     metrics = Metrics(fleet, settings.objectives, FALLBACK_REASONS, RUNGS)
     registry = _registry(settings, networks)
-    relay = Relay(fleet, policy, pools, queues, metrics, settings)
+    relay = Relay(fleet, policy, pools, queues, metrics, files.keys, settings)
     recorder = RequestRecorder(metrics, relay.tracing, files.access_log)
     feed = _status_feed(settings, fleet, metrics, recorder, discovery.poller)
     bus = _worker_bus(settings, fleet, metrics, feed, queues.prefill.wake)
@@ -102,12 +103,11 @@ async def serve(
         registry,
         bus.broadcast if bus else None,
         networks,
-        settings.admin_key,
-        settings.api_keys,
+        files.keys,
         roles_follow_load=settings.roles == "auto",
     )
     metrics.follow(queues)
-    api = Api(relay, admin, queues.work, recorder, feed, settings)
+    api = Api(relay, admin, queues.work, recorder, feed, files.keys, settings)
     server = Server(api.handle, settings.limits, api.body_limit, api.refused)
     port = await server.start(
         settings.host, settings.port, files.listener_tls, shared=settings.place is not None
@@ -273,13 +273,14 @@ def _start_bus(
 
 
 class _ServedFiles:
-    """The files that SIGHUP announces as changed: access log and certificates."""
+    """The files that SIGHUP announces as changed: access log, certificates and bearer keys."""
 
     def __init__(self, settings: ProxySettings) -> None:
         self._settings = settings
         self.access_log = AccessLog(settings.access_log)
         self.listener_tls = tls.listener_context(settings.certfile, settings.keyfile)
         self.trust = UpstreamTrust(settings.upstream_ca) if settings.upstream_ca else None
+        self.keys = AcceptedKeys(settings.api_keys, settings.admin_key)
 
     def renew(self) -> None:
         """Opens each file; one that cannot be used is logged, and its old content stays."""
@@ -287,6 +288,7 @@ class _ServedFiles:
             (self.access_log.reopen, "lines go to the old file"),
             (self._renew_certificate, "the old certificate is used"),
             (self._renew_trust, "the old certificates are trusted"),
+            (self._renew_keys, "the old keys are accepted"),
         ]
         failures = 0
         for renew, consequence in renewals:
@@ -296,7 +298,7 @@ class _ServedFiles:
                 failures += 1
                 log.error("proxy: SIGHUP: %s; %s", error, consequence)
         if not failures:
-            log.info("proxy: SIGHUP: access log and certificates are opened anew")
+            log.info("proxy: SIGHUP: access log, certificates and keys are opened anew")
 
     def _renew_certificate(self) -> None:
         if self.listener_tls:
@@ -306,6 +308,10 @@ class _ServedFiles:
     def _renew_trust(self) -> None:
         if self.trust:
             self.trust.renew()
+
+    def _renew_keys(self) -> None:
+        if self._settings.read_keys:
+            self.keys.replace(*self._settings.read_keys())
 
 
 def _sources(

@@ -224,7 +224,7 @@ async def test_a_signal_and_a_stop_on_a_full_disk_are_whole(
     async with world(prefill=0, access_log=FULL) as w:
         assert (await w.post()).status == 200
         w.renew()
-        assert "access log and certificates are opened anew" in caplog.text
+        assert "access log, certificates and keys are opened anew" in caplog.text
         assert (await w.post()).status == 200
     assert losses(caplog) == [f"access log: {FULL}: No space left on device; 2 lines are lost"]
 

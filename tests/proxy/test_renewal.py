@@ -11,15 +11,18 @@ import signal
 import ssl
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import trustme
 from cryptography.hazmat.primitives import serialization
+from prometheus_client.utils import floatToGoString
 
 from proxy_world import Call, Client, ScriptedEngine, World, until, world
 from vllm_disagg.proxy.flags import add_arguments
 from vllm_disagg.proxy.settings import from_arguments
+from vllm_disagg.proxy.telemetry.file_metrics import CERTIFICATE_END
 
 
 class SlowStream:
@@ -77,10 +80,10 @@ class Files:
         self.chain = folder / "chain.pem"
         self.key = folder / "key.pem"
 
-    def write(self, with_key: bool = True) -> ssl.SSLContext:
+    def write(self, with_key: bool = True, until: datetime | None = None) -> ssl.SSLContext:
         """Writes a new certificate; returns a client's context that trusts it alone."""
         authority = trustme.CA()
-        certificate = authority.issue_cert("127.0.0.1")
+        certificate = authority.issue_cert("127.0.0.1", not_after=until)
         certificate.cert_chain_pems[0].write_to_path(str(self.chain))
         if with_key:
             certificate.private_key_pem.write_to_path(str(self.key))
@@ -119,6 +122,55 @@ async def test_a_new_certificate_is_used_and_an_open_stream_goes_on(
         (await connect(w, new)).close()
         script.go.set()
         assert b"[DONE]" in await stream.reader.readuntil(b"0\r\n\r\n")
+
+
+async def test_metrics_tell_when_the_certificate_expires_and_which_file_is_ignored(
+    tmp_path: Path,
+) -> None:
+    files = Files(tmp_path)
+    dates = [datetime(year, 2, 3, 4, 5, 6, tzinfo=UTC) for year in (2049, 2050, 2051)]
+    trust = files.write(until=dates[0])
+    async with world(
+        prefill=0, ready=False, certfile=str(files.chain), keyfile=str(files.key)
+    ) as w:
+
+        async def page() -> list[str]:
+            client = await connect(w, trust)
+            client.send("GET", "/metrics")
+            reply = await client.receive()
+            client.close()
+            return [
+                line
+                for line in reply.body.decode().splitlines()
+                if line.startswith(
+                    (f"{CERTIFICATE_END} ", 'vllm_disagg_file_ignored{file="certificate"}')
+                )
+            ]
+
+        def expected(date: datetime, ignored: float) -> list[str]:
+            return [
+                f'vllm_disagg_file_ignored{{file="certificate"}} {ignored}',
+                f"{CERTIFICATE_END} {floatToGoString(date.timestamp())}",
+            ]
+
+        assert await page() == expected(dates[0], 0.0)
+        renewed = files.write(until=dates[1])
+        assert await page() == expected(dates[0], 0.0), "it is not served yet"
+        w.renew()
+        trust = renewed
+        assert await page() == expected(dates[1], 0.0)
+        files.write(with_key=False, until=dates[2])
+        w.renew()
+        assert await page() == expected(dates[1], 1.0)
+        trust = files.write(until=dates[2])
+        w.renew()
+        assert await page() == expected(dates[2], 0.0)
+
+
+async def test_without_a_certificate_no_date_is_told() -> None:
+    async with world(prefill=0) as w:
+        page = (await w.get("/metrics")).body.decode()
+        assert f"# TYPE {CERTIFICATE_END} gauge\n" in page and f"\n{CERTIFICATE_END} " not in page
 
 
 def encrypt(key: Path) -> None:

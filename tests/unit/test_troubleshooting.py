@@ -257,7 +257,9 @@ def _(_: Path) -> object:
 @produces("fleet file: ignored")
 def _(folder: Path) -> object:
     async def follow() -> None:
-        task = asyncio.create_task(sources.follow_file(str(folder / "none"), 9.0, lambda _: None))
+        task = asyncio.create_task(
+            sources.follow_file(str(folder / "none"), 9.0, *2 * [lambda _: None])
+        )
         await asyncio.sleep(0)
         task.cancel()
 

@@ -43,7 +43,9 @@ from .routing.queues import Queues
 from .settings import ProxySettings
 from .status.feed import StatusFeed
 from .status.share import StatusBoard
+from .telemetry import logs
 from .telemetry.access_log import AccessLog
+from .telemetry.file_metrics import FileMetrics
 from .telemetry.kv_traffic import KvTraffic
 from .telemetry.metrics import Metrics
 from .telemetry.record import RequestRecorder
@@ -70,7 +72,8 @@ async def serve(
     `must_fit`: raises ConfigError if all instances answer soon and no two of them can be paired.
     """
     fleet = Fleet()
-    files = _ServedFiles(settings)
+    metrics = Metrics(fleet, settings.objectives, FALLBACK_REASONS, RUNGS)
+    files = _ServedFiles(settings, metrics.files)
     policy = Policy(settings.policy)
     pools: dict[str, ConnectionPool] = {}
     networks = AllowedNetworks(settings.instance_networks)
@@ -92,7 +95,6 @@ async def serve(
         watch=lambda instance: discovery.watch(instance, settings.probe_interval),
         on_change=queues.on_fleet_changed,
     )
-    metrics = Metrics(fleet, settings.objectives, FALLBACK_REASONS, RUNGS)
     registry = _registry(settings, networks)
     relay = Relay(fleet, policy, pools, queues, metrics, files.keys, settings)
     recorder = RequestRecorder(metrics, relay.tracing, files.access_log)
@@ -118,7 +120,7 @@ async def serve(
             running = [
                 tasks.create_task(source)
                 for source in (
-                    *_sources(settings, members, registry, networks),
+                    *_sources(settings, members, registry, networks, metrics.files),
                     *_role_tasks(
                         settings, fleet, queues.prefill, metrics, members, bus, discovery.poller
                     ),
@@ -275,26 +277,32 @@ def _start_bus(
 class _ServedFiles:
     """The files that SIGHUP announces as changed: access log, certificates and bearer keys."""
 
-    def __init__(self, settings: ProxySettings) -> None:
+    def __init__(self, settings: ProxySettings, metrics: FileMetrics) -> None:
         self._settings = settings
+        self._metrics = metrics
         self.access_log = AccessLog(settings.access_log)
         self.listener_tls = tls.listener_context(settings.certfile, settings.keyfile)
         self.trust = UpstreamTrust(settings.upstream_ca) if settings.upstream_ca else None
         self.keys = AcceptedKeys(settings.api_keys, settings.admin_key)
+        self._note_certificate()
+        metrics.lost_lines["access"] = lambda: self.access_log.lost
+        metrics.lost_lines["standard_error"] = logs.lost_lines
 
     def renew(self) -> None:
         """Opens each file; one that cannot be used is logged, and its old content stays."""
-        renewals: list[tuple[Callable[[], None], str]] = [
-            (self.access_log.reopen, "lines go to the old file"),
-            (self._renew_certificate, "the old certificate is used"),
-            (self._renew_trust, "the old certificates are trusted"),
-            (self._renew_keys, "the old keys are accepted"),
+        renewals: list[tuple[str, Callable[[], None], str]] = [
+            ("access_log", self.access_log.reopen, "lines go to the old file"),
+            ("certificate", self._renew_certificate, "the old certificate is used"),
+            ("upstream_ca", self._renew_trust, "the old certificates are trusted"),
+            ("keys", self._renew_keys, "the old keys are accepted"),
         ]
         failures = 0
-        for renew, consequence in renewals:
+        for file, renew, consequence in renewals:
             try:
                 renew()
+                self._metrics.on_read(file, is_ignored=False)
             except ConfigError as error:
+                self._metrics.on_read(file, is_ignored=True)
                 failures += 1
                 log.error("proxy: SIGHUP: %s; %s", error, consequence)
         if not failures:
@@ -304,6 +312,11 @@ class _ServedFiles:
         if self.listener_tls:
             settings = self._settings
             tls.load_chain(self.listener_tls, settings.certfile, settings.keyfile)
+            self._note_certificate()
+
+    def _note_certificate(self) -> None:
+        if self.listener_tls:
+            self._metrics.certificate_end = tls.end_of_validity(self._settings.certfile)
 
     def _renew_trust(self) -> None:
         if self.trust:
@@ -315,7 +328,11 @@ class _ServedFiles:
 
 
 def _sources(
-    settings: ProxySettings, members: Members, registry: Registry | None, networks: AllowedNetworks
+    settings: ProxySettings,
+    members: Members,
+    registry: Registry | None,
+    networks: AllowedNetworks,
+    metrics: FileMetrics,
 ) -> Iterator[Coroutine[None, None, None]]:
     """Sets the members that flags name, and yields a task for each other source."""
     flags: list[tuple[Role, list[str]]] = [
@@ -324,7 +341,12 @@ def _sources(
     ]
     members.set("flags", [Member(url, role) for role, urls in flags for url in urls])
     if settings.fleet_file:
-        yield follow_file(settings.fleet_file, _FILE_CHECK_SECONDS, partial(members.set, "file"))
+        yield follow_file(
+            settings.fleet_file,
+            _FILE_CHECK_SECONDS,
+            partial(members.set, "file"),
+            partial(metrics.on_read, "fleet"),
+        )
     if settings.names:
         on_members = within(networks, "dns", partial(members.set, "dns"))
         yield follow_names(settings.names, settings.lookup_interval, on_members)

@@ -80,8 +80,10 @@ h_seconds_bucket{le="1.0"} 1.0
 h_seconds_bucket{le="+Inf"} 3.0
 h_seconds_count 3.0
 h_seconds_sum 7.0
+# TYPE vllm_disagg_certificate_end_timestamp_seconds gauge
+vllm_disagg_certificate_end_timestamp_seconds 9.0
 """
-    two = one.replace('k="1"', 'k="2"')
+    two = one.replace('k="1"', 'k="2"').replace("seconds 9.0", "seconds 8.0")
     lines = merge([one, two, one]).decode().splitlines()
     for line in (
         'a_total{k="1"} 4.0',
@@ -90,6 +92,7 @@ h_seconds_sum 7.0
         'vllm_disagg_in_flight{url="u"} 5.0',
         'h_seconds_bucket{le="+Inf"} 9.0',
         "h_seconds_sum 21.0",
+        "vllm_disagg_certificate_end_timestamp_seconds 8.0",  # one worker has not renewed it
     ):
         assert line in lines, lines
 

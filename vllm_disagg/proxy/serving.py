@@ -69,7 +69,8 @@ async def serve(
     """Runs a proxy until `stop` is set; calls `ready` with the port when it listens.
 
     `on_renewal` gets the function that opens access log, certificates and keys anew.
-    `must_fit`: raises ConfigError if all instances answer soon and no two of them can be paired.
+    `must_fit`: raises ConfigError if all instances answer soon and a mistake keeps each two of them
+    from being paired.
     """
     fleet = Fleet()
     metrics = Metrics(fleet, settings.objectives, FALLBACK_REASONS, RUNGS)
@@ -405,17 +406,23 @@ async def _log_lack_of_files() -> None:
 async def _refuse_misfit(fleet: Fleet, interval: float) -> None:
     """Raises ConfigError if all instances answer soon after the start and none can be paired.
 
-    A wrong key or model is the operator's mistake. It is reported at start, instead of serving
+    A wrong key or role is the operator's mistake. It is reported at start, instead of serving
     without transfers. Later, or once requests are served, it is one line of the log: an instance
-    that comes must not end those that serve.
+    that comes must not end those that serve. So is a difference of versions, flags or weights: a
+    proxy may be restarted amid a roll-out.
     """
     loop = asyncio.get_running_loop()
     refused_until = loop.time() + _MISFIT_SECONDS
     while not all(instance.up for instance in fleet.instances):
         await asyncio.sleep(interval)
-    reason = fleet.permanent_mismatch()
-    if not reason:
+    found = fleet.permanent_mismatch()
+    if not found:
         return
-    if loop.time() <= refused_until and not fleet.has_served:
-        raise ConfigError(reason)
-    log.error("proxy: no prefill and decode instance can be paired, KV is not moved: %s", reason)
+    is_start = loop.time() <= refused_until and not fleet.has_served
+    if is_start and not found.may_be_rollout:
+        raise ConfigError(found.reason)
+    log.error(
+        "proxy: no prefill and decode instance can be paired, decode instances compute all"
+        " prompts: %s",
+        found.reason,
+    )

@@ -89,6 +89,7 @@ class Admission:
         self._used = UsedGrants(has_key=key.is_set)
         self._checker: GrantChecker | None = None
         self._without_transfer = WarningLimit()
+        self._without_reuse = WarningLimit()
 
     def set_engine(self, engine: EngineInfo) -> None:
         """Accepts grants for this engine from now on; used ones stay used."""
@@ -159,7 +160,7 @@ class Admission:
             plan = checker.plan_reads(sources)
             sources = checker.share(sources)
         else:
-            plan = _reuse_plan(grant, checker)
+            plan = self._plan_reuse(grant, checker, now)
         facts = LegFacts(
             request=request.request_id,
             transfer=grant.transfer,
@@ -232,14 +233,28 @@ class Admission:
 
         The first in a while is a WARNING, the others INFO: any client can send such requests.
         """
-        count = self._without_transfer.note(now)
-        log.log(
-            logging.WARNING if count else logging.INFO,
-            "request %s: %s; this engine computes it without a KV transfer%s",
-            request.request_id,
-            reason,
-            f" ({count - 1} more since the last warning)" if count > 1 else "",
+        _log_limited(
+            self._without_transfer.note(now),
+            f"request {request.request_id}: {reason};"
+            " this engine computes it without a KV transfer",
         )
+
+    def _plan_reuse(self, grant: Grant, checker: GrantChecker, now: float) -> ReshardPlan | None:
+        """Returns the plan by which a prefill leg reads from D; None if it runs without reuse.
+
+        The first refusal in a while is a WARNING, the others INFO: each later turn has one.
+        """
+        if not grant.back:
+            return None
+        try:
+            return checker.plan_reuse(grant)
+        except (BadGrant, Unmappable) as error:
+            _log_limited(
+                self._without_reuse.note(now),
+                f"transfer {grant.transfer}: KV cached at D is not reused ({error});"
+                " P computes the whole prompt",
+            )
+            return None
 
     def _check_probe(self, grant: Grant, now: float) -> None:
         """Raises BadGrant for a probe that names an engine, unless it is for this one."""
@@ -310,6 +325,16 @@ class Admission:
         return ""
 
 
+def _log_limited(count: int, line: str) -> None:
+    """Logs a line, as a WARNING if its limit gave a count of causes to warn of."""
+    log.log(
+        logging.WARNING if count else logging.INFO,
+        "%s%s",
+        line,
+        f" ({count - 1} more since the last warning)" if count > 1 else "",
+    )
+
+
 def _admitted(
     request: Request, facts: LegFacts, grant: Grant | None, leg: LegName, obstacle: str
 ) -> AdmittedRequest:
@@ -318,18 +343,3 @@ def _admitted(
         # The one line by which each leg is found, also in the log of an engine that dies.
         log.info("request %s: %s leg of transfer %s", request.request_id, leg, facts.transfer)
     return AdmittedRequest(grant, facts, leg, obstacle)
-
-
-def _reuse_plan(grant: Grant, checker: GrantChecker) -> ReshardPlan | None:
-    """Returns the plan by which a prefill leg reads from D; None if it runs without reuse."""
-    if not grant.back:
-        return None
-    try:
-        return checker.plan_reuse(grant)
-    except (BadGrant, Unmappable) as error:
-        log.warning(
-            "transfer %s: KV cached at D is not reused (%s); P computes the whole prompt",
-            grant.transfer,
-            error,
-        )
-        return None

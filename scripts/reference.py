@@ -37,6 +37,7 @@ from vllm_disagg.proxy.http import routes  # noqa: E402
 from vllm_disagg.proxy.requests import admin  # noqa: E402
 from vllm_disagg.proxy.requests.failover import FALLBACK_REASONS, RUNGS  # noqa: E402
 from vllm_disagg.proxy.routing.fleet import Fleet  # noqa: E402
+from vllm_disagg.proxy.telemetry.file_metrics import FILES, LOGS  # noqa: E402
 from vllm_disagg.proxy.telemetry.metrics import MODES, OUTCOMES, Metrics  # noqa: E402
 
 CONNECTOR_METRICS = "kv_connectors.metrics"  # imported late: it imports vLLM
@@ -75,6 +76,22 @@ LABELS = (
             "timeout": "not over within `--request-timeout`",
             "cancelled": "the client left",
         },
+    ),
+    (
+        ("file", "vllm_disagg_file_ignored"),
+        FILES,
+        {
+            "fleet": "`--fleet-file`, read after each change",
+            "access_log": "`--access-log`; this one and all below are opened at SIGHUP",
+            "certificate": "`--ssl-certfile` and `--ssl-keyfile`",
+            "upstream_ca": "`--upstream-ca`",
+            "keys": "`--api-key-file` and `--admin-key-file`",
+        },
+    ),
+    (
+        ("log", "vllm_disagg_lost_log_lines_total"),
+        LOGS,
+        {"access": "`--access-log`", "standard_error": "the proxy's own log"},
     ),
     (
         ("rung", "vllm_disagg_failovers_total"),

@@ -26,6 +26,7 @@ from vllm_disagg.fleet import grants, keys, used_grants
 from vllm_disagg.kv import reshard
 from vllm_disagg.kv.layout import uniform
 from vllm_disagg.protocol import events, prefill_leg
+from vllm_disagg.warning_limit import WARNING_INTERVAL_SECONDS
 
 KEY = keys.FleetKey(b"k" * keys.KEY_BYTES)
 BLOCK = 16
@@ -769,6 +770,31 @@ def test_a_prefill_leg_with_unreadable_sources_runs_without_reuse(sources: Any) 
     assert not metadata.receiver_events and metadata.sender_events == [
         events.BlocksScheduled(T, 40, [[4, 5, 6]], prompt=OF_40)
     ]
+
+
+def test_refused_reuse_is_a_warning_a_minute_and_lines_below_it(
+    clock: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pair whose KV does not fit refuses it in each later turn."""
+    caplog.set_level(logging.INFO)
+    p = side("prefill")
+
+    def arrive(turn: int) -> None:
+        transfer, back = f"{turn:032x}", f"{turn + 16:032x}"
+        change = {"name": f"r{turn}", "transfer": transfer, "sources": [OTHER_BLOCKS]}
+        p.on_request_arrived(request("prefill", p, back=back, **change))
+
+    p.on_request_arrived(request("prefill", p, name="r0", incarnation="b"))  # its own warning
+    for turn in (1, 2, 3):
+        arrive(turn)
+    clock[0] += WARNING_INTERVAL_SECONDS
+    arrive(4)
+    lines = [record for record in caplog.records if "is not reused" in record.getMessage()]
+    levels = [logging.WARNING, logging.INFO, logging.INFO, logging.WARNING]
+    assert [record.levelno for record in lines] == levels
+    texts = [record.getMessage() for record in lines]
+    assert all(f"transfer {turn:032x}: " in text for turn, text in enumerate(texts, 1))
+    assert texts[3].endswith("(2 more since the last warning)") and "more" not in texts[0]
 
 
 def test_the_description_has_bidirectional_reuse() -> None:

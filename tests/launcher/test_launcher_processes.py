@@ -272,7 +272,7 @@ def test_sighup_opens_log_files_anew(up: Callable[..., Up]) -> None:
     assert (logs / "up.pid").read_text() == f"{running.process.pid}\n"
     running.process.send_signal(signal.SIGHUP)
     eventually(lambda: all((logs / f"{name}.log").exists() for name in names))
-    sign = "access log and certificates are opened anew"
+    sign = "access log, certificates and keys are opened anew"
     eventually(lambda: sign in (logs / "proxy.log").read_text())
     (logs / "proxy.log").unlink()
     (logs / "proxy.log").mkdir()

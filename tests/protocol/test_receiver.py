@@ -14,7 +14,7 @@ import pytest
 from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.layout import Axis, LayerLayout, RankLayout, StridedRegion, uniform
 from vllm_disagg.kv.reshard import plan
-from vllm_disagg.protocol import compared_paths, messages
+from vllm_disagg.protocol import compared_paths, messages, unreached_sources
 from vllm_disagg.protocol.events import (
     CancelReads,
     ClockTick,
@@ -101,6 +101,65 @@ def test_keep_alives_come_at_least_three_times_a_lease(lease: float, interval: f
         at = side.next_deadline()
         assert at is not None and at == pytest.approx(number * expected)
         assert said(side.handle(ClockTick(), at)) == ["TransferRequest", "TransferRequest"]
+
+
+def load(transfer: str, *sources: str) -> LoadRequested:
+    return msgspec.structs.replace(wanted(*sources), transfer=transfer)
+
+
+def time_out(side: Receiver, since: float) -> None:
+    """Ticks until the only load has failed; longer steps would be a sleep of this process."""
+    for tick in range(1, 100):
+        actions = side.handle(ClockTick(), since + 0.25 * tick)
+        if not side.transfers:
+            assert isinstance(actions[-1], LoadResult)
+            assert actions[-1].reason is Reason.PEER_TIMEOUT
+            return
+    raise AssertionError("it goes on")
+
+
+def test_a_source_that_has_never_answered_is_waited_for_once(side: Receiver) -> None:
+    """As the loopback of another machine: each prompt waited for two seconds."""
+    time_out(side, 0.0)
+    actions = side.handle(load("t2", "p"), 3.0)
+    assert said(actions) == ["ConnectPeer", "TransferRequest", "Abort", "LoadResult"]
+    result = actions[-1]
+    assert isinstance(result, LoadResult) and result.reason is Reason.PEER_TIMEOUT
+    assert result.detail == "p has never answered, also not to an earlier load"
+    assert said(side.handle(load("t3", "q"), 3.0)) == ["ConnectPeer", "TransferRequest"]
+    # It is reached now, and answers the request of the load that has failed.
+    late = msgspec.structs.replace(offer(0), transfer="t2")
+    assert not side.handle(late, 4.0)
+    assert said(side.handle(load("t4", "p"), 5.0)) == ["ConnectPeer", "TransferRequest"]
+    side.validate()
+
+
+def test_a_source_that_has_answered_before_is_always_waited_for(side: Receiver) -> None:
+    """It may stand still for a moment, and its later loads succeed."""
+    side.handle(offer(0), 0.0)
+    time_out(side, 0.0)
+    assert said(side.handle(load("t2", "p"), 3.0)) == ["ConnectPeer", "TransferRequest"]
+
+
+def test_of_two_sources_the_silent_one_alone_is_not_waited_for() -> None:
+    side = Receiver("d", "", 0, SHAPE, keepalive_interval=0.5, peer_timeout=2.0)
+    side.handle(wanted("p", "q"), 0.0)
+    side.handle(offer(0), 0.0)
+    time_out(side, 0.0)
+    assert said(side.handle(load("t2", "p"), 3.0)) == ["ConnectPeer", "TransferRequest"]
+    assert said(side.handle(load("t3", "q"), 3.0))[-1] == "LoadResult"
+
+
+def test_unreached_sources_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unreached_sources, "MAX_SOURCES", 2)
+    sources = unreached_sources.UnreachedSources()
+    for name in "abc":
+        sources.on_timeout(name)
+    assert [name in sources for name in "abc"] == [False, True, True]
+    for name in "abc":
+        sources.on_message(name)
+    sources.on_timeout("a")  # as of an unknown one
+    assert [name in sources for name in "abc"] == [True, False, False]
 
 
 def test_a_short_lease_gives_a_silent_source_no_more_time() -> None:

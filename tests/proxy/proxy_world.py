@@ -21,12 +21,14 @@ import pytest
 from vllm_disagg.fleet.grants import MAX_VALIDITY_SECONDS, Grant, verify
 from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.protocol.peers import EngineInfo, WorkerInfo
+from vllm_disagg.proxy.http.bearer import AcceptedKeys
 from vllm_disagg.proxy.http.cancel_scope import TimeLimit
 from vllm_disagg.proxy.requests import api
 from vllm_disagg.proxy.serving import serve
 from vllm_disagg.proxy.settings import ProxySettings
 
 KEY = FleetKey(b"k" * 32)
+NO_KEYS = AcceptedKeys([], "")
 LAYOUT = {"model": "m", "dtype": "bf16"}
 
 
@@ -175,6 +177,7 @@ class ScriptedEngine:
     version = ""  # of vLLM
     drains = False  # was started with --shutdown-timeout
     answer_settings = "the same"
+    own_key = ""  # header of the last health check
 
     def __init__(self, name: str, role: EngineRole, script: Script = answer) -> None:
         self.name = name
@@ -408,6 +411,7 @@ class ScriptedEngine:
         if self.frozen:
             await call.forever()
         elif call.path == "/health":
+            self.own_key = call.headers.get("authorization", "")
             await call.json({}, self.health)
         elif call.path == "/v1/models":
             await call.json({"data": [{"id": model} for model in self.models]})

@@ -17,10 +17,11 @@ import pytest
 from proxy_world import Call, ScriptedEngine, World, answer, until
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet import keys
+from vllm_disagg.protocol.peers import EngineInfo
 from vllm_disagg.proxy import flags, main, serving
 from vllm_disagg.proxy.http.limits import Limits
 from vllm_disagg.proxy.main import add_arguments, run
-from vllm_disagg.proxy.routing.fleet import TRANSFERS_OFF, Fleet, Instance
+from vllm_disagg.proxy.routing.fleet import OTHER_RELEASE, TRANSFERS_OFF, Fleet, Instance, Role
 from vllm_disagg.proxy.settings import ProxySettings, from_arguments
 from vllm_disagg.proxy.workers.bus import WorkerPlace
 
@@ -170,7 +171,7 @@ def test_a_key_file_that_is_refused_is_not_warned_of(
 def test_a_command_without_flags_has_the_defaults_of_the_settings() -> None:
     settings = from_arguments(parsed(*D))
     limits = msgspec.structs.replace(settings.limits, connections=Limits().connections)
-    assert msgspec.structs.replace(settings, limits=limits) == ProxySettings(
+    assert msgspec.structs.replace(settings, limits=limits, read_keys=None) == ProxySettings(
         prefill=[], decode=D[1:], key=settings.key
     )
 
@@ -245,10 +246,7 @@ async def test_sigterm_lets_running_requests_end(tmp_path: Path) -> None:
 
     d = ScriptedEngine("d", "decode", stream)
     await d.start()
-    key = tmp_path / "key"
-    key.write_text((b"k" * 32).hex())
-    key.chmod(0o600)
-    process = await start("--decode", d.url, "--port", "0", "--key-file", str(key))
+    process = await start("--decode", d.url, "--port", "0", *key_flags(tmp_path))
     w = World([], [d])
     try:
         assert process.stdout and process.stderr
@@ -274,14 +272,18 @@ async def test_sigterm_lets_running_requests_end(tmp_path: Path) -> None:
         await d.stop()
 
 
-@contextlib.asynccontextmanager
-async def proxy_of(p: ScriptedEngine, d: ScriptedEngine, folder: Path) -> AsyncIterator[World]:
-    """Runs a proxy in a process of its own, which is killed at the end."""
+def key_flags(folder: Path) -> tuple[str, str]:
+    """Writes the scripted engines' key; returns the flags with which a proxy reads it."""
     key = folder / "key"
     key.write_text((b"k" * 32).hex())
     key.chmod(0o600)
-    flags = ["--prefill", p.url, "--decode", d.url, "--port", "0", "--key-file", str(key)]
-    process = await start(*flags)
+    return "--key-file", str(key)
+
+
+@contextlib.asynccontextmanager
+async def proxy_of(p: ScriptedEngine, d: ScriptedEngine, folder: Path) -> AsyncIterator[World]:
+    """Runs a proxy in a process of its own, which is killed at the end."""
+    process = await start("--prefill", p.url, "--decode", d.url, "--port", "0", *key_flags(folder))
     w = World([p], [d])
     try:
         assert process.stdout
@@ -348,37 +350,105 @@ async def test_an_address_that_cannot_be_written_is_a_warning() -> None:
             process.kill()
 
 
-@pytest.mark.parametrize("slip", ["model", "key", "role"])
+@pytest.mark.parametrize("slip", ["key", "role"])
 async def test_a_fleet_that_cannot_work_together_is_refused_at_start(
     slip: str, tmp_path: Path
 ) -> None:
     p, d = ScriptedEngine("p", "prefill"), ScriptedEngine("d", "decode")
-    if slip == "model":
-        p.layout["weights"] = "others"
-    elif slip == "role":
+    if slip == "role":
         p.role = "decode"
     else:
         p.refusal = "minted with another key"
     await p.start()
     await d.start()
-    key = tmp_path / "key"
-    key.write_text((b"k" * 32).hex())
-    key.chmod(0o600)
     process = await start(
-        "--prefill", p.url, "--decode", d.url, "--port", "0", "--key-file", str(key)
+        "--prefill", p.url, "--decode", d.url, "--port", "0", *key_flags(tmp_path)
     )
     try:
         _, error = await asyncio.wait_for(process.communicate(), 30)
         last = error.decode().splitlines()[-1]
         assert process.returncode == 1 and last.startswith("vllm-disagg proxy: "), last
         assert {
-            "model": "weights is",
             "key": "(minted with another key): give --key-file",
             "role": "role is decode",
         }[slip] in last
     finally:
         if process.returncode is None:
             process.kill()
+        await p.stop()
+        await d.stop()
+
+
+def rolled_out(change: str, to: str) -> Fleet:
+    """Returns a fleet in the middle of a roll-out: its P is another one than its D."""
+    fleet = Fleet([Instance("http://p", "prefill"), Instance("http://d", "decode")])
+    prefill, decode = fleet.instances
+    layouts = [{change: to} if change == "weights" else {} for _ in fleet.instances]
+    engines = [EngineInfo("p", "prefill", [], layouts[0]), EngineInfo("d", "decode", [], {})]
+    refusal = f"({change}): {to}" if change.startswith("not a grant") else ""
+    is_other = change == "connector"
+    prefill.on_probe_answered(
+        "m", None if is_other or refusal else engines[0], nixl=is_other, refusal=refusal
+    )
+    decode.on_probe_answered("m", engines[1])
+    return fleet
+
+
+@pytest.mark.parametrize(
+    ("change", "to", "reason"),
+    [
+        ("weights", "new", "http://p and http://d do not fit: weights is new on one side"),
+        ("connector", "nixl", "http://p and http://d do not fit: they have different connectors"),
+        ("not a grant of version 3", OTHER_RELEASE, "http://p serves no KV transfers: (not a"),
+    ],
+)
+async def test_a_proxy_that_starts_amid_a_roll_out_serves(
+    change: str, to: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where a quiet fleet had P and D of two versions, a restarted proxy ended again and again."""
+    await serving._refuse_misfit(rolled_out(change, to), 0.001)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("proxy: no prefill and decode instance can be paired") and reason in line
+
+
+@pytest.mark.parametrize("mistake", ["a role", "a rank", "one engine"])
+async def test_a_mistake_beside_a_roll_out_ends_no_proxy_and_alone_does(mistake: str) -> None:
+    fleet = rolled_out("weights", "new")
+    of_role: Role = "prefill" if mistake == "a role" else "decode"
+    slip = Instance("http://slip", "decode")
+    name = "p" if mistake == "one engine" else "slip"
+    rank = 1 if mistake == "a rank" else None
+    slip.on_probe_answered("m", EngineInfo(name, "both" if name == "p" else of_role, [], {}, rank))
+    fleet.instances.append(slip)
+    await serving._refuse_misfit(fleet, 0.001)
+    del fleet.instances[1]
+    with pytest.raises(ConfigError, match="http://slip"):
+        await serving._refuse_misfit(fleet, 0.001)
+
+
+async def test_two_versions_are_served_by_a_proxy_that_starts(tmp_path: Path) -> None:
+    p, d = ScriptedEngine("p", "prefill"), ScriptedEngine("d", "decode")
+    p.layout["transfer protocol"] = "of another version"
+    await p.start()
+    await d.start()
+    process = await start(
+        "--prefill", p.url, "--decode", d.url, "--port", "0", *key_flags(tmp_path)
+    )
+    w = World([p], [d])
+    try:
+        assert process.stdout and process.stderr
+        w.port = int((await process.stdout.readline()).decode().rsplit(":", 1)[1])
+        line = b""
+        while b"can be paired" not in line:
+            line = await process.stderr.readline()
+            assert line, "it has ended"
+        assert b"transfer protocol is" in line
+        assert (await w.post()).status == 200
+        assert [call.leg for call in d.calls] == ["whole"] and not p.calls
+    finally:
+        process.kill()
+        await process.communicate()
+        w.close()
         await p.stop()
         await d.stop()
 

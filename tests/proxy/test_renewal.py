@@ -1,7 +1,8 @@
-"""SIGHUP opens the access log and the certificates anew, and interrupts no request."""
+"""SIGHUP opens access log, certificates and key files anew, and interrupts no request."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import logging
@@ -10,13 +11,18 @@ import signal
 import ssl
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import trustme
 from cryptography.hazmat.primitives import serialization
+from prometheus_client.utils import floatToGoString
 
 from proxy_world import Call, Client, ScriptedEngine, World, until, world
+from vllm_disagg.proxy.flags import add_arguments
+from vllm_disagg.proxy.settings import from_arguments
+from vllm_disagg.proxy.telemetry.file_metrics import CERTIFICATE_END
 
 
 class SlowStream:
@@ -74,10 +80,10 @@ class Files:
         self.chain = folder / "chain.pem"
         self.key = folder / "key.pem"
 
-    def write(self, with_key: bool = True) -> ssl.SSLContext:
+    def write(self, with_key: bool = True, until: datetime | None = None) -> ssl.SSLContext:
         """Writes a new certificate; returns a client's context that trusts it alone."""
         authority = trustme.CA()
-        certificate = authority.issue_cert("127.0.0.1")
+        certificate = authority.issue_cert("127.0.0.1", not_after=until)
         certificate.cert_chain_pems[0].write_to_path(str(self.chain))
         if with_key:
             certificate.private_key_pem.write_to_path(str(self.key))
@@ -116,6 +122,55 @@ async def test_a_new_certificate_is_used_and_an_open_stream_goes_on(
         (await connect(w, new)).close()
         script.go.set()
         assert b"[DONE]" in await stream.reader.readuntil(b"0\r\n\r\n")
+
+
+async def test_metrics_tell_when_the_certificate_expires_and_which_file_is_ignored(
+    tmp_path: Path,
+) -> None:
+    files = Files(tmp_path)
+    dates = [datetime(year, 2, 3, 4, 5, 6, tzinfo=UTC) for year in (2049, 2050, 2051)]
+    trust = files.write(until=dates[0])
+    async with world(
+        prefill=0, ready=False, certfile=str(files.chain), keyfile=str(files.key)
+    ) as w:
+
+        async def page() -> list[str]:
+            client = await connect(w, trust)
+            client.send("GET", "/metrics")
+            reply = await client.receive()
+            client.close()
+            return [
+                line
+                for line in reply.body.decode().splitlines()
+                if line.startswith(
+                    (f"{CERTIFICATE_END} ", 'vllm_disagg_file_ignored{file="certificate"}')
+                )
+            ]
+
+        def expected(date: datetime, ignored: float) -> list[str]:
+            return [
+                f'vllm_disagg_file_ignored{{file="certificate"}} {ignored}',
+                f"{CERTIFICATE_END} {floatToGoString(date.timestamp())}",
+            ]
+
+        assert await page() == expected(dates[0], 0.0)
+        renewed = files.write(until=dates[1])
+        assert await page() == expected(dates[0], 0.0), "it is not served yet"
+        w.renew()
+        trust = renewed
+        assert await page() == expected(dates[1], 0.0)
+        files.write(with_key=False, until=dates[2])
+        w.renew()
+        assert await page() == expected(dates[1], 1.0)
+        trust = files.write(until=dates[2])
+        w.renew()
+        assert await page() == expected(dates[2], 0.0)
+
+
+async def test_without_a_certificate_no_date_is_told() -> None:
+    async with world(prefill=0) as w:
+        page = (await w.get("/metrics")).body.decode()
+        assert f"# TYPE {CERTIFICATE_END} gauge\n" in page and f"\n{CERTIFICATE_END} " not in page
 
 
 def encrypt(key: Path) -> None:
@@ -186,6 +241,63 @@ async def test_each_file_that_is_not_renewed_is_a_line_of_its_own(
         line = f"--ssl-keyfile {files.key}: {ENCRYPTED}; the old certificate is used"
         assert line in caplog.text
         (await connect(w, new)).close()
+
+
+async def test_new_keys_are_accepted_and_an_open_stream_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clients, admin = tmp_path / "api.key", tmp_path / "admin.key"
+    clients.write_text("old\nnew\n")
+    admin.write_text("root")
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    flags = ["--decode=http://d", f"--api-key-file={clients}", f"--admin-key-file={admin}"]
+    given = from_arguments(parser.parse_args(flags))
+    script = SlowStream()
+
+    async def statuses(method: str, path: str, *keys: str) -> list[int]:
+        """Returns a status for each key; no body asks for a change or an answer."""
+        json_type = {"content_type": "application/json"}
+        return [
+            (await w.ask(method, path, b"{}", authorization=f"Bearer {key}", **json_type)).status
+            for key in keys
+        ]
+
+    async with world(
+        prefill=0,
+        ready=False,
+        api_keys=given.api_keys,
+        admin_key=given.admin_key,
+        read_keys=given.read_keys,
+    ) as w:
+        await w.until_ready()
+        w.d.script = script
+        stream = await w.connect()
+        stream.send("POST", "/v1/completions", STREAM, authorization="Bearer old")
+        await stream.reader.readuntil(b"data: a\n\n")
+        assert w.d.own_key == "bearer old"
+        clients.write_text("new\nnext\n")
+        admin.write_text("toor")
+        w.renew()
+        assert await statuses("GET", "/v1/models", "old", "new", "next") == [401, 200, 200]
+        assert await statuses("POST", "/disagg/instances", "root", "toor") == [401, 400]
+        assert await statuses("GET", "/disagg/instances", "old", "new", "toor") == [401, 200, 200]
+        await until(lambda: w.d.own_key == "bearer new")  # with which instances are probed
+        admin.write_text("new")  # a key of clients
+        clients.write_text("new")
+        w.renew()
+        fault = "--admin-key is an --api-key too: then every client may change the fleet"
+        assert f"SIGHUP: {fault}; the old keys are accepted" in caplog.text
+        assert await statuses("GET", "/v1/models", "new", "next") == [200, 200]
+        assert await statuses("POST", "/disagg/instances", "new", "toor") == [401, 400]
+        clients.write_text("\n")
+        caplog.clear()
+        w.renew()
+        fault = f"--api-key-file {clients}: the file has no key; write one key a line"
+        assert f"SIGHUP: {fault}; the old keys are accepted" in caplog.text
+        assert await statuses("GET", "/v1/models", "new", "") == [200, 401]
+        script.go.set()
+        assert b"[DONE]" in await stream.reader.readuntil(b"0\r\n\r\n")
 
 
 @pytest.mark.parametrize("workers", [1, 2])

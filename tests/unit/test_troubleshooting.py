@@ -40,6 +40,7 @@ from vllm_disagg.trace import TransferTrace
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "troubleshooting.md"
 HEADING = re.compile(r"^### `(.*)`$", re.MULTILINE)
 KEY = FleetKey(b"k" * keys.KEY_BYTES)
+NO_KEYS = bearer.AcceptedKeys([], "")
 
 Produce = Callable[[Path], object]
 PRODUCED: dict[str, Produce] = {}  # by the first words of the quote
@@ -66,7 +67,7 @@ def instance(role: Any, of: EngineInfo | None, refusal: str = "") -> Instance:
 
 
 def watcher(key: FleetKey) -> Discovery:
-    return Discovery(Fleet(), {}, key, lambda: None, "", 1.0, 100.0)
+    return Discovery(Fleet(), {}, key, lambda: None, NO_KEYS, 1.0, 100.0)
 
 
 def key_file(folder: Path, text: str, mode: int = 0o600) -> str:
@@ -247,7 +248,7 @@ def _(_: Path) -> object:
 @produces("changes over HTTP are off")
 def _(_: Path) -> object:
     nothing: Any = None
-    admin = Admin(nothing, None, None, AllowedNetworks(), "", [], roles_follow_load=False)
+    admin = Admin(nothing, None, None, AllowedNetworks(), NO_KEYS, roles_follow_load=False)
     refused = admin.refusal(HttpRequest("POST", "/disagg/instances"), nothing)
     assert refused
     return refused[2].decode()
@@ -256,7 +257,9 @@ def _(_: Path) -> object:
 @produces("fleet file: ignored")
 def _(folder: Path) -> object:
     async def follow() -> None:
-        task = asyncio.create_task(sources.follow_file(str(folder / "none"), 9.0, lambda _: None))
+        task = asyncio.create_task(
+            sources.follow_file(str(folder / "none"), 9.0, *2 * [lambda _: None])
+        )
         await asyncio.sleep(0)
         task.cancel()
 

@@ -21,6 +21,7 @@ SETTLING  All bytes are in place.  Repeats ReadComplete until the source confirm
           Repeated ones, and repeated failures of checksums, give up the transport that
           brought the bytes (`compared_paths.py`).  A load whose source has no other transport
           left fails when it is requested.
+          Nor is a source waited for twice that has never answered (`unreached_sources.py`).
 DRAINING  The transfer has failed and its reads are cancelled, but a piece may still be written
           into its blocks.  Reporting earlier would let vLLM give the blocks to another request
           and change its tokens.
@@ -79,6 +80,7 @@ from .read_plan import read_plans
 from .read_window import ReadWindow
 from .repeated_aborts import RepeatedAborts
 from .source_requests import SourceRequests
+from .unreached_sources import UnreachedSources
 
 # For a piece whose bytes arrive damaged.  An accident seldom repeats.  Faulty memory or a faulty
 # transport does, and each further try costs time in which D could compute the prompt.
@@ -125,6 +127,7 @@ class Receiver:
         self.lookups = Lookups(name, rank, keepalive_interval)
         self.sources = SourceRequests(name, rank, address)
         self.compared_paths = ComparedPaths()
+        self.unreached_sources = UnreachedSources()
         self.window = ReadWindow(window_bytes, peer_timeout)
         self.reads = PieceReads(name, address, piece_bytes, peer_timeout, self.window)
         self.repeated_aborts = RepeatedAborts(keepalive_interval)
@@ -145,6 +148,9 @@ class Receiver:
                 return self._on_transport_changed(event, now)
             case ClockTick():
                 return self._on_tick(now)
+            case messages.Progress() | messages.Confirm() | messages.Abort():
+                if event.reader == self.name:
+                    self.unreached_sources.on_message(event.source)
         t = self.transfers.get(event.transfer)
         if t is None:
             return self._on_unknown_transfer(event)
@@ -195,6 +201,9 @@ class Receiver:
             actions.append(ConnectPeer(worker))
             actions.append(self.reads.transfer_request(event.transfer, t, t.sources[worker.name]))
         for source in t.sources.values():
+            if source.name in self.unreached_sources:
+                t.detail = f"{source.name} has never answered, also not to an earlier load"
+                return actions + self._fail(event.transfer, Reason.PEER_TIMEOUT, now)
             address = self.reads.address_for(source.name)
             reason = self.compared_paths.reason_given_up(source.name, _transport(address))
             if reason is None:
@@ -451,6 +460,9 @@ class Receiver:
         t.forgive_sleep(self.keepalive_interval, now)
         reason = t.reason_overdue(self.peer_timeout, now)
         if reason is not None:
+            # One that is not overdue has answered, so this changes nothing for it.
+            for source in t.open_sources:
+                self.unreached_sources.on_timeout(source.name)
             return self._fail(name, reason, now)
         if now < t.retry_at:
             return []

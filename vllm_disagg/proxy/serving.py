@@ -17,6 +17,7 @@ from ..errors import ConfigError
 from ..fleet.role_control import RoleRules
 from .http import tls
 from .http.addresses import AllowedNetworks
+from .http.bearer import AcceptedKeys
 from .http.connection_pool import ConnectionPool
 from .http.server import Server
 from .http.tls import UpstreamTrust
@@ -42,7 +43,9 @@ from .routing.queues import Queues
 from .settings import ProxySettings
 from .status.feed import StatusFeed
 from .status.share import StatusBoard
+from .telemetry import logs
 from .telemetry.access_log import AccessLog
+from .telemetry.file_metrics import FileMetrics
 from .telemetry.kv_traffic import KvTraffic
 from .telemetry.metrics import Metrics
 from .telemetry.record import RequestRecorder
@@ -65,11 +68,13 @@ async def serve(
 ) -> None:
     """Runs a proxy until `stop` is set; calls `ready` with the port when it listens.
 
-    `on_renewal` gets the function that opens access log and certificates anew.
-    `must_fit`: raises ConfigError if all instances answer soon and no two of them can be paired.
+    `on_renewal` gets the function that opens access log, certificates and keys anew.
+    `must_fit`: raises ConfigError if all instances answer soon and a mistake keeps each two of them
+    from being paired.
     """
     fleet = Fleet()
-    files = _ServedFiles(settings)
+    metrics = Metrics(fleet, settings.objectives, FALLBACK_REASONS, RUNGS)
+    files = _ServedFiles(settings, metrics.files)
     policy = Policy(settings.policy)
     pools: dict[str, ConnectionPool] = {}
     networks = AllowedNetworks(settings.instance_networks)
@@ -79,7 +84,7 @@ async def serve(
         pools,
         settings.key,
         queues.on_fleet_changed,
-        next(iter(settings.api_keys), ""),
+        files.keys,
         settings.liveness_timeout,
         settings.prefill_timeout,
     )
@@ -91,9 +96,8 @@ async def serve(
         watch=lambda instance: discovery.watch(instance, settings.probe_interval),
         on_change=queues.on_fleet_changed,
     )
-    metrics = Metrics(fleet, settings.objectives, FALLBACK_REASONS, RUNGS)
     registry = _registry(settings, networks)
-    relay = Relay(fleet, policy, pools, queues, metrics, settings)
+    relay = Relay(fleet, policy, pools, queues, metrics, files.keys, settings)
     recorder = RequestRecorder(metrics, relay.tracing, files.access_log)
     feed = _status_feed(settings, fleet, metrics, recorder, discovery.poller)
     bus = _worker_bus(settings, fleet, metrics, feed, queues.prefill.wake)
@@ -102,12 +106,11 @@ async def serve(
         registry,
         bus.broadcast if bus else None,
         networks,
-        settings.admin_key,
-        settings.api_keys,
+        files.keys,
         roles_follow_load=settings.roles == "auto",
     )
     metrics.follow(queues)
-    api = Api(relay, admin, queues.work, recorder, feed, settings)
+    api = Api(relay, admin, queues.work, recorder, feed, files.keys, settings)
     server = Server(api.handle, settings.limits, api.body_limit, api.refused)
     port = await server.start(
         settings.host, settings.port, files.listener_tls, shared=settings.place is not None
@@ -118,7 +121,7 @@ async def serve(
             running = [
                 tasks.create_task(source)
                 for source in (
-                    *_sources(settings, members, registry, networks),
+                    *_sources(settings, members, registry, networks, metrics.files),
                     *_role_tasks(
                         settings, fleet, queues.prefill, metrics, members, bus, discovery.poller
                     ),
@@ -273,43 +276,64 @@ def _start_bus(
 
 
 class _ServedFiles:
-    """The files that SIGHUP announces as changed: access log and certificates."""
+    """The files that SIGHUP announces as changed: access log, certificates and bearer keys."""
 
-    def __init__(self, settings: ProxySettings) -> None:
+    def __init__(self, settings: ProxySettings, metrics: FileMetrics) -> None:
         self._settings = settings
+        self._metrics = metrics
         self.access_log = AccessLog(settings.access_log)
         self.listener_tls = tls.listener_context(settings.certfile, settings.keyfile)
         self.trust = UpstreamTrust(settings.upstream_ca) if settings.upstream_ca else None
+        self.keys = AcceptedKeys(settings.api_keys, settings.admin_key)
+        self._note_certificate()
+        metrics.lost_lines["access"] = lambda: self.access_log.lost
+        metrics.lost_lines["standard_error"] = logs.lost_lines
 
     def renew(self) -> None:
         """Opens each file; one that cannot be used is logged, and its old content stays."""
-        renewals: list[tuple[Callable[[], None], str]] = [
-            (self.access_log.reopen, "lines go to the old file"),
-            (self._renew_certificate, "the old certificate is used"),
-            (self._renew_trust, "the old certificates are trusted"),
+        renewals: list[tuple[str, Callable[[], None], str]] = [
+            ("access_log", self.access_log.reopen, "lines go to the old file"),
+            ("certificate", self._renew_certificate, "the old certificate is used"),
+            ("upstream_ca", self._renew_trust, "the old certificates are trusted"),
+            ("keys", self._renew_keys, "the old keys are accepted"),
         ]
         failures = 0
-        for renew, consequence in renewals:
+        for file, renew, consequence in renewals:
             try:
                 renew()
+                self._metrics.on_read(file, is_ignored=False)
             except ConfigError as error:
+                self._metrics.on_read(file, is_ignored=True)
                 failures += 1
                 log.error("proxy: SIGHUP: %s; %s", error, consequence)
         if not failures:
-            log.info("proxy: SIGHUP: access log and certificates are opened anew")
+            log.info("proxy: SIGHUP: access log, certificates and keys are opened anew")
 
     def _renew_certificate(self) -> None:
         if self.listener_tls:
             settings = self._settings
             tls.load_chain(self.listener_tls, settings.certfile, settings.keyfile)
+            self._note_certificate()
+
+    def _note_certificate(self) -> None:
+        if self.listener_tls:
+            self._metrics.certificate_end = tls.end_of_validity(self._settings.certfile)
 
     def _renew_trust(self) -> None:
         if self.trust:
             self.trust.renew()
 
+    def _renew_keys(self) -> None:
+        if self._settings.read_keys:
+            self.keys.replace(*self._settings.read_keys())
+
 
 def _sources(
-    settings: ProxySettings, members: Members, registry: Registry | None, networks: AllowedNetworks
+    settings: ProxySettings,
+    members: Members,
+    registry: Registry | None,
+    networks: AllowedNetworks,
+    metrics: FileMetrics,
 ) -> Iterator[Coroutine[None, None, None]]:
     """Sets the members that flags name, and yields a task for each other source."""
     flags: list[tuple[Role, list[str]]] = [
@@ -318,7 +342,12 @@ def _sources(
     ]
     members.set("flags", [Member(url, role) for role, urls in flags for url in urls])
     if settings.fleet_file:
-        yield follow_file(settings.fleet_file, _FILE_CHECK_SECONDS, partial(members.set, "file"))
+        yield follow_file(
+            settings.fleet_file,
+            _FILE_CHECK_SECONDS,
+            partial(members.set, "file"),
+            partial(metrics.on_read, "fleet"),
+        )
     if settings.names:
         on_members = within(networks, "dns", partial(members.set, "dns"))
         yield follow_names(settings.names, settings.lookup_interval, on_members)
@@ -377,17 +406,23 @@ async def _log_lack_of_files() -> None:
 async def _refuse_misfit(fleet: Fleet, interval: float) -> None:
     """Raises ConfigError if all instances answer soon after the start and none can be paired.
 
-    A wrong key or model is the operator's mistake. It is reported at start, instead of serving
+    A wrong key or role is the operator's mistake. It is reported at start, instead of serving
     without transfers. Later, or once requests are served, it is one line of the log: an instance
-    that comes must not end those that serve.
+    that comes must not end those that serve. So is a difference of versions, flags or weights: a
+    proxy may be restarted amid a roll-out.
     """
     loop = asyncio.get_running_loop()
     refused_until = loop.time() + _MISFIT_SECONDS
     while not all(instance.up for instance in fleet.instances):
         await asyncio.sleep(interval)
-    reason = fleet.permanent_mismatch()
-    if not reason:
+    found = fleet.permanent_mismatch()
+    if not found:
         return
-    if loop.time() <= refused_until and not fleet.has_served:
-        raise ConfigError(reason)
-    log.error("proxy: no prefill and decode instance can be paired, KV is not moved: %s", reason)
+    is_start = loop.time() <= refused_until and not fleet.has_served
+    if is_start and not found.may_be_rollout:
+        raise ConfigError(found.reason)
+    log.error(
+        "proxy: no prefill and decode instance can be paired, decode instances compute all"
+        " prompts: %s",
+        found.reason,
+    )

@@ -10,6 +10,8 @@ import ipaddress
 import os
 import re
 import resource
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -44,6 +46,10 @@ _MIN_CONNECTIONS = 16
 API_KEY = "VLLM_API_KEY"  # environment variable with a client's key
 
 
+# Reads the keys of clients and the admin key anew; raises ConfigError.
+ReadKeys = Callable[[], tuple[list[str], str]]
+
+
 class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Holds all settings of a proxy worker. Those without a flag exist for tests.
 
@@ -56,6 +62,7 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     host: str = default("--host")
     port: int = default("--port")
     api_keys: list[str] = []
+    read_keys: ReadKeys | None = None  # None: the keys never change
     # More overlap tokenisation and queueing; fewer keep P's KV blocks for running requests.
     prefill_concurrency: int = default("--prefill-concurrency")
     queue_timeout: float = default("--queue-timeout")
@@ -127,6 +134,7 @@ def from_arguments(args: argparse.Namespace) -> ProxySettings:
         host=args.host,
         port=place.port if place else args.port,
         api_keys=api_keys,
+        read_keys=partial(_keys, args),
         prefill_concurrency=args.prefill_concurrency,
         queue_timeout=args.queue_timeout,
         prefill_timeout=args.prefill_timeout,
@@ -181,6 +189,12 @@ def _instance_urls(args: argparse.Namespace) -> tuple[list[str], list[str]]:
             if (prefill + decode).count(url) > 1:
                 raise ConfigError(f"{flag}: {url} is given twice")
     return prefill, decode
+
+
+def _keys(args: argparse.Namespace) -> tuple[list[str], str]:
+    """Returns the keys of clients and the admin key."""
+    admin_key = _admin_key(args)
+    return _api_keys(args, admin_key), admin_key
 
 
 def _admin_key(args: argparse.Namespace) -> str:

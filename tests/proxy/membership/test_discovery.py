@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from proxy_world import KEY, Call, World, answer, answer_at_once, until, world
+from proxy_world import KEY, NO_KEYS, Call, World, answer, answer_at_once, until, world
 from vllm_disagg.fleet.grants import MARGIN_SECONDS
 from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.protocol.peers import EngineInfo, WorkerInfo
@@ -407,7 +407,7 @@ async def test_a_dead_engine_has_one_reason(error: Unreachable, reason: str) -> 
     """An engine that died before a probe was reported as hanging, and then as dead."""
     found = Instance("http://d", "decode")
     found.on_probe_answered("m", EngineInfo("i", "decode", [], {}))
-    watching = Discovery(Fleet([found]), {}, KEY, lambda: None, "", 1.0, 100.0)
+    watching = Discovery(Fleet([found]), {}, KEY, lambda: None, NO_KEYS, 1.0, 100.0)
 
     async def fail(_: Instance) -> None:
         raise error
@@ -423,7 +423,7 @@ def test_an_engine_under_two_names_is_nowhere_to_go() -> None:
     for name, incarnation in zip(names, "ii", strict=True):
         name.on_probe_answered("m", EngineInfo(incarnation, "decode", [], {}))
     fleet = Fleet(names)
-    watching = Discovery(fleet, {}, KEY, lambda: None, "", 1.0, 100.0)
+    watching = Discovery(fleet, {}, KEY, lambda: None, NO_KEYS, 1.0, 100.0)
     assert not watching._has_alternative(names[0])
     names[1].on_probe_answered("m", EngineInfo("another", "decode", [], {}))
     assert watching._has_alternative(names[0])
@@ -630,7 +630,7 @@ def two_decodes(
     found, other = [Instance(f"http://{name}", "decode") for name in "de"]
     for one in (found, other):
         one.on_probe_answered("m", EngineInfo(one.url, "decode", [], {}))
-    watching = Discovery(Fleet([found, other]), {}, KEY, lambda: None, "", 1.0, 100.0)
+    watching = Discovery(Fleet([found, other]), {}, KEY, lambda: None, NO_KEYS, 1.0, 100.0)
     abandoned: list[Instance] = []
     monkeypatch.setattr(watching, "_abandon", abandoned.append)
     return watching, found, other, abandoned
@@ -660,7 +660,7 @@ async def test_a_pause_of_this_process_is_no_silence_of_an_instance(
     found = Instance("http://d", "decode")
     found.on_probe_answered("m", EngineInfo("i", "decode", [], {}))
     pools = {found.url: ConnectionPool(found.url)}
-    watching = Discovery(Fleet([found]), pools, KEY, lambda: None, "", 1.0, 100.0)
+    watching = Discovery(Fleet([found]), pools, KEY, lambda: None, NO_KEYS, 1.0, 100.0)
     troubles = ["", CANNOT_CONNECT, CANNOT_CONNECT]
     now = 0.0
 
@@ -937,7 +937,7 @@ async def test_why_an_instance_makes_no_transfers(
     """Another key, no key here, transfers that are off and no connector are told apart."""
     made = Instance("http://d:1", "decode")
     key = KEY if has_key else FleetKey(None)
-    watcher = Discovery(Fleet(), {}, key, lambda: None, "", 1.0, 100.0)
+    watcher = Discovery(Fleet(), {}, key, lambda: None, NO_KEYS, 1.0, 100.0)
     completion = json.dumps({"choices": [], "kv_transfer_params": answer}).encode()
     watcher.prober._take_facts(made, ["m"], completion, None)
     if words == "the same key" and not has_key:
@@ -950,7 +950,7 @@ async def test_an_instance_that_has_left_is_forgotten() -> None:
     """Pods come and go for months: each left its engine's description behind."""
     fleet = Fleet()
     pools: dict[str, ConnectionPool] = {}
-    watcher = Discovery(fleet, pools, KEY, lambda: None, "", 1.0, 120.0)
+    watcher = Discovery(fleet, pools, KEY, lambda: None, NO_KEYS, 1.0, 120.0)
     instance = Instance("http://127.0.0.1:1", "decode")
     pools[instance.url] = ConnectionPool(instance.url)
     watching = asyncio.create_task(watcher.watch(instance, 0.01))

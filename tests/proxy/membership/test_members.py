@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -633,14 +634,18 @@ async def test_a_watched_file(
         path.write_text(f"decode: [{a.url}]")
         async with world(prefill=0, decode=0, ready=False, fleet_file=str(path)) as w:
             await until(lambda: usable(w, a.url))
+            ignored = partial(w.metric, "vllm_disagg_file_ignored{", 'file="fleet"')
+            assert await ignored() == 0
             for mistake in ("decode: nonsense", f"decode: [{a.url}, 'http://gpu1..cluster:8200']"):
                 caplog.clear()
                 path.write_text(mistake)
                 await until(lambda: "the fleet stays as it is" in caplog.text)
                 assert await usable(w, a.url) and len(await rows(w)) == 1
                 assert (await w.post()).status == 200
+                assert await ignored() == 1
             path.write_text(f"decode: ['{b.url}']")
             await until(lambda: gone(w, a.url))
+            assert await ignored() == 0
             await until(lambda: usable(w, b.url))
 
 

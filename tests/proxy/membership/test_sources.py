@@ -39,10 +39,14 @@ async def test_a_file_that_could_not_be_read_is_read_once_it_can_be(
 
     monkeypatch.setattr(Path, "read_text", read_text)
     counts: list[int] = []
+    ignored: list[bool] = []
     task = asyncio.create_task(
-        sources.follow_file(str(path), 0.001, lambda members: counts.append(len(set(members))))
+        sources.follow_file(
+            str(path), 0.001, lambda members: counts.append(len(set(members))), ignored.append
+        )
     )
     await is_true(lambda: counts == [1])
+    assert ignored == [False]
     is_forbidden = True
     path.write_text(ON_2)
     await is_true(lambda: "Permission denied" in caplog.text)
@@ -55,6 +59,7 @@ async def test_a_file_that_could_not_be_read_is_read_once_it_can_be(
     task.cancel()
     assert len(reads) == seen, "a file that was read is read again after a change only"
     assert caplog.text.count("the fleet stays as it is") == 1
+    assert set(ignored[1:-1]) == {True} and not ignored[-1]
 
 
 def answer(family: socket.AddressFamily, address: str) -> tuple[Any, ...]:

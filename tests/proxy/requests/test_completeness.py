@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from proxy_world import LAST_EVENTS, Call, ScriptedEngine, World, answer, world
+from proxy_world import LAST_EVENTS, NO_KEYS, Call, ScriptedEngine, World, answer, world
 from vllm_disagg.protocol.peers import EngineInfo
 from vllm_disagg.proxy.requests import completeness
 from vllm_disagg.proxy.requests.completeness import doubtful, doubtful_stream
@@ -485,7 +485,10 @@ async def test_an_engine_that_is_gone_is_not_waited_for(monkeypatch: pytest.Monk
         await asyncio.Event().wait()
         return True
 
-    instance, asks = Instance("http://d", "decode", up=True), completeness.CompletenessCheck({}, "")
+    instance, asks = (
+        Instance("http://d", "decode", up=True),
+        completeness.CompletenessCheck({}, NO_KEYS),
+    )
     monkeypatch.setattr(completeness, "RETRY_SECONDS", 0.02)
     monkeypatch.setattr(asks, "_request_token", silent)
     assert not await asks.is_engine_running(instance)

@@ -18,9 +18,10 @@ from types import SimpleNamespace
 import pytest
 from narrow_pipe import NarrowPipe
 
+from proxy_world import until as until_true
 from proxy_world import world
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.proxy.telemetry import access_log, line_writer
+from vllm_disagg.proxy.telemetry import access_log, line_writer, logs
 from vllm_disagg.proxy.telemetry.access_log import AccessLog
 from vllm_disagg.proxy.telemetry.line_writer import LineWriter
 
@@ -66,6 +67,7 @@ async def test_lines_that_a_full_disk_refuses_are_counted(
     log.flush()
     log.close()
     assert losses(caplog)[2:] == [f"{said}; 1 lines are lost"]
+    assert log.lost == 5
 
 
 async def test_lost_lines_are_reported_without_further_ones(
@@ -158,6 +160,7 @@ async def test_what_a_rotated_file_has_lost_is_told(
     write(log, "four")
     log.log_loss()
     assert losses(caplog)[1:] == [f"access log: {path}: No space left on device; 2 lines are lost"]
+    assert log.lost == 3
     log.close()
     assert path.read_text() == '{"id":"four"}\n'
 
@@ -218,13 +221,20 @@ async def test_a_log_that_cannot_be_opened_anew_goes_on(tmp_path: Path) -> None:
 
 
 async def test_a_signal_and_a_stop_on_a_full_disk_are_whole(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
+    monkeypatch.setattr(logs, "lost_lines", lambda: 7)
     async with world(prefill=0, access_log=FULL) as w:
+
+        async def counted(log: str, count: int) -> bool:
+            return await w.metric("vllm_disagg_lost_log_lines_total{", f'log="{log}"') == count
+
         assert (await w.post()).status == 200
         w.renew()
-        assert "access log and certificates are opened anew" in caplog.text
+        assert "access log, certificates and keys are opened anew" in caplog.text
+        assert await counted("standard_error", 7)
+        await until_true(lambda: counted("access", 1))
         assert (await w.post()).status == 200
     assert losses(caplog) == [f"access log: {FULL}: No space left on device; 2 lines are lost"]
 

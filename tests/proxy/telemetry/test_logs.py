@@ -17,7 +17,7 @@ from narrow_pipe import NarrowPipe
 from proxy_world import Call, world
 from vllm_disagg.proxy.flags import LogFormat
 from vllm_disagg.proxy.http.request import HttpRequest
-from vllm_disagg.proxy.telemetry import line_writer
+from vllm_disagg.proxy.telemetry import line_writer, logs
 from vllm_disagg.proxy.telemetry.logs import (
     FAILURE_PERIOD_SECONDS,
     MAX_FAILURE_LINES,
@@ -293,6 +293,8 @@ def test_a_log_that_nobody_reads_delays_nothing_and_tells_what_it_lost(
     assert 5 < kept < 20
     loss = b"%d lines of this log are lost: it takes lines too slowly" % (101 - kept)
     assert found.count(loss) == 1
+    monkeypatch.setattr(logging.root, "handlers", [logging.NullHandler(), handler])
+    assert logs.lost_lines() == handler.lost == 101 - kept
     assert set(found) == {loss, b"x" * 999, b""}
     for _ in range(10):  # at the very end of the process
         handler.emit(record)

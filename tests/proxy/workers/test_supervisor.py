@@ -80,8 +80,10 @@ h_seconds_bucket{le="1.0"} 1.0
 h_seconds_bucket{le="+Inf"} 3.0
 h_seconds_count 3.0
 h_seconds_sum 7.0
+# TYPE vllm_disagg_certificate_end_timestamp_seconds gauge
+vllm_disagg_certificate_end_timestamp_seconds 9.0
 """
-    two = one.replace('k="1"', 'k="2"')
+    two = one.replace('k="1"', 'k="2"').replace("seconds 9.0", "seconds 8.0")
     lines = merge([one, two, one]).decode().splitlines()
     for line in (
         'a_total{k="1"} 4.0',
@@ -90,6 +92,7 @@ h_seconds_sum 7.0
         'vllm_disagg_in_flight{url="u"} 5.0',
         'h_seconds_bucket{le="+Inf"} 9.0',
         "h_seconds_sum 21.0",
+        "vllm_disagg_certificate_end_timestamp_seconds 8.0",  # one worker has not renewed it
     ):
         assert line in lines, lines
 
@@ -365,8 +368,7 @@ def test_a_closed_terminal_does_not_end_a_worker_that_still_imports(
 
 
 async def test_a_fleet_that_cannot_be_paired_is_one_line_of_all_workers(tmp_path: Path) -> None:
-    p, d = ScriptedEngine("p", "prefill"), ScriptedEngine("d", "decode")
-    d.layout["dtype"] = "float16"
+    p, d = ScriptedEngine("p", "prefill"), ScriptedEngine("d", "prefill")
     await p.start()
     await d.start()
     try:
@@ -377,7 +379,9 @@ async def test_a_fleet_that_cannot_be_paired_is_one_line_of_all_workers(tmp_path
     finally:
         await p.stop()
         await d.stop()
-    assert process.returncode == 1 and error.count(b"\n") == 1 and b"do not fit" in error, error
+    assert process.returncode == 1 and error.count(b"\n") == 1 and b"role is prefill" in error, (
+        error
+    )
 
 
 async def test_a_key_file_for_all_is_one_warning_of_all_workers(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from vllm_disagg.errors import CopyFailed
 from vllm_disagg.fleet import keys
 from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.memory import FRAME_BYTES, HostMemory
+from vllm_disagg.protocol import messages
 from vllm_disagg.protocol.events import (
     PostRead,
     ReadCompleted,
@@ -336,6 +337,30 @@ def test_links_are_evicted_beyond_the_limit() -> None:
             reading.disconnect(forgotten)
     assert len(sockets.links) == len(reading.links) == control.MAX_LINKS
     reading.close()
+    sockets.close()
+
+
+def test_a_sender_of_a_running_load_is_not_evicted_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A long load began before all others, and its keep-alives show that it runs."""
+    monkeypatch.setattr(control, "MAX_LINKS", 2)
+    sockets = control.Control(Config(transport="zmq"), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
+
+    def connect(name: str) -> str | None:
+        return sockets.connect(WorkerInfo(name, "tcp://127.0.0.1:9", "tcp://127.0.0.1:9"))
+
+    def keep_alive(name: str) -> None:
+        sockets.send_to_sender(name, messages.TransferRequest("t", name, "d/0", "zmq:x", 1))
+
+    assert connect("p/0") is None and connect("p/1") is None
+    keep_alive("p/0")
+    # Notes: transports may try to reach a dead sender without any transfer.
+    sockets.send_to_sender("p/1", messages.TransportNote("p/1", "d/0", "tcp", b"x"))
+    assert connect("p/2") == "p/1"
+    keep_alive("p/0")
+    assert connect("p/3") == "p/2"
+    assert list(sockets.links) == ["p/0", "p/3"]
     sockets.close()
 
 

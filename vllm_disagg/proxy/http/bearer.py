@@ -1,4 +1,4 @@
-"""Checks the keys that clients send as `Authorization: Bearer KEY`."""
+"""Holds and checks the keys that clients send as `Authorization: Bearer KEY`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,25 @@ from .response import JSON
 
 NO_KEY = "no key was sent; send it as Authorization: Bearer KEY"
 WRONG_KEY = "the key that was sent is none of those that this proxy accepts here"
+
+
+class AcceptedKeys:
+    """Keys of clients and of the administrator. SIGHUP replaces them: read them at each use."""
+
+    def __init__(self, clients: Iterable[str], admin: str) -> None:
+        """`clients`: empty means that no key is needed. `admin`: empty means that no key fits."""
+        self.replace(clients, admin)
+
+    def replace(self, clients: Iterable[str], admin: str) -> None:
+        """Accepts these keys alone from now on."""
+        self.clients = [key.encode() for key in clients]
+        self.admins = [admin.encode()] if admin else []
+
+    @property
+    def own_headers(self) -> Headers:
+        """Headers of the proxy's own requests to engines: JSON, and the first key of clients."""
+        own: Headers = [(b"authorization", b"Bearer " + key) for key in self.clients[:1]]
+        return [JSON, *own]
 
 
 def has_key(request: HttpRequest, keys: Iterable[bytes]) -> bool:

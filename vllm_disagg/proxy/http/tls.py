@@ -24,6 +24,19 @@ def listener_context(certfile: str, keyfile: str) -> ssl.SSLContext | None:
     return context
 
 
+def end_of_validity(certfile: str) -> float | None:
+    """Returns when a file's first certificate expires, in seconds since the epoch; None if unknown.
+
+    In public Python decodes certificates of verified peers only. So this is done as its own tests
+    do it, and a Python that can do it no more gives None.
+    """
+    try:
+        facts = ssl._ssl._test_decode_cert(certfile)  # type: ignore[attr-defined]
+        return float(ssl.cert_time_to_seconds(facts["notAfter"]))
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
 class UpstreamTrust:
     """Holds the context for connections to instances. Empty: the system's trust store."""
 

@@ -43,6 +43,7 @@ import math
 from collections.abc import Callable
 
 from ...fleet.keys import FleetKey
+from ..http.bearer import AcceptedKeys
 from ..http.connection_pool import ConnectionPool
 from ..http.headers import LOOP_STATUS
 from ..http.upstream_response import UnknownName, Unreachable
@@ -86,7 +87,7 @@ class Discovery:
         pools: dict[str, ConnectionPool],
         key: FleetKey,
         on_change: Callable[[], None],
-        api_key: str,
+        api_keys: AcceptedKeys,
         liveness_timeout: float,
         prefill_timeout: float,
     ) -> None:
@@ -98,7 +99,7 @@ class Discovery:
         self._pools = pools
         self._liveness_timeout = liveness_timeout
         self._prefill_timeout = prefill_timeout
-        self._client = InstanceClient(pools, api_key)
+        self._client = InstanceClient(pools, api_keys)
         self.changes = StateChanges(fleet, on_change)
         self.prober = Prober(self._client, key, self.changes)
         self.poller = MetricsPoller(self._client, prefill_timeout)

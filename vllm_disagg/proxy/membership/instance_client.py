@@ -6,8 +6,8 @@ Two failures have the same words whichever request meets them: a lost name and a
 
 from __future__ import annotations
 
+from ..http.bearer import AcceptedKeys
 from ..http.connection_pool import ConnectionPool
-from ..http.headers import Headers
 from ..http.stall_timer import patient
 from ..http.upstream_response import Unreachable
 from ..routing.fleet import Instance
@@ -31,11 +31,9 @@ def connection_refusal(error: Unreachable) -> str:
 class InstanceClient:
     """Sends requests with the engines' API key."""
 
-    def __init__(self, pools: dict[str, ConnectionPool], api_key: str) -> None:
+    def __init__(self, pools: dict[str, ConnectionPool], keys: AcceptedKeys) -> None:
         self._pools = pools
-        self._headers: Headers = [(b"content-type", b"application/json")]
-        if api_key:
-            self._headers.append((b"authorization", b"Bearer " + api_key.encode()))
+        self._keys = keys
 
     async def request(
         self, instance: Instance, method: str, path: str, *, body: bytes = b"", timeout: float
@@ -45,7 +43,9 @@ class InstanceClient:
         Raises Unreachable, TimeoutError, or UnexpectedAnswer for another status.
         """
         async with patient(timeout):
-            answer = await self._pools[instance.url].send(method, path, self._headers, body)
+            answer = await self._pools[instance.url].send(
+                method, path, self._keys.own_headers, body
+            )
             try:
                 content = await answer.read()
             finally:

@@ -18,7 +18,7 @@ from ...protocol.peers import EngineCard, EngineInfo
 from ..http.connection_pool import FULL_STATUSES, ConnectionPool
 from ..http.reasons import STOPPING_DETAIL
 from ..http.upstream_response import UnknownName, Unreachable
-from ..routing.fleet import NO_CONNECTION, TRANSFERS_OFF, Instance
+from ..routing.fleet import NO_CONNECTION, OTHER_RELEASE, TRANSFERS_OFF, Instance
 from .engine_answers import (
     DECODE_ERRORS,
     NIXL_PREFILL,
@@ -177,8 +177,7 @@ class Prober:
             return "this proxy has no fleet key; give it that of the instance with --key-file"
         if refusal.startswith(OTHER_VERSION):
             return (
-                f"it refuses this proxy's grants ({refusal}): the keys are equal; install the same"
-                " release of vllm-disagg for both"
+                f"it refuses this proxy's grants ({refusal}): the keys are equal; {OTHER_RELEASE}"
             )
         return (
             f"it refuses this proxy's grants ({refusal}): give --key-file and the instance's"

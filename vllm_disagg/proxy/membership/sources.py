@@ -82,10 +82,13 @@ def read_fleet(path: str) -> frozenset[Member]:
         raise ConfigError(f"{path}: cannot be read: not text") from None
 
 
-async def follow_file(path: str, interval: float, on_members: OnMembers) -> None:
+async def follow_file(
+    path: str, interval: float, on_members: OnMembers, on_read: Callable[[bool], None]
+) -> None:
     """Calls `on_members` with the file's members now and after each change.
 
-    `interval`: seconds between two looks at the file. An invalid file is ignored.
+    `interval`: seconds between two looks at the file. An invalid file is ignored; `on_read` is
+    called with whether it is.
     """
     seen: object = None
     is_read = False
@@ -99,7 +102,9 @@ async def follow_file(path: str, interval: float, on_members: OnMembers) -> None
             is_read = True
             try:
                 on_members(read_fleet(path))
+                on_read(False)
             except ConfigError as error:
+                on_read(True)
                 # A change of permissions leaves the file as it was seen.
                 is_read = not isinstance(error, UnreadableFile)
                 if now != seen:

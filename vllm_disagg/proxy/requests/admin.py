@@ -92,8 +92,7 @@ class Admin:
         registry: Registry | None,
         broadcast: Callable[[MembershipChange | Registered], None] | None,
         networks: AllowedNetworks,
-        admin_key: str,
-        api_keys: list[str],
+        keys: bearer.AcceptedKeys,
         *,
         roles_follow_load: bool,
     ) -> None:
@@ -101,8 +100,7 @@ class Admin:
         self._registry = registry
         self._broadcast = broadcast  # to the other proxy workers; None without any
         self._networks = networks
-        self._admin_keys = [admin_key.encode()] if admin_key else []
-        self._api_keys = [key.encode() for key in api_keys]
+        self._keys = keys
         self._roles_follow_load = roles_follow_load
 
     def handle(self, request: HttpRequest, client: Connection) -> bool:
@@ -130,14 +128,14 @@ class Admin:
         """
         endpoint = (request.method, request.path)
         if endpoint in CHANGES:
-            if not self._admin_keys:
+            if not self._keys.admins:
                 return _error(request, 403, CHANGES_ARE_OFF)
-            if not bearer.has_key(request, self._admin_keys):
+            if not bearer.has_key(request, self._keys.admins):
                 return bearer.unauthorized(request)
             if request.header(b"content-type").partition(b";")[0].strip().lower() != JSON[1]:
                 return _error(request, 415, "content-type must be application/json")
         elif request.method == "GET" and request.path in FLEET_VIEWS:
-            keys = self._admin_keys + self._api_keys
+            keys = self._keys.admins + self._keys.clients
             if keys and not bearer.has_key(request, keys):
                 return bearer.unauthorized(request)
             # The peer is read only here, since it takes a system call.
@@ -150,9 +148,9 @@ class Admin:
 
         Those are for holders of the admin key. Without any key the only reader is this machine.
         """
-        if self._admin_keys:
-            return bearer.has_key(request, self._admin_keys)
-        return not self._api_keys
+        if self._keys.admins:
+            return bearer.has_key(request, self._keys.admins)
+        return not self._keys.clients
 
     def _change(self, request: HttpRequest, client: Connection) -> None:
         try:

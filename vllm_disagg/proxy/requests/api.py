@@ -71,6 +71,7 @@ class Api:
         concurrency_limit: ConcurrencyLimit,
         recorder: RequestRecorder,
         feed: StatusFeed,
+        keys: bearer.AcceptedKeys,
         settings: ProxySettings,
     ) -> None:
         self._feed = feed
@@ -81,7 +82,7 @@ class Api:
         self._recorder = recorder
         self._origins = settings.origins
         self._cors = Cors(settings.origins) if settings.origins else None
-        self._keys = [key.encode() for key in settings.api_keys]
+        self._keys = keys
         self._readiness_mode = settings.readiness
         self._timeout = settings.request_timeout
         self._time_limit = TimeLimit(settings.request_timeout)
@@ -175,9 +176,9 @@ class Api:
 
     def _allowed(self, request: HttpRequest) -> bool:
         """Whether a request has a client's key, or needs none."""
-        if not self._keys or not routes.guarded(request.path):
+        if not self._keys.clients or not routes.guarded(request.path):
             return True
-        return bearer.has_key(request, self._keys)
+        return bearer.has_key(request, self._keys.clients)
 
     async def _run(self, route: MeteredHandler, request: HttpRequest, client: Connection) -> None:
         """Runs a route that needs an engine, within the time limit, and records its outcome."""

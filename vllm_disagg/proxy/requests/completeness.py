@@ -26,10 +26,10 @@ import msgspec
 from packaging.version import InvalidVersion, Version
 
 from ...protocol.peers import EngineInfo
+from ..http.bearer import AcceptedKeys
 from ..http.connection_pool import FULL_STATUSES, ConnectionPool, pool_of
 from ..http.endpoint_schema import SCHEMAS
 from ..http.error_replies import RequestFailed
-from ..http.headers import Headers
 from ..http.upstream_response import Unreachable
 from ..routing.fleet import Instance
 from .streams import aborted
@@ -133,11 +133,9 @@ def _shows_aborts_in_streams(version: str) -> bool:
 class CompletenessCheck:
     """Requests one more token of instances, to prove that their last answers were whole."""
 
-    def __init__(self, pools: dict[str, ConnectionPool], api_key: str) -> None:
+    def __init__(self, pools: dict[str, ConnectionPool], keys: AcceptedKeys) -> None:
         self._pools = pools
-        self._headers: Headers = [(b"content-type", b"application/json")]
-        if api_key:
-            self._headers.append((b"authorization", b"Bearer " + api_key.encode()))
+        self._keys = keys
         self._running: dict[str, asyncio.Task[bool | None]] = {}  # by URL
         # By URL: not sent yet, so they will be later than all answers that wait for them.
         self._next: dict[str, asyncio.Task[bool | None]] = {}
@@ -195,7 +193,7 @@ class CompletenessCheck:
         try:
             while True:
                 answer = await pool_of(self._pools, url).send(
-                    "POST", "/v1/completions", self._headers, body
+                    "POST", "/v1/completions", self._keys.own_headers, body
                 )
                 try:
                     if answer.status == 404:

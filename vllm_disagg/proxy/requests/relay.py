@@ -53,6 +53,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from ..http.bearer import AcceptedKeys
 from ..http.connection import Connection
 from ..http.connection_pool import ConnectionPool
 from ..http.headers import RANK_HEADER, end_to_end
@@ -88,6 +89,7 @@ class Relay:
         pools: dict[str, ConnectionPool],
         queues: Queues,
         metrics: Metrics,
+        keys: AcceptedKeys,
         settings: ProxySettings,
     ) -> None:
         """`pools`: connections by instance URL."""
@@ -97,7 +99,7 @@ class Relay:
         self.tracing = Tracing(settings.traces_endpoint)
         self._prefill_queue = queues.prefill
         self._failed_legs = FailedLegLog()
-        completeness = CompletenessCheck(pools, next(iter(settings.api_keys), ""))
+        completeness = CompletenessCheck(pools, keys)
         self.forwarder = Forwarder(fleet, policy, pools, completeness)
         self._plans = AttemptPlans(fleet, policy, queues, metrics, settings)
         self._legs = LegRunner(pools, completeness, metrics, self.tracing, settings)

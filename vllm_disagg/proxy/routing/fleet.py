@@ -41,6 +41,7 @@ SILENT = "is silent"
 NO_CONNECTION = "the network brings no connection to it"
 MAX_SILENCE_SECONDS = 30.0  # of an instance without alternative, until its requests fail
 TRANSFERS_OFF = 'its log has a line "KV transfers are off", with the reason'
+OTHER_RELEASE = "install the same release of vllm-disagg for both"  # it and the proxy
 NO_CONNECTOR = "it runs without this project's connector, or with another version of it"
 MAX_DOUBLINGS = 16  # of the backoff
 MAX_BACKOFF_SECONDS = 30.0
@@ -320,6 +321,14 @@ def mismatch(prefill: Instance, decode: Instance) -> str:
     return difference(prefill.engine.layout, decode.engine.layout)
 
 
+@dataclass(frozen=True, slots=True)
+class FleetMismatch:
+    """Why no prefill and decode instance of a fleet can be paired."""
+
+    reason: str  # for people
+    may_be_rollout: bool  # a roll-out that goes on may end it; else the operator must
+
+
 @dataclass(slots=True)
 class Fleet:
     """All instances behind one proxy."""
@@ -399,29 +408,33 @@ class Fleet:
             if not problem:
                 return ""
             if not first_problem:
-                first_problem = f"{prefill.url} and {decode.url} do not fit: {problem}"
+                first_problem = _words_of(prefill, decode)
         return first_problem
 
-    def permanent_mismatch(self) -> str:
-        """Returns why no two instances can ever be paired, once all of them answer.
+    def permanent_mismatch(self) -> FleetMismatch | None:
+        """Returns why no two instances can be paired, although all of them answer.
 
-        "" while that may still change. An engine that has turned its transfers off is no mistake of
+        None while that is not known. An engine that has turned its transfers off is no mistake of
         the operator: a restart of it may help.
         """
         prefills = self.with_role("prefill")
         decodes = self.with_role("decode")
         if not (prefills and decodes) or not all(i.up for i in self.instances):
-            return ""
+            return None
         if any(TRANSFERS_OFF in i.unavailable_reason for i in self.instances):
-            return ""
-        if any(_can_pair(p, d) for p in prefills for d in decodes):
-            return ""
-        for instance in self.instances:
-            if not instance.can_transfer:
-                return f"{instance.url} {instance.unavailable_reason}"
-        problem = mismatch(prefills[0], decodes[0])
-        return f"{prefills[0].url} and {decodes[0].url} do not fit: {problem}"
+            return None
+        able = [(p, d) for p in prefills for d in decodes if p.can_transfer and d.can_transfer]
+        if not all(mismatch(p, d) for p, d in able):
+            return None
+        # Versions, flags or weights of two engines, which change one engine after the other.
+        for prefill, decode in able:
+            if not is_one_engine(prefill, decode):
+                return FleetMismatch(_words_of(prefill, decode), may_be_rollout=True)
+        reasons = [f"{i.url} {i.unavailable_reason}" for i in self.instances if not i.can_transfer]
+        if reasons:
+            return FleetMismatch(reasons[0], any(OTHER_RELEASE in reason for reason in reasons))
+        return FleetMismatch(_words_of(*able[0]), may_be_rollout=False)
 
 
-def _can_pair(prefill: Instance, decode: Instance) -> bool:
-    return prefill.can_transfer and decode.can_transfer and not mismatch(prefill, decode)
+def _words_of(prefill: Instance, decode: Instance) -> str:
+    return f"{prefill.url} and {decode.url} do not fit: {mismatch(prefill, decode)}"

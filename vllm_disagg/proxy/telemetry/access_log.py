@@ -42,6 +42,7 @@ class AccessLog:
         self._path = path
         self._lines: list[bytes] = []
         self._loss_logged_at = -LOSS_PERIOD_SECONDS
+        self._lost_earlier = 0  # lines, of writers that have ended
         self._file: TextIO | None = None
         self._writers: list[LineWriter] = []  # of earlier files, until they have their lines; then
         if path:  # that of the present one
@@ -75,11 +76,18 @@ class AccessLog:
     def _log_loss(self) -> None:
         earlier = [writer for writer in self._writers[:-1] if not writer.is_idle]
         losses = [loss for writer in self._writers if (loss := writer.take_loss())[0]]
+        ended = [writer for writer in self._writers[:-1] if writer not in earlier]
+        self._lost_earlier += sum(writer.lost for writer in ended)
         self._writers = earlier + self._writers[-1:]
         if losses:
             total = sum(lost for lost, _ in losses)
             log.error("access log: %s: %s; %d lines are lost", self._path, losses[-1][1], total)
             self._loss_logged_at = time.monotonic()
+
+    @property
+    def lost(self) -> int:
+        """How many lines are lost since the start."""
+        return self._lost_earlier + sum(writer.lost for writer in self._writers)
 
     @property
     def is_idle(self) -> bool:

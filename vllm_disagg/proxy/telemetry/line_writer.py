@@ -110,8 +110,13 @@ class LineWriter:
         return lost, self._reason
 
     @property
+    def lost(self) -> int:
+        """How many lines are lost since the start."""
+        return self._refused + self._failed
+
+    @property
     def _lost(self) -> int:
-        return self._refused + self._failed - self._told
+        return self.lost - self._told
 
     def end(self) -> None:
         """Has the thread end after the last line. Later lines are lost."""

@@ -64,6 +64,11 @@ class LineHandler(logging.Handler):
         """Whether no line waits for the stream."""
         return self._writer.is_idle
 
+    @property
+    def lost(self) -> int:
+        """How many lines are lost since the start."""
+        return self._writer.lost
+
     def emit(self, record: logging.LogRecord) -> None:
         """Adds the line of a record; it is written soon, unless the stream is slow."""
         try:
@@ -99,6 +104,12 @@ def set_up(level: str, log_format: LogFormat, worker: int | None = None) -> None
     text = logging.Formatter(TEXT_FORMAT if worker is None else WORKER_FORMAT % worker)
     handler.setFormatter(JsonFormatter(worker) if log_format == "json" else text)
     logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+def lost_lines() -> int:
+    """Returns how many lines of this process's log are lost since the start."""
+    handlers = logging.getLogger().handlers
+    return sum(handler.lost for handler in handlers if isinstance(handler, LineHandler))
 
 
 class LimitedLog:

@@ -6,6 +6,7 @@ Every label has few values: roles, routes, reasons and the fleet's URLs.
 from __future__ import annotations
 
 import math
+import operator
 import platform
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from itertools import product
@@ -27,6 +28,7 @@ from ..http.routes import GENERATING
 from ..routing.fleet import Fleet
 from ..routing.instance_report import working_pairs
 from ..routing.queues import Queues
+from .file_metrics import CERTIFICATE_END, FileMetrics
 from .meter import TOKEN_KINDS, HistogramBuckets, TrafficCounters, now
 from .sliding_window import fold, subdivide
 
@@ -92,7 +94,8 @@ _LABELLED_COUNTS = {
 MODES = ("disaggregated", "whole")
 OUTCOMES = ("ok", "client_error", "upstream_error", "timeout", "cancelled")
 
-# Gauges that are added over the proxy workers; of the others the largest counts.
+# Gauges that are added over the proxy workers, and those whose least value counts; of the others
+# the largest counts.
 _ADDED_GAUGES = (
     "vllm_disagg_waiting",
     "process_resident_memory_bytes",
@@ -100,6 +103,7 @@ _ADDED_GAUGES = (
     "process_open_fds",
     "process_max_fds",
 )
+_LEAST_GAUGES = (CERTIFICATE_END,)
 
 
 class LatencyObjectives(msgspec.Struct, frozen=True):
@@ -180,7 +184,9 @@ class Metrics:
         self._goodput = 0
         self._judged = 0  # requests of generation that count for or against goodput
         self._pairs: dict[tuple[str, str], _PairSums] = {}  # by the URLs of a pair
+        self.files = FileMetrics()
         views = [_build, self._instances, self._load, self._phases, self._counts, self._pairings]
+        views.append(self.files.collect)
         self._registry.register(_LiveGauges(views))
         ProcessCollector(registry=self._registry)
 
@@ -448,7 +454,7 @@ def merge(texts: list[str], gauges: bool = True) -> bytes:
     """Merges the metrics of several workers, in Prometheus's text format.
 
     Counters are added. Of gauges, which each worker measures of the same instance, the largest is
-    taken, except `_ADDED_GAUGES`. Without `gauges` only counters are returned.
+    taken, except `_ADDED_GAUGES` and `_LEAST_GAUGES`. Without `gauges` only counters are returned.
     """
     families: dict[str, Metric] = {}
     values: dict[tuple[str, str, tuple[tuple[str, str], ...]], float] = {}
@@ -457,11 +463,11 @@ def merge(texts: list[str], gauges: bool = True) -> bytes:
             if family.type == "gauge" and not gauges:
                 continue
             families.setdefault(family.name, family)
-            added = family.type != "gauge" or family.name in _ADDED_GAUGES
+            combine = _combination(family)
             for sample in family.samples:
                 key = (family.name, sample.name, tuple(sorted(sample.labels.items())))
-                before = values.get(key, 0.0)
-                values[key] = before + sample.value if added else max(before, sample.value)
+                known = values.get(key)
+                values[key] = sample.value if known is None else combine(known, sample.value)
     for family in families.values():
         family.samples = []
     for (family_name, name, labels), value in values.items():
@@ -469,6 +475,13 @@ def merge(texts: list[str], gauges: bool = True) -> bytes:
     registry = CollectorRegistry()
     registry.register(_LiveGauges([families.values]))
     return generate_latest(registry)
+
+
+def _combination(family: Metric) -> Callable[[float, float], float]:
+    """Returns the function that makes one value of two workers' values."""
+    if family.type != "gauge" or family.name in _ADDED_GAUGES:
+        return operator.add
+    return min if family.name in _LEAST_GAUGES else max
 
 
 def _build() -> Iterator[Metric]:

@@ -42,7 +42,7 @@ ZmqSocket = zmq.Socket[bytes]
 
 ZAP_DOMAIN = b"vllm-disagg"
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # RFC 27
-MAX_LINKS = 256  # senders at a time; the one whose last load began first is evicted
+MAX_LINKS = 256  # senders at a time; the one that no load has used for longest is evicted
 MAX_SOCKETS = 8 * MAX_LINKS  # four a link, two of them to watch it; ZMQ itself allows 1023
 # ZMQ dials a peer for as long as the link exists (`link_watch.py`): a packet each time. Longer
 # pauses would keep KV from a network that has healed.
@@ -58,7 +58,8 @@ MESSAGES_PER_TURN = 64  # of one socket, so that no peer keeps the driver from t
 class Control:
     """Control sockets of one worker, and a factory for more of their kind.
 
-    Made and used by one thread. `links` maps a sender to its DEALER, the latest used at the end.
+    Made and used by one thread. `links` maps a sender to its DEALER, the one that a load has used
+    last at the end.
     `local` has the links within this machine.
     """
 
@@ -118,6 +119,8 @@ class Control:
         # Transports may try to reach a dead sender without any transfer.
         if not is_note:
             self._watch.on_wanted(sender)
+            # A running load sends keep-alives, so the links of others are evicted before its own.
+            self.links[sender] = self.links.pop(sender)
         if is_note or not self.local.send_to_sender(sender, frame):
             _send(link, [frame])
 

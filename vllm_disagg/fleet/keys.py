@@ -45,6 +45,7 @@ class FleetKey:
         self._secret = secret
         self._insecure = insecure
         self._derived: dict[str, bytes] = {}
+        self._keyed_hashes: dict[tuple[str, int], hashlib.blake2b] = {}
         # The own one first: it is right except for a few minutes of a fleet's life.
         self.accepted: tuple[FleetKey, ...] = (self,) if second is None else (self, second)
 
@@ -83,6 +84,14 @@ class FleetKey:
             ).digest()
             self._derived[use] = derived
         return self._derived[use]
+
+    def keyed_hash(self, use: str, digest_bytes: int) -> hashlib.blake2b:
+        """Return a new hash, still without data, that is keyed with the key for `use`."""
+        keyed = self._keyed_hashes.get((use, digest_bytes))
+        if keyed is None:
+            keyed = hashlib.blake2b(key=self.derive(use), digest_size=digest_bytes)
+            self._keyed_hashes[use, digest_bytes] = keyed
+        return keyed.copy()
 
     def __repr__(self) -> str:
         return f"FleetKey({'set' if self.is_set else None})"

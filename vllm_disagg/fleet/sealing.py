@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import hmac
 
 from ..errors import BadGrant
@@ -22,7 +21,8 @@ _URL_SAFE = bytes.maketrans(b"+/", b"-_")
 
 def seal(key: FleetKey, use: str, payload: bytes) -> str:
     """Returns the token of a payload. `use`: at most 16 ASCII characters."""
-    return f"{encode(payload)}.{encode(mac_of(key, use, payload))}"
+    text = _padless_base64(payload) + b"." + _padless_base64(mac_of(key, use, payload))
+    return text.translate(_URL_SAFE).decode()
 
 
 def unseal(key: FleetKey, use: str, token: object) -> bytes:
@@ -48,13 +48,13 @@ def unseal(key: FleetKey, use: str, token: object) -> bytes:
 
 def mac_of(key: FleetKey, use: str, payload: bytes) -> bytes:
     """Returns the MAC of a payload for one use."""
-    return hashlib.blake2b(payload, key=key.derive(use), digest_size=MAC_BYTES).digest()
+    state = key.keyed_hash(use, MAC_BYTES)
+    state.update(payload)
+    return state.digest()
 
 
-def encode(data: bytes) -> str:
-    """Returns bytes as base64url without padding."""
-    text = binascii.b2a_base64(data, newline=False).translate(_URL_SAFE)
-    return text.rstrip(b"=").decode()
+def _padless_base64(data: bytes) -> bytes:
+    return binascii.b2a_base64(data, newline=False).rstrip(b"=")
 
 
 def decode(text: str) -> bytes:

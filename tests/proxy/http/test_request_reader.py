@@ -134,6 +134,13 @@ def test_a_refusal_has_nothing_of_the_request_before(data: bytes) -> None:
     assert (refused.method, refused.path) == ("", "")
 
 
+@pytest.mark.parametrize("codings", [b"gzip, chunked", b"gzip\r\ntransfer-encoding: chunked"])
+def test_a_body_of_another_coding_is_refused(codings: bytes) -> None:
+    reader = make_reader()
+    reader.feed(HEAD + b"transfer-encoding: " + codings + b"\r\n\r\n")
+    assert statuses(reader) == [400]
+
+
 # -- limits of one request -------------------------------------------------------------------------
 
 

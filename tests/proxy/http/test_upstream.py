@@ -13,6 +13,7 @@ from vllm_disagg.errors import ConfigError
 from vllm_disagg.proxy.http import connection_pool, upstream
 from vllm_disagg.proxy.http.addresses import AllowedNetworks
 from vllm_disagg.proxy.http.connection_pool import ConnectionPool
+from vllm_disagg.proxy.http.headers import RANK_HEADER
 from vllm_disagg.proxy.http.stall_timer import SLICES_PER_TIMEOUT, patient
 from vllm_disagg.proxy.http.upstream_response import Unreachable
 
@@ -53,6 +54,41 @@ async def test_heads_of_one_connection_do_not_add_up(monkeypatch: pytest.MonkeyP
         assert b"whole" in await ask(pool)
     assert e.connections == 1
     await e.stop()
+
+
+async def test_answers_of_any_framing_follow_each_other_on_one_connection() -> None:
+    answers = [
+        "HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\none\r\n\r\n",  # blank lines behind it
+        "HTTP/1.1 204 No Content\r\n\r\n",
+        "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nthree\r\n0\r\nx-a: b\r\n\r\n",
+        "HTTP/1.1 200 OK\r\nconnection: upgrade\r\nupgrade: h2c\r\ncontent-length: 4\r\n\r\nfour",
+        "HTTP/1.1 103 Early Hints\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nfive",
+    ]
+    left = iter(answers)
+
+    async def next_one(call: Call) -> None:
+        call.raw_write(next(left))
+        await call.writer.drain()
+
+    e, pool = await engine(next_one)
+    assert [await ask(pool) for _ in answers] == [b"one", b"", b"three", b"four", b"five"]
+    assert e.connections == 1
+    await e.stop()
+
+
+async def test_a_rank_s_requests_have_its_number_alone() -> None:
+    pool = ConnectionPool("http://127.0.0.1:1@3")
+    head = pool._request_head("GET", "/x", [(RANK_HEADER, b"7"), (b"x-a", b"b")], 0, b"")
+    start, *fields = head.decode().split("\r\n")
+    assert start == "GET /x HTTP/1.1"
+    assert fields == [
+        "host: 127.0.0.1:1",
+        "x-data-parallel-rank: 3",
+        "x-a: b",
+        "content-length: 0",
+        "",
+        "",
+    ]
 
 
 async def test_old_connections_are_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,22 @@ def test_only_fitting_pairs() -> None:
     assert mismatch(a, d) == "dtype is a on one side and b on the other"
 
 
+def test_the_least_cost_of_all_layouts_counts() -> None:
+    """Of equal costs, that of the P which was chosen longest ago."""
+    pairs = [
+        (instance("prefill", of=engine(dtype=dtype)), instance("decode", of=engine(dtype=dtype)))
+        for dtype in "abc"
+    ]
+    world = fleet(*itertools.chain(*pairs))
+    pairs[1][0].prompt_bytes = 10
+    pairs[2][1].in_flight = 1
+    assert pair(choose(world, POLICY, 9, RoutingQuery(1), 0.0)).prefill is pairs[0][0]
+    pairs[0][0].prompt_bytes = 10
+    pairs[0][0].last_choice = 1
+    chosen = pair(choose(world, POLICY, 9, RoutingQuery(1), 0.0))
+    assert (chosen.prefill, chosen.decode) == pairs[1]
+
+
 def test_any_number_of_workers() -> None:
     p, d = instance("prefill", of=engine(workers=2)), instance("decode")
     assert pair(choose(fleet(p, d), POLICY, 9, RoutingQuery(1), 0.0)).prefill is p

@@ -312,10 +312,10 @@ def test_memory_of_prefixes_is_bounded() -> None:
     memory = PrefixIndex(entries=100)
     caches = [object() for _ in range(3 * MAX_HOLDERS)]
     for i in range(500):
-        memory.record_prompt(PromptPrefix(b"%d" % i * 1000), caches[0])
+        memory.record_prompt(PromptPrefix(b"%d" % i * 1000), caches[:1])
         assert len(memory) <= 100
     for cache in caches:
-        memory.record_prompt(PromptPrefix(b"499" * 1000), cache)
+        memory.record_prompt(PromptPrefix(b"499" * 1000), [cache])
     found = memory.longest_prefixes(PromptPrefix(b"499" * 1000), caches)
     assert set(found) == set(caches[-MAX_HOLDERS:])
 
@@ -326,7 +326,7 @@ def test_longest_prefixes_are_those_recorded(history: list[tuple[int, int]]) -> 
     text = random.Random(0).randbytes(5000)
     memory, caches, seen = PrefixIndex(), [object() for _ in range(4)], [0] * 4
     for who, length in history:
-        memory.record_prompt(PromptPrefix(text[:length]), caches[who])
+        memory.record_prompt(PromptPrefix(text[:length]), [caches[who]])
         seen[who] = max([seen[who], *(end for end, _ in PromptPrefix(text[:length]).hashes)])
     assert memory.longest_prefixes(PromptPrefix(text), caches) == {
         c: n for c, n in zip(caches, seen, strict=True) if n

@@ -17,6 +17,7 @@ from typing import Protocol, cast
 
 from .connection_state import (
     LINGERING,
+    NEXT_REQUEST,
     REFUSED,
     SWITCHING,
     AfterAnswer,
@@ -375,9 +376,10 @@ class Connection(asyncio.Protocol):
             keeps_alive=self._keeps_alive(),
             reads_slowly=self.paused,
         )
+        if step is NEXT_REQUEST:
+            self._resume_requests()
+            return
         match step:
-            case AfterAnswer.NEXT_REQUEST:  # the first, since nearly all answers end so
-                self._resume_requests()
             case AfterAnswer.ABORT:
                 self._transport.abort()
             case AfterAnswer.LINGER:

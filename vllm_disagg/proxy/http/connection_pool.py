@@ -64,14 +64,19 @@ class ConnectionPool:
         `networks`: allowed networks of the instance; by default any.
         `of_proxy`: whether a proxy sends these requests, so that no other proxy takes them.
         """
-        self._sender: Headers = [(FORWARDED_HEADER, b"1")] if of_proxy else []
         base, rank = split_rank(check_url(url, "URL"))
-        self._rank = b"" if rank is None else b"%d" % rank
         parts = urlsplit(base)
         secure = parts.scheme == "https"
         self._address = (str(parts.hostname), parts.port or (443 if secure else 80))
         self._trust = (trust or UpstreamTrust()) if secure else None
-        self._host = parts.netloc.encode()
+        own_fields: Headers = [(b"host", parts.netloc.encode())]
+        if of_proxy:
+            own_fields.append((FORWARDED_HEADER, b"1"))
+        self._has_rank = rank is not None
+        if rank is not None:
+            own_fields.append((RANK_HEADER, b"%d" % rank))
+        # What follows method and path in each request.
+        self._head_start = head(b" HTTP/1.1", own_fields).removesuffix(b"\r\n\r\n")
         self._networks = networks
         self._accepted_at = ""  # the address that has accepted a connection last
         self.connections: set[UpstreamConnection] = set()
@@ -122,15 +127,13 @@ class ConnectionPool:
     def _request_head(
         self, method: str, path: str, headers: Headers, body_bytes: int, upgrade: bytes
     ) -> bytes:
-        fields = [(b"host", self._host), *self._sender, *headers]
+        if self._has_rank:
+            headers = [header for header in headers if header[0] != RANK_HEADER]
         if upgrade:
-            fields += [(b"connection", b"Upgrade"), (b"upgrade", upgrade)]
+            own = [(b"connection", b"Upgrade"), (b"upgrade", upgrade)]
         else:
-            fields.append((b"content-length", b"%d" % body_bytes))
-        if self._rank:
-            fields = [field for field in fields if field[0] != RANK_HEADER]
-            fields.append((RANK_HEADER, self._rank))
-        return head(f"{method} {path} HTTP/1.1".encode(), fields)
+            own = [(b"content-length", b"%d" % body_bytes)]
+        return head(f"{method} {path}".encode() + self._head_start, headers + own)
 
     def _may_retry(self, connection: UpstreamConnection) -> bool:
         """Returns whether a request that failed on this connection may be sent once more."""

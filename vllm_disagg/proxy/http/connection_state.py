@@ -107,6 +107,9 @@ class AfterAnswer(Enum):
     NEXT_REQUEST = auto()
 
 
+NEXT_REQUEST = AfterAnswer.NEXT_REQUEST  # of nearly all answers; see the constants above
+
+
 def step_after_answer(
     ended: bool, refuses_more: bool, keeps_alive: bool, reads_slowly: bool
 ) -> AfterAnswer:
@@ -123,4 +126,4 @@ def step_after_answer(
         return AfterAnswer.CLOSE
     if reads_slowly:
         return AfterAnswer.AWAIT_READER
-    return AfterAnswer.NEXT_REQUEST
+    return NEXT_REQUEST

@@ -35,10 +35,14 @@ _HOST = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]*|\[[0-9A-Za-z:.]+\])(?::[0-
 def end_to_end(headers: Headers, request: bool = False) -> Headers:
     """Returns the headers that a proxy passes on."""
     drop = _HOP_OF_REQUESTS if request else _HOP_OF_ANSWERS
-    for name, value in headers:
-        if name == b"connection":
-            drop = drop | {option.strip().lower() for option in value.split(b",")}
-    return [header for header in headers if header[0] not in drop]
+    kept: Headers = []
+    options: set[bytes] = set()  # of this connection: names of fields that go no further
+    for header in headers:
+        if header[0] not in drop:
+            kept.append(header)
+        elif header[0] == b"connection":
+            options.update(option.strip().lower() for option in header[1].split(b","))
+    return [header for header in kept if header[0] not in options] if options else kept
 
 
 def without_upgrade(headers: Headers) -> Headers:
@@ -86,8 +90,7 @@ def plain_path(path: str) -> str:
 
 def head(start: bytes, headers: Headers) -> bytes:
     """Returns the bytes of a message head."""
-    lines = [b": ".join(header) for header in headers]
-    return b"\r\n".join([start, *lines, b"\r\n"])
+    return b"\r\n".join([start, *map(b": ".join, headers), b"\r\n"])
 
 
 def find(headers: Headers, name: bytes) -> bytes:

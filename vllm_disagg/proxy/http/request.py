@@ -45,13 +45,20 @@ class HttpRequest(msgspec.Struct, eq=False):
 
     def replace_header(self, name: bytes, value: bytes) -> None:
         """Sets one header, in place of all others of its name."""
-        kept = [header for header in self.headers if header[0] != name]
-        self.headers = [*kept, (name, value)]
+        if name in self.first_values:
+            self.headers = [header for header in self.headers if header[0] != name]
+        self.headers.append((name, value))
         self.first_values[name] = value
 
     def header(self, name: bytes) -> bytes:
         """Returns the first value of a header, empty if there is none."""
         return self.first_values.get(name, b"")
+
+    def values(self, name: bytes) -> list[bytes]:
+        """Returns all values of a header."""
+        if name not in self.first_values:
+            return []
+        return [value for key, value in self.headers if key == name]
 
     @property
     def request_id(self) -> str:

@@ -302,11 +302,11 @@ class RequestReader:
         self._enter(READING_BODY)
         self._part_bytes = 0
         self._framing_bytes = 0
-        codings = [value.lower() for name, value in request.headers if name == b"transfer-encoding"]
+        codings = request.values(b"transfer-encoding")
         length = int(request.header(b"content-length") or 0)
         if problem:
             self.refuse(*problem)
-        elif codings not in ([], [b"chunked"]) or (codings and not request.chunked_ok):
+        elif codings and not (request.chunked_ok and _are_chunked(codings)):
             self.refuse(400, "transfer-encoding must be chunked")
         elif request.upgrade and (codings or length):
             self.refuse(400, "a WebSocket's handshake has no body")
@@ -392,3 +392,8 @@ class RequestReader:
             self.continue_due = False
             self._enter(IDLE)
             self._part_bytes = 0
+
+
+def _are_chunked(codings: list[bytes]) -> bool:
+    """Returns whether these transfer codings are the one that this server reads."""
+    return [coding.lower() for coding in codings] == [b"chunked"]

@@ -117,9 +117,12 @@ class ResponseEncoder:
         return head(b"HTTP/1.1 101 Switching Protocols", fields)
 
     def _head(self, status: int, headers: Headers, keep_alive: bool) -> bytes:
-        headers = headers + [field for field in self.extra_headers if field not in headers]
+        fields = headers.copy()
+        for field in self.extra_headers:
+            if field not in headers:
+                fields.append(field)
         if not keep_alive:
-            headers = [*headers, (b"connection", b"close")]
+            fields.append((b"connection", b"close"))
         phrase = REASON_PHRASES.get(status, b"Unknown")
         status_line = b"HTTP/1.1 %d %b" % (status, phrase)
-        return head(status_line, headers)
+        return head(status_line, fields)

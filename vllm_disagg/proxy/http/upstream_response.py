@@ -110,9 +110,10 @@ class UpstreamResponse:
 
     def peek(self) -> bytes:
         """Returns the part of the body that is here and was not passed to a sink."""
-        if len(self._held) > 1:
-            self._held = [b"".join(self._held)]
-        return self._held[0] if self._held else b""
+        held = self._held
+        if len(held) > 1:
+            held[:] = [b"".join(held)]
+        return held[0] if held else b""
 
     def is_cut_json(self) -> bool:
         """Returns whether the body so far is an incomplete JSON text."""

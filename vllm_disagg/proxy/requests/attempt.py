@@ -139,6 +139,11 @@ class Attempt:
             self.decode = plan.decode
         else:
             self.decode = plan
+        # The prefill instance answers the client: the token that it makes is all of the answer.
+        self.ends_at_prefill = context.body.one_token and self._is_prefill_answer_exact()
+        self.server = self.decode  # the instance that answers the client
+        if self.pair and self.ends_at_prefill:
+            self.server = self.pair.prefill
         # A pair whose place at P is taken, and not handed to a concurrent prefill leg.
         self._unstarted_pair = self.pair
         self._fleet = fleet
@@ -147,14 +152,12 @@ class Attempt:
         self._prefill_leg: asyncio.Task[LegOutcome] | None = None
         self._open_answers: list[UpstreamResponse] = []
 
-    @property
-    def ends_at_prefill(self) -> bool:
-        """Whether the prefill instance answers the client: the token that it makes is all of it.
+    def _is_prefill_answer_exact(self) -> bool:
+        """Whether the decode instance, which answers all longer requests, would answer the same.
 
-        Only where the decode instance, which answers all longer requests, would give that answer
-        too. An adapter may have other files there, which only a transfer compares.
+        An adapter may have other files there, which only a transfer compares.
         """
-        if not self.pair or not self.context.body.one_token:
+        if not self.pair:
             return False
         prefill = self.pair.prefill.engine
         decode = self.pair.decode.engine
@@ -162,11 +165,6 @@ class Attempt:
             return False
         is_adapter = self.context.query.model not in ("", self.pair.decode.model)
         return prefill.answer_settings == decode.answer_settings and not is_adapter
-
-    @property
-    def server(self) -> Instance:
-        """The instance that answers the client."""
-        return self.pair.prefill if self.pair and self.ends_at_prefill else self.decode
 
     def __enter__(self) -> Attempt:
         self.progress.history.attempts += 1

@@ -45,6 +45,7 @@ FEW_FIELDS_BYTES = 64 * 1024  # a smaller body has so few fields that parsing th
 LARGE_BYTES = 1024 * 1024  # a larger body is parsed in a thread
 SLICE_BYTES = 1024 * 1024  # searched in one call: some 20 ms at worst
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_text = msgspec.json.Decoder(str).decode
 _encode = msgspec.json.Encoder().encode
 parser_thread = ThreadPoolExecutor(1, "bodies")
 T = TypeVar("T")
@@ -153,7 +154,7 @@ class Body:
     def model(self) -> str:
         """The model's name; "" if it is no string."""
         try:
-            return msgspec.json.decode(self._fields.get("model", b'""'), type=str)
+            return _decode_text(self._fields.get("model", b'""'))
         except (msgspec.DecodeError, UnicodeDecodeError):
             return ""
 
@@ -163,15 +164,18 @@ class Body:
         prompt = memoryview(self._fields.get(schema.prompt, b""))
         query = RoutingQuery(len(prompt), session=session, model=self.model)
         if with_prefix:
-            salt = b"\0".join(bytes(self._fields.get(name, b"")) for name in schema.before)
+            salt = b"\0".join([bytes(self._fields.get(name, b"")) for name in schema.before])
             query.prefix = PromptPrefix(prompt, salt)
         return query
 
     @property
     def priority(self) -> int:
         """The client's priority; 0 if it is no number, which the engine refuses."""
+        given = self._fields.get("priority")
+        if given is None:
+            return 0
         try:
-            return int(bytes(memoryview(self._fields.get("priority", b"0"))[:MAX_DIGITS]))
+            return int(bytes(memoryview(given)[:MAX_DIGITS]))
         except ValueError:
             return 0
 
@@ -193,7 +197,8 @@ class Body:
         fields["stream"] = False
         if schema.stores:
             fields["store"] = False
-        return _encode({**fields, PARAMS: {**dict.fromkeys(schema.extra, True), **params}})
+        fields[PARAMS] = {**dict.fromkeys(schema.extra, True), **params}
+        return _encode(fields)
 
     def decode_body(self, params: object) -> bytes:
         """Returns the JSON of the decode leg: everything as the client asked."""
@@ -330,7 +335,7 @@ def _first_forbidden_key(json: bytes) -> str | None:
     for found in _search_slices(_KEY, json, MAX_KEY_BYTES):
         value = _VALUE.match(json, found.end())
         if value and not value[1]:  # no match: a string value, no key; group 1: null
-            return msgspec.json.decode(found[0], type=str)
+            return _decode_text(found[0])
     return None
 
 

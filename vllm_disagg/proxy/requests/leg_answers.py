@@ -14,9 +14,10 @@ from ..http.reasons import STOPPING_DETAIL, Reason
 from ..http.request import HttpRequest
 from ..http.upstream_response import HOLD_BYTES, Unreachable, UpstreamResponse
 from ..membership.engine_answers import engine_in, report_in
+from ..routing.fleet import Instance
 from ..routing.pairing import InstancePair
-from .attempt import Attempt, Leg
-from .completeness import CompletenessCheck, doubtful
+from .attempt import Attempt
+from .completeness import doubtful
 from .first_content import ContentState, FirstContentDetector
 from .streams import aborted, engine_failed, failure_in
 
@@ -32,6 +33,9 @@ class AnswerProblem(NamedTuple):
     reason: Reason
     detail: str
     answer: UpstreamResponse | None  # for the client, if no other instance succeeds
+
+
+CUT_OFF = AnswerProblem("stopping", STOPPING_DETAIL, None)
 
 
 async def until_started(request: HttpRequest, answer: UpstreamResponse) -> bytes:
@@ -58,13 +62,7 @@ async def until_started(request: HttpRequest, answer: UpstreamResponse) -> bytes
     return detector.failure
 
 
-async def find_problem(
-    attempt: Attempt,
-    leg: Leg,
-    answer: UpstreamResponse,
-    error_event: bytes,
-    completeness: CompletenessCheck,
-) -> AnswerProblem | None:
+def find_problem(path: str, answer: UpstreamResponse, error_event: bytes) -> AnswerProblem | None:
     """Returns the failure that a started answer shows; None for a good answer or a refusal.
 
     `error_event`: the result of `until_started`.
@@ -74,12 +72,8 @@ async def find_problem(
     content = answer.peek()
     if answer.status >= 500 or engine_failed(content):
         return AnswerProblem(failure_in(content), f"it answered {answer.status}", answer)
-    path = attempt.context.request.path
-    is_cut_off = _is_aborted(path, answer, content)
-    if not is_cut_off and _is_doubtful(attempt, leg, answer, content):
-        is_cut_off = not await completeness.is_engine_running(leg.instance)
-    if is_cut_off:
-        return AnswerProblem("stopping", STOPPING_DETAIL, None)
+    if _is_aborted(path, answer, content):
+        return CUT_OFF
     if not 200 <= answer.status < 500:
         return AnswerProblem("garbled", f"it answered {answer.status}", answer)
     return None
@@ -95,12 +89,11 @@ def _is_aborted(path: str, answer: UpstreamResponse, content: bytes) -> bool:
     return b'"type":"message"' in content and b'"stop_reason":' not in content
 
 
-def _is_doubtful(attempt: Attempt, leg: Leg, answer: UpstreamResponse, content: bytes) -> bool:
+def may_be_cut_off(attempt: Attempt, instance: Instance, answer: UpstreamResponse) -> bool:
     """Whether an answer for the client is whole and looks complete, but may have been cut off."""
-    if answer.status != 200 or answer.is_stream:
+    if answer.status != 200 or answer.is_stream or instance is not attempt.server:
         return False
-    is_for_client = leg.instance is attempt.server
-    return is_for_client and doubtful(attempt.context.request.path, content, leg.instance.engine)
+    return doubtful(attempt.context.request.path, answer.peek(), instance.engine)
 
 
 def _error_detail(event: bytes) -> str:

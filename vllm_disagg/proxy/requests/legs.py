@@ -26,6 +26,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine
+from typing import Any
 
 from ...fleet.grants import MARGIN_SECONDS, REQUEST_KEY, VERSION, Grant, mint, new_transfer
 from ...fleet.keys import FleetKey
@@ -41,7 +43,7 @@ from ..telemetry.tracing import Tracing
 from .attempt import Attempt, AttemptFailure, Leg, LegName, LegOutcome
 from .bodies import whole_body
 from .completeness import CompletenessCheck
-from .leg_answers import find_problem, until_started, verify_prefill
+from .leg_answers import CUT_OFF, find_problem, may_be_cut_off, until_started, verify_prefill
 
 # After P's refusal, the time in which D may refuse or fail too. Else D serves the request alone, or
 # refuses it then.
@@ -72,20 +74,20 @@ class LegRunner:
         self._prefill_timeout = settings.prefill_timeout
         self._prefill_limit = TimeLimit(settings.prefill_timeout)
 
-    async def run_legs(self, attempt: Attempt) -> LegOutcome:
-        """Returns an answer that has started, or the failure of a leg."""
+    def run_legs(self, attempt: Attempt) -> Coroutine[Any, Any, LegOutcome]:
+        """Returns, once awaited, an answer that has started, or the failure of a leg."""
         context = attempt.context
         pair = attempt.pair
         if not pair:
-            return await self._run_aggregated(attempt)
+            return self._run_aggregated(attempt)
         context.request.mode = "disaggregated"
         context.meter.paired(pair.prefill.url, pair.decode.url)
         if attempt.ends_at_prefill:
             # P has the token when it has the prompt, so that no KV needs to move.
-            return await self._prefill_leg(attempt, pair, whole_body(context.body, pair.prefill))
+            return self._prefill_leg(attempt, pair, whole_body(context.body, pair.prefill))
         if pair.prefill.connector == "nixl":
-            return await self._run_in_turn(attempt, pair)
-        return await self._run_concurrently(attempt, pair)
+            return self._run_in_turn(attempt, pair)
+        return self._run_concurrently(attempt, pair)
 
     async def _run_aggregated(self, attempt: Attempt) -> LegOutcome:
         """Runs the request on a decode instance alone."""
@@ -105,7 +107,7 @@ class LegRunner:
         """Runs NixlConnector's two legs: P's answer has the parameters of D's leg."""
         request_body = attempt.context.body
         answer = await self._prefill_leg(attempt, pair, request_body.prefill_body(NIXL_PREFILL))
-        if isinstance(answer, AttemptFailure):
+        if not isinstance(answer, UpstreamResponse):
             return answer
         attempt.release_prefill_place()
         params = params_in(await answer.read())
@@ -149,7 +151,7 @@ class LegRunner:
             return attempt.record_failure(
                 leg, "timeout", f"no answer within {self._prefill_timeout:g} s"
             )
-        if isinstance(answer, AttemptFailure):
+        if not isinstance(answer, UpstreamResponse):
             return answer
         if answer.status != 200:
             return AttemptFailure("prefill", "declined", f"it answered {answer.status}", answer)
@@ -166,7 +168,7 @@ class LegRunner:
     ) -> LegOutcome:
         """Runs a prefill leg, and verifies that the process named in D's grant answered."""
         answer = await self._prefill_leg(attempt, pair, body)
-        if isinstance(answer, AttemptFailure):
+        if not isinstance(answer, UpstreamResponse):
             return answer
         content = await answer.read()
         problem = verify_prefill(attempt.context.request.path, pair, content, time.monotonic())
@@ -187,7 +189,10 @@ class LegRunner:
         except Unreachable as error:
             return attempt.record_failure(leg, error.reason, str(error))
         attempt.close_at_end(answer)
-        problem = await find_problem(attempt, leg, answer, error_event, self._completeness)
+        problem = find_problem(attempt.context.request.path, answer, error_event)
+        if not problem and may_be_cut_off(attempt, instance, answer):
+            is_running = await self._completeness.is_engine_running(instance)
+            problem = None if is_running else CUT_OFF
         if problem:
             return attempt.record_failure(leg, problem.reason, problem.detail, problem.answer)
         now = time.monotonic()

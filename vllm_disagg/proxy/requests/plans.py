@@ -71,7 +71,8 @@ class AttemptPlans:
         Raises RequestFailed.
         """
         self._retry_budget.earn()
-        await self._wait_for_decode(context)
+        if not self._fleet.has_decode_for(context.query.model):
+            await self._wait_for_decode(context)
         if self._needs_one_instance(context):
             return self._take_any_decode(context)
         idle = self._spill_instance(context) if self._spill else None

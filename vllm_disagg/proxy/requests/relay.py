@@ -58,6 +58,7 @@ from ..http.connection import Connection
 from ..http.connection_pool import ConnectionPool
 from ..http.headers import RANK_HEADER, end_to_end
 from ..http.request import HttpRequest
+from ..http.upstream_response import UpstreamResponse
 from ..routing.fleet import Fleet
 from ..routing.policies import Policy
 from ..routing.queues import Queues
@@ -152,10 +153,10 @@ class Relay:
                 partial(self._delivery.begin_stream, attempt),
             )
         answer = await self._legs.run_legs(attempt)
-        if isinstance(answer, AttemptFailure):
+        if not isinstance(answer, UpstreamResponse):
             return answer
         result = await self._delivery.deliver_answer(attempt, answer)
-        if isinstance(result, AttemptFailure):
+        if not isinstance(result, int):
             return _blamed_on_first_token(attempt, result)
         if result == 200 and not attempt.ends_at_prefill:
             # For bidirectional KV reuse: D now has the KV of prompt and answer.

@@ -353,6 +353,10 @@ class Fleet:
         """Returns whether an instance serves this model, by its last probe."""
         return any(model in instance.models for instance in self.instances)
 
+    def has_decode_for(self, model: str) -> bool:
+        """Returns whether a decode instance that is up serves this model."""
+        return any(i.up and i.role == "decode" and model in i.models for i in self.instances)
+
     def is_model_uncertain(self, model: str) -> bool:
         """Returns whether a decode instance that has never answered may alone serve this model.
 

@@ -11,7 +11,7 @@ Pure: the fleet, the time and the policy's random generator are passed in.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Literal
 
 import msgspec
@@ -63,34 +63,39 @@ def choose(
     "busy": every fitting prefill instance has `limit` running legs. "none": no two instances fit.
     """
     cached = policy.cached_bytes(fleet.instances, query)
-    found: list[tuple[float, Instance, Instance]] = []
+    best: tuple[float, Instance, Instance] | None = None
     any_pair = False
-    for prefills, decodes in _compatible_groups(fleet, query, now, avoid):
+    prefills_by_key, decodes_by_key = _serving_by_key(fleet, query, now, avoid)
+    for key, prefills in prefills_by_key.items():
+        decodes = decodes_by_key[key]
         free = [p for p in prefills if p.prefill_legs < limit]
         closed = [d for d in decodes if now >= d.open_until]
-        best = _best_pair(policy, free, closed, query, cached)
-        if not best:
+        found = _best_pair(policy, free, closed, query, cached)
+        if not found:
             # A decode instance whose circuit breaker is open serves only if no other can.
-            best = _best_pair(policy, free, decodes, query, cached)
-        if best:
-            found.append(best)
-            any_pair = True
+            found = _best_pair(policy, free, decodes, query, cached)
+        if found:
+            if not best or _turn(found) < _turn(best):
+                best = found
         elif any(not is_one_engine(p, d) for p in prefills for d in decodes):
             any_pair = True
-    if not any_pair:
-        return "none"
-    if not found:
-        return "busy"
-    _, prefill, decode = min(found, key=lambda f: (f[0], f[1].last_choice))
+    if not best:
+        return "busy" if any_pair else "none"
+    _, prefill, decode = best
     reuse = policy.is_reuse_worthwhile(prefill, decode, query, cached)
     uncached = uncached_bytes(query.prompt_bytes, cached.get(prefill.cache_identity, 0))
     return InstancePair(prefill, decode, query, reuse, uncached)
 
 
-def _compatible_groups(
+def _turn(found: tuple[float, Instance, Instance]) -> tuple[float, int]:
+    """Returns the order of (cost, P, D): the least cost first, then P chosen longest ago."""
+    return found[0], found[1].last_choice
+
+
+def _serving_by_key(
     fleet: Fleet, query: RoutingQuery, now: float, avoid: Collection[Instance]
-) -> Iterator[tuple[list[Instance], list[Instance]]]:
-    """Yields for each compatibility key its prefill and decode instances that serve the query."""
+) -> tuple[defaultdict[str, list[Instance]], defaultdict[str, list[Instance]]]:
+    """Returns the prefill and the decode instances that serve the query, by compatibility key."""
     known = fleet.knows_model(query.model)
     prefills: defaultdict[str, list[Instance]] = defaultdict(list)
     decodes: defaultdict[str, list[Instance]] = defaultdict(list)
@@ -105,8 +110,7 @@ def _compatible_groups(
             decodes[i.compatibility_key].append(i)
         elif now >= i.open_until:
             prefills[i.compatibility_key].append(i)
-    for key, group in prefills.items():
-        yield group, decodes[key]
+    return prefills, decodes
 
 
 def _best_pair(

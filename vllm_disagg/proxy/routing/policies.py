@@ -122,7 +122,7 @@ class Policy:
     def record_choice(self, query: RoutingQuery, *instances: Instance) -> None:
         """Notes that these instances get the prompt."""
         if self.name == "prefix_aware":
-            self.prefixes.record_prompt(query.prefix, *(i.cache_identity for i in instances))
+            self.prefixes.record_prompt(query.prefix, [i.cache_identity for i in instances])
 
 
 def _load(instance: Instance) -> tuple[bool, int]:

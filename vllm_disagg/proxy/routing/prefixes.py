@@ -17,7 +17,7 @@ may have evicted a prefix that is noted here: such a wrong guess costs as much a
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import xxhash
 
@@ -74,11 +74,11 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._holders)
 
-    def record_prompt(self, prefix: PromptPrefix, *caches: object) -> None:
+    def record_prompt(self, prefix: PromptPrefix, caches: Sequence[object]) -> None:
         """Notes that instances got a prompt."""
         holders = self._holders
         held_before: tuple[object, ...] = ()
-        holding = caches
+        holding = tuple(caches)
         for _, prefix_hash in prefix.hashes:
             held = holders.get(prefix_hash, ())
             if held is not held_before:  # most prefixes of a prompt share one tuple

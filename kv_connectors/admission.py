@@ -158,7 +158,7 @@ class Admission:
         sources = grant.sources
         if grant.leg == "decode":
             plan = checker.plan_reads(sources)
-            sources = checker.share(sources)
+            sources = checker.share_sources(sources)
         else:
             plan = self._plan_reuse(grant, checker, now)
         facts = LegFacts(
@@ -205,7 +205,7 @@ class Admission:
             transfer=handover.transfer,
             prompt_tokens=request.num_prompt_tokens,
             digest=digest,
-            sources=checker.share(handover.sources),
+            sources=checker.share_sources(handover.sources),
             plan=checker.plan_reads(handover.sources),
             stall_timeout=handover.patience,
         )

@@ -37,7 +37,7 @@ from vllm_disagg.proxy.http import routes  # noqa: E402
 from vllm_disagg.proxy.requests import admin  # noqa: E402
 from vllm_disagg.proxy.requests.failover import FALLBACK_REASONS, RUNGS  # noqa: E402
 from vllm_disagg.proxy.routing.fleet import Fleet  # noqa: E402
-from vllm_disagg.proxy.telemetry.file_metrics import FILES, LOGS  # noqa: E402
+from vllm_disagg.proxy.telemetry.file_metrics import COUNTED_LOGS, WATCHED_FILES  # noqa: E402
 from vllm_disagg.proxy.telemetry.metrics import MODES, OUTCOMES, Metrics  # noqa: E402
 
 CONNECTOR_METRICS = "kv_connectors.metrics"  # imported late: it imports vLLM
@@ -79,7 +79,7 @@ LABELS = (
     ),
     (
         ("file", "vllm_disagg_file_ignored"),
-        FILES,
+        WATCHED_FILES,
         {
             "fleet": "`--fleet-file`, read after each change",
             "access_log": "`--access-log`; this one and all below are opened at SIGHUP",
@@ -90,7 +90,7 @@ LABELS = (
     ),
     (
         ("log", "vllm_disagg_lost_log_lines_total"),
-        LOGS,
+        COUNTED_LOGS,
         {"access": "`--access-log`", "standard_error": "the proxy's own log"},
     ),
     (

@@ -129,10 +129,10 @@ def test_plans_are_kept_for_a_bounded_number_of_engines(monkeypatch: pytest.Monk
 def test_legs_that_read_from_the_same_workers_share_their_descriptions() -> None:
     """A step's events have them once, whatever the number of its requests."""
     check = checker()
-    found = [check.share([msgspec.structs.replace(OTHER)]) for _ in range(3)]
+    found = [check.share_sources([msgspec.structs.replace(OTHER)]) for _ in range(3)]
     assert found[0] == [OTHER] and found[1] is found[0] and found[2] is found[0]
     moved = msgspec.structs.replace(OTHER, control="tcp://127.0.0.1:9")
-    assert check.share([moved]) == [moved]
+    assert check.share_sources([moved]) == [moved]
 
 
 def test_a_plan_is_used_again_for_the_same_layouts_only() -> None:

@@ -386,7 +386,7 @@ def test_a_step_in_which_a_failed_load_yields_its_turn_may_be_empty() -> None:
 
 
 # Decode leg that waits for blocks -----------------------------------------------------------------
-EXPECTED = events.LoadExpected("t", [OTHER], PLAN)  # of a P with a lease of 10 s
+EXPECTED = events.LoadExpected("t", [OTHER], PLAN, "digest")  # of a P with a lease of 10 s
 
 
 def steps(d: EngineLegs, *times: float) -> list[list[events.ForReceiver]]:
@@ -399,11 +399,11 @@ def steps(d: EngineLegs, *times: float) -> list[list[events.ForReceiver]]:
 
 
 def test_p_is_asked_to_keep_a_prompt_that_waits_for_blocks() -> None:
-    """At once, every third of its lease, and for a minute at most."""
+    """At once, every third of its lease, and for 30 s at most."""
     d = machine()
     d.add_decode(facts(), 5.0)
     assert steps(d, 5.0, 8.0, 8.5, 11.0, 12.0) == [[EXPECTED], [], [EXPECTED], [], [EXPECTED]]
-    assert steps(d, 61.0, 64.0, 64.9, 68.0, 99.0) == [[EXPECTED], [], [EXPECTED], [], []]
+    assert steps(d, 31.0, 34.0, 34.9, 38.0, 99.0) == [[EXPECTED], [], [EXPECTED], [], []]
     d.on_blocks_allocated("r", FIVE, d.tokens_to_load("r", 0, 99.0) or 0)
     assert isinstance(received(d)[0], events.LoadRequested)
 

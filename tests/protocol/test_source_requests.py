@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from vllm_disagg.kv.layout import RankLayout, uniform
@@ -60,7 +61,7 @@ def holding() -> Sender:
 def test_a_prompt_is_kept_for_a_lease_from_each_request_on() -> None:
     p, d = holding(), receiver()
     for now in (3.0, 9.0, 15.0):
-        (request,) = sent(d.handle(LoadExpected("t", [P], PLAN), now))
+        (request,) = sent(d.handle(LoadExpected("t", [P], PLAN, "digest"), now))
         assert isinstance(request, messages.TransferRequest) and request.is_queued
         assert p.handle(request, now) == [], "D repeats it, so it needs no answer"
     assert d.next_deadline() is None, "the scheduler decides when to ask again"
@@ -71,7 +72,7 @@ def test_a_prompt_is_kept_for_a_lease_from_each_request_on() -> None:
 def test_a_prompt_that_is_kept_has_no_receiver_yet() -> None:
     """A lost connection shortens no lease, and another D may still take it."""
     p, d = holding(), receiver()
-    for request in sent(d.handle(LoadExpected("t", [P], PLAN), 3.0)):
+    for request in sent(d.handle(LoadExpected("t", [P], PLAN, "digest"), 3.0)):
         p.handle(request, 3.0)  # type: ignore[arg-type]
     p.handle(ConnectionLost("d0"), 3.5)
     assert p.handle(ClockTick(), 9.0) == []
@@ -82,10 +83,21 @@ def test_a_prompt_that_is_kept_has_no_receiver_yet() -> None:
     assert isinstance(answer, SendMessage) and isinstance(answer.message, messages.Progress)
 
 
+def test_a_p_of_an_earlier_release_takes_the_request_for_that_of_the_load() -> None:
+    """It does not know the field, answers, and serves the load."""
+    p, d = holding(), receiver()
+    (request,) = sent(d.handle(LoadExpected("t", [P], PLAN, "digest"), 3.0))
+    known = msgspec.structs.replace(request, is_queued=False)  # type: ignore[type-var]
+    load = LoadRequested("t", [P], PLAN, [GroupBlocks(0, [3, 4])], 8, 30.0, "digest")
+    assert sent(d.handle(load, 4.0)) == [known]
+    (answer,) = p.handle(known, 3.0)  # type: ignore[arg-type]
+    assert isinstance(answer, SendMessage) and isinstance(answer.message, messages.Progress)
+
+
 def test_a_prompt_whose_request_leaves_the_queue_is_released_at_once() -> None:
     """As delivered: no rank was to read it."""
     p, d = holding(), receiver()
-    for event in (LoadExpected("t", [P], PLAN), LoadSkipped("t", [P], nothing(1, 1))):
+    for event in (LoadExpected("t", [P], PLAN, "digest"), LoadSkipped("t", [P], nothing(1, 1))):
         for request in sent(d.handle(event, 3.0)):
             released = p.handle(request, 3.0)  # type: ignore[arg-type]
     assert released == [ReleaseBlocks("t", delivered=True)]
@@ -99,7 +111,7 @@ def test_a_prompt_that_is_not_held_is_as_before(state: str) -> None:
         p.handle(ClockTick(), 10.0)
     elif state == "computing":
         p.handle(BlocksScheduled("t", 8, [[0, 1]], prompt="digest"), 0.0)
-    (request,) = sent(receiver().handle(LoadExpected("t", [P], PLAN), 11.0))
+    (request,) = sent(receiver().handle(LoadExpected("t", [P], PLAN, "digest"), 11.0))
     assert p.handle(request, 11.0) == []  # type: ignore[arg-type]
     assert len(p.transfers) == (state == "computing") and p.next_deadline() is None
     if state == "computing":

@@ -243,6 +243,26 @@ async def test_each_file_that_is_not_renewed_is_a_line_of_its_own(
         (await connect(w, new)).close()
 
 
+async def test_keys_that_came_while_the_proxy_started_are_read(tmp_path: Path) -> None:
+    """It ignores signals then."""
+    clients = tmp_path / "api.key"
+    clients.write_text("early")
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    given = from_arguments(parser.parse_args(["--decode=http://d", f"--api-key-file={clients}"]))
+    clients.write_text("late")
+    async with world(
+        prefill=0, ready=False, api_keys=given.api_keys, read_keys=given.read_keys
+    ) as w:
+
+        async def status(key: str) -> int:
+            answer = await w.ask("GET", "/v1/models", b"", authorization=f"Bearer {key}")
+            return answer.status
+
+        assert await status("early") == 401
+        assert await status("late") != 401
+
+
 async def test_new_keys_are_accepted_and_an_open_stream_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

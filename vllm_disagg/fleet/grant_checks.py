@@ -118,7 +118,7 @@ class GrantChecker:
         """Returns which of our ranks reads what of these workers; Unmappable if none can be."""
         return self._cached_plan(sources).plan
 
-    def share(self, sources: Sequence[WorkerInfo]) -> list[WorkerInfo]:
+    def share_sources(self, sources: Sequence[WorkerInfo]) -> list[WorkerInfo]:
         """Returns equal workers, the same objects for each leg that reads from them.
 
         Raises Unmappable as `plan_reads` does.

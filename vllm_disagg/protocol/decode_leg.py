@@ -65,7 +65,9 @@ class DecodeLeg(RequestLeg):
     def expect_load(self) -> None:
         """Asks P to keep the prompt of a new leg, which still waits for blocks."""
         assert self.facts.plan is not None, "a decode leg has a plan"
-        expected = LoadExpected(self.facts.transfer, self.facts.sources, self.facts.plan)
+        expected = LoadExpected(
+            self.facts.transfer, self.facts.sources, self.facts.plan, self.facts.digest
+        )
         self.step.for_receiver.append(expected)
 
     def _missing_tokens(self, cached_tokens: int, now: float) -> int | None:

@@ -134,6 +134,7 @@ class LoadExpected(msgspec.Struct, frozen=True, tag=True):
     transfer: str
     sources: list[WorkerInfo]  # the sending engine's workers by rank
     plan: ReshardPlan
+    prompt: str = ""  # digest of the whole prompt, for senders of earlier releases
 
 
 class LoadSkipped(msgspec.Struct, frozen=True, tag=True):

@@ -20,7 +20,7 @@ vLLM's scheduler makes these calls, in this order:
     on_finished           once; decides whether the blocks stay until the workers release them
     on_released           when the workers have released them
 
-Rules, checked by `validate` and in the seeded worlds:
+Rules, checked by `validate` and in the seeded worlds; of rule 9 these check the asking alone:
   1. Each LoadRequested has the blocks of all its tokens.
   2. Each leg ends each of its transfers once: PrefillFinished or BlocksRevoked where it serves,
      LoadSkipped, LoadCancelled or the end of the load where it reads.
@@ -52,9 +52,9 @@ from .incoming_transfer import MIN_KEEPALIVE_SECONDS
 from .prefill_leg import PrefillLeg
 from .request_leg import Blocks, CacheFacts, LegFacts, RequestLeg, StepEvents
 
-# P's cache is full of prompts for an engine that falls behind, if this is long.  Few clients wait
-# longer for a first token.
-MAX_QUEUE_SECONDS = 60.0
+# P's cache is full of prompts for an engine that falls behind, if this is long.  With a lease it
+# must end before the proxy gives up requests that wait for that P, for 60 s by default.
+MAX_QUEUE_SECONDS = 30.0
 # Since a step has computed anything.  One may be empty while all requests that run are in another
 # stage of a pipeline.
 IDLE_SECONDS = 1.0

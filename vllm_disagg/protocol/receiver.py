@@ -141,7 +141,7 @@ class Receiver:
             case LookupRequested():
                 return [*self.lookups.start(event, self.address, now)]
             case LoadExpected():
-                return [*self.sources.keep(event)]
+                return [*self.sources.keep_prompt(event)]
             case LoadSkipped():
                 return [*self.sources.release_idle(event)]
             case TransportChanged():
@@ -460,9 +460,9 @@ class Receiver:
         t.forgive_sleep(self.keepalive_interval, now)
         reason = t.reason_overdue(self.peer_timeout, now)
         if reason is not None:
-            # One that is not overdue has answered, so this changes nothing for it.
             for source in t.open_sources:
-                self.unreached_sources.on_timeout(source.name)
+                if source.last_seen + self.peer_timeout <= now:
+                    self.unreached_sources.on_timeout(source.name)
             return self._fail(name, reason, now)
         if now < t.retry_at:
             return []

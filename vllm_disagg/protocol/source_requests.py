@@ -11,8 +11,8 @@ from __future__ import annotations
 from . import messages
 from .events import ConnectPeer, LoadExpected, LoadRequested, LoadSkipped, SendMessage
 
-Event = LoadExpected | LoadRequested | LoadSkipped
-Actions = list[ConnectPeer | SendMessage]
+LoadEvent = LoadExpected | LoadRequested | LoadSkipped
+SourceActions = list[ConnectPeer | SendMessage]
 
 
 class SourceRequests:
@@ -27,22 +27,25 @@ class SourceRequests:
         self.rank = rank
         self.address = address
 
-    def keep(self, event: LoadExpected) -> Actions:
+    def keep_prompt(self, event: LoadExpected) -> SourceActions:
         """Has the sources of an expected load keep the prompt."""
         actions = self.release_idle(event)
         # Each once, however many shards are read from it.
         for rank in sorted({shard.source for shard in event.plan.shards[self.rank]}):
-            actions += self._transfer_request(event, rank, is_queued=True)
+            actions += self._transfer_request(event, rank, event.prompt)
         return actions
 
-    def release_idle(self, event: Event) -> Actions:
+    def release_idle(self, event: LoadEvent) -> SourceActions:
         """Has the sources that no rank reads release the prompt, of those this rank informs."""
-        actions: Actions = []
+        actions: SourceActions = []
         for rank in event.plan.idle(self.rank):
-            actions += self._transfer_request(event, rank, is_queued=False)
+            actions += self._transfer_request(event, rank)
         return actions
 
-    def _transfer_request(self, event: Event, rank: int, *, is_queued: bool) -> Actions:
+    def _transfer_request(
+        self, event: LoadEvent, rank: int, prompt: str | None = None
+    ) -> SourceActions:
+        """Returns the request, which is queued if the prompt is to be kept."""
         worker = event.sources[rank]
         request = messages.TransferRequest(
             transfer=event.transfer,
@@ -50,7 +53,10 @@ class SourceRequests:
             reader=self.name,
             address=self.address,
             readers=event.plan.readers[rank],
-            is_queued=is_queued,
+            # Without it a sender of an earlier release, which takes this for the load's own
+            # request, would refuse the load.
+            prompt=prompt or "",
+            is_queued=prompt is not None,
         )
         # The connection first: without one the message would be dropped.
         return [ConnectPeer(worker), SendMessage(worker.name, request)]

@@ -242,7 +242,7 @@ _SERVICE = (
         "KEY",
         "key that clients must send; repeatable (default: environment variable VLLM_API_KEY)",
     ),
-    _file("--api-key-file", "file with such keys, one a line; SIGHUP reads it anew"),
+    _file("--api-key-file", "file with such keys, one a line; SIGHUP to the proxy reads it anew"),
     _switch(
         "--no-api-key",
         "serve clients without a key, even on an address that other machines can reach",

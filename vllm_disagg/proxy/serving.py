@@ -115,7 +115,7 @@ async def serve(
     port = await server.start(
         settings.host, settings.port, files.listener_tls, shared=settings.place is not None
     )
-    on_renewal(files.renew)
+    files.follow_signal(on_renewal)
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [
@@ -288,6 +288,15 @@ class _ServedFiles:
         self._note_certificate()
         metrics.lost_lines["access"] = lambda: self.access_log.lost
         metrics.lost_lines["standard_error"] = logs.lost_lines
+
+    def follow_signal(self, on_renewal: Callable[[Callable[[], None]], None]) -> None:
+        """Opens the files anew at each SIGHUP from now on.
+
+        Raises ConfigError for keys that cannot be used.
+        """
+        on_renewal(self.renew)
+        # A SIGHUP was ignored until now, and they were read before.
+        self._renew_keys()
 
     def renew(self) -> None:
         """Opens each file; one that cannot be used is logged, and its old content stays."""

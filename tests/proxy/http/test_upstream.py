@@ -76,6 +76,25 @@ async def test_answers_of_any_framing_follow_each_other_on_one_connection() -> N
     await e.stop()
 
 
+async def test_no_request_follows_an_answer_that_ends_its_connection() -> None:
+    """The parser would take no answer behind it."""
+    answers = [
+        "HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 3\r\n\r\none",
+        "HTTP/1.0 200 OK\r\ncontent-length: 3\r\n\r\ntwo",
+        "HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nthree",
+    ]
+    left = iter(answers)
+
+    async def next_one(call: Call) -> None:
+        call.raw_write(next(left))
+        await call.writer.drain()
+
+    e, pool = await engine(next_one)
+    assert [await ask(pool) for _ in answers] == [b"one", b"two", b"three"]
+    assert e.connections == 3
+    await e.stop()
+
+
 async def test_a_rank_s_requests_have_its_number_alone() -> None:
     pool = ConnectionPool("http://127.0.0.1:1@3")
     head = pool._request_head("GET", "/x", [(RANK_HEADER, b"7"), (b"x-a", b"b")], 0, b"")

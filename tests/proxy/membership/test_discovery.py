@@ -26,7 +26,13 @@ from vllm_disagg.proxy.membership.engine_answers import engine_in
 from vllm_disagg.proxy.membership.instance_client import NO_NAME, InstanceClient
 from vllm_disagg.proxy.membership.probe import Prober
 from vllm_disagg.proxy.membership.state_changes import StateChanges
-from vllm_disagg.proxy.routing.fleet import NO_CONNECTION, SILENT, Fleet, Instance
+from vllm_disagg.proxy.routing.fleet import (
+    NO_CONNECTION,
+    OTHER_RELEASE,
+    SILENT,
+    Fleet,
+    Instance,
+)
 
 
 async def instance(w: World, url: str) -> dict[str, object]:
@@ -904,6 +910,27 @@ async def test_an_engine_that_restarts_between_two_probes_is_probed_again() -> N
         await until(usable)
         assert told == ["", "p0-before", ""]
         assert (await w.post()).json()["leg"] == "decode"
+
+
+async def test_an_engine_whose_description_cannot_be_read_is_of_another_release() -> None:
+    """So a proxy that starts amid a roll-out does not end with it."""
+    async with world() as w:
+        facts = w.p.facts
+
+        def of_later(rank: int | None = None) -> dict[str, Any]:
+            return facts(rank) | {"workers": "of later"}
+
+        w.p.facts = of_later  # type: ignore[method-assign]
+        await w.p.stop()
+        await asyncio.sleep(0.1)
+        await w.p.start()
+
+        async def is_told() -> bool:
+            found = await instance(w, w.p.url)
+            return OTHER_RELEASE in str(found)
+
+        await until(is_told)
+        assert (await w.post()).status == 200
 
 
 async def test_a_clock_that_was_told_long_ago_is_asked_for_again(

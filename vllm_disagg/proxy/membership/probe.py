@@ -160,12 +160,15 @@ class Prober:
             engine = msgspec.structs.replace(engine, clock=0.0)
         elif card and card.rank != instance.rank:  # each time another rank may answer
             engine = EngineInfo(card.incarnation, instance.role, [], {}, card.rank)
+        refusal = self._explain(refusal_in(answer)) if answer else NO_GENERATION
+        if card and not engine and not refusal:
+            refusal = f"its description cannot be read here: {OTHER_RELEASE}"
         instance.on_probe_answered(
             names[0],
             engine,
             names,
             nixl=params_in(answer) is not None,
-            refusal=self._explain(refusal_in(answer)) if answer else NO_GENERATION,
+            refusal=refusal,
         )
         instance.generates = bool(answer)
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 # Files that are read or opened again while the proxy serves.
-FILES = ("fleet", "access_log", "certificate", "upstream_ca", "keys")
-LOGS = ("access", "standard_error")
+WATCHED_FILES = ("fleet", "access_log", "certificate", "upstream_ca", "keys")
+COUNTED_LOGS = ("access", "standard_error")
 CERTIFICATE_END = "vllm_disagg_certificate_end_timestamp_seconds"
 
 
@@ -17,14 +17,14 @@ class FileMetrics:
 
     def __init__(self) -> None:
         """Begins with files that are all in use, empty logs and no certificate."""
-        self._ignored = dict.fromkeys(FILES, False)
+        self._ignored = dict.fromkeys(WATCHED_FILES, False)
         # Return how many lines of a log were lost since the start.
-        self.lost_lines: dict[str, Callable[[], int]] = {name: lambda: 0 for name in LOGS}
+        self.lost_lines: dict[str, Callable[[], int]] = {name: lambda: 0 for name in COUNTED_LOGS}
         # Seconds since the epoch; None: no certificate is served, or its date cannot be read.
         self.certificate_end: float | None = None
 
     def on_read(self, file: str, is_ignored: bool) -> None:
-        """Notes whether the last content of one of FILES is ignored, so that the old one counts."""
+        """Notes whether the last content of one of WATCHED_FILES is ignored: the old one counts."""
         self._ignored[file] = is_ignored
 
     def collect(self) -> Iterator[Metric]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 POOL = 200  # tokens for which an engine has blocks
 PATIENCE = 30.0
-LONGEST_QUEUE = 40.0  # seconds: of several leases, and below the limit of `legs.py`
+LONGEST_QUEUE = 28.0  # seconds: of several leases, and below the limit of `legs.py`
 CLOCK_RATE = 0.25  # of vLLM's clock: a world's time passes in large steps, beside a lookup's limit
 Held = tuple[list[int], list[int]]  # blocks of all layers; of those with a window or a state
 

@@ -86,7 +86,7 @@ class TransferTrace:
 
 
 def _is_of_a_queue(entry: object) -> bool:
-    """Returns whether an entry tells only that a request waits: hundreds may, for a minute."""
+    """Returns whether an entry tells only that a request waits: hundreds may, for half a minute."""
     if isinstance(entry, events.SendMessage):
         entry = entry.message
     return isinstance(entry, events.LoadExpected) or (

@@ -35,6 +35,10 @@ class ReshardPlan(msgspec.Struct, frozen=True, array_like=True):
     shards: list[list[Shard]]  # by rank of the reading engine
     readers: list[int]  # by rank of the sending engine: the number of ranks that read from it
 
+    def sources(self, rank: int) -> list[int]:
+        """Returns the source ranks that a reading rank reads, each once and in order."""
+        return sorted({shard.source for shard in self.shards[rank]})
+
     def idle(self, rank: int) -> list[int]:
         """Returns the source ranks without readers that this reading rank has to inform."""
         count = len(self.shards)

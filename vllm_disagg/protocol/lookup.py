@@ -56,8 +56,7 @@ class Lookups:
     ) -> list[ConnectPeer | SendMessage]:
         """Sends a TransferRequest to all sources from which this rank would read."""
         assert event.transfer not in self.open, f"{event.transfer}: two lookups at a time"
-        # One request a source rank, however many shards are read from it.
-        ranks = sorted({shard.source for shard in event.plan.shards[self.rank]})
+        ranks = event.plan.sources(self.rank)
         readers: dict[str, int] = {}
         # Connections first: a message to a source without one would be lost, and come half a
         # second later with the next keep-alive.

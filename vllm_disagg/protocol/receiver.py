@@ -125,7 +125,7 @@ class Receiver:
         self.sums_blocks = sums_blocks
         self.transfers: dict[str, IncomingTransfer] = {}
         self.lookups = Lookups(name, rank, keepalive_interval)
-        self.sources = SourceRequests(name, rank, address)
+        self.source_requests = SourceRequests(name, rank, address)
         self.compared_paths = ComparedPaths()
         self.unreached_sources = UnreachedSources()
         self.window = ReadWindow(window_bytes, peer_timeout)
@@ -141,9 +141,9 @@ class Receiver:
             case LookupRequested():
                 return [*self.lookups.start(event, self.address, now)]
             case LoadExpected():
-                return [*self.sources.keep_prompt(event)]
+                return [*self.source_requests.keep_prompt(event)]
             case LoadSkipped():
-                return [*self.sources.release_idle(event)]
+                return [*self.source_requests.release_idle(event)]
             case TransportChanged():
                 return self._on_transport_changed(event, now)
             case ClockTick():
@@ -191,7 +191,7 @@ class Receiver:
         # The keep-alives of the lookup are continued by those of the transfer.  Without an Abort
         # between: the sources would refuse this receiver from then on.
         self.lookups.end(event.transfer)
-        actions: list[ReceiverAction] = [*self.sources.release_idle(event)]
+        actions: list[ReceiverAction] = [*self.source_requests.release_idle(event)]
         plans = read_plans(event, self.rank, self.layout)
         t = begin_load(event, plans, self.keepalive_interval, now, sums_blocks=self.sums_blocks)
         self.transfers[event.transfer] = t

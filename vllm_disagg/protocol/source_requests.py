@@ -30,8 +30,7 @@ class SourceRequests:
     def keep_prompt(self, event: LoadExpected) -> SourceActions:
         """Has the sources of an expected load keep the prompt."""
         actions = self.release_idle(event)
-        # Each once, however many shards are read from it.
-        for rank in sorted({shard.source for shard in event.plan.shards[self.rank]}):
+        for rank in event.plan.sources(self.rank):
             actions += self._transfer_request(event, rank, event.prompt)
         return actions
 

@@ -5,6 +5,7 @@ import errno
 import os
 import socket
 import time
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -56,6 +57,17 @@ async def test_heads_of_one_connection_do_not_add_up(monkeypatch: pytest.MonkeyP
     await e.stop()
 
 
+def in_turn(answers: list[str]) -> Callable[[Call], Awaitable[None]]:
+    """Returns the script of an engine that gives these answers one after the other."""
+    left = iter(answers)
+
+    async def next_one(call: Call) -> None:
+        call.raw_write(next(left))
+        await call.writer.drain()
+
+    return next_one
+
+
 async def test_answers_of_any_framing_follow_each_other_on_one_connection() -> None:
     answers = [
         "HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\none\r\n\r\n",  # blank lines behind it
@@ -64,13 +76,7 @@ async def test_answers_of_any_framing_follow_each_other_on_one_connection() -> N
         "HTTP/1.1 200 OK\r\nconnection: upgrade\r\nupgrade: h2c\r\ncontent-length: 4\r\n\r\nfour",
         "HTTP/1.1 103 Early Hints\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nfive",
     ]
-    left = iter(answers)
-
-    async def next_one(call: Call) -> None:
-        call.raw_write(next(left))
-        await call.writer.drain()
-
-    e, pool = await engine(next_one)
+    e, pool = await engine(in_turn(answers))
     assert [await ask(pool) for _ in answers] == [b"one", b"", b"three", b"four", b"five"]
     assert e.connections == 1
     await e.stop()
@@ -83,13 +89,7 @@ async def test_no_request_follows_an_answer_that_ends_its_connection() -> None:
         "HTTP/1.0 200 OK\r\ncontent-length: 3\r\n\r\ntwo",
         "HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nthree",
     ]
-    left = iter(answers)
-
-    async def next_one(call: Call) -> None:
-        call.raw_write(next(left))
-        await call.writer.drain()
-
-    e, pool = await engine(next_one)
+    e, pool = await engine(in_turn(answers))
     assert [await ask(pool) for _ in answers] == [b"one", b"two", b"three"]
     assert e.connections == 3
     await e.stop()

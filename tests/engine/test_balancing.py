@@ -1,4 +1,4 @@
-"""Data parallel ranks that compute in step, balanced in each of vLLM's ways, at D.
+"""Data parallel ranks that compute in step, balanced in each of vLLM's ways, at D and at P.
 
     internal   one API server; its second rank runs without one, as on another machine
     external   one API server for each rank
@@ -27,6 +27,13 @@ from test_models import FLOAT32, model, several
 pytestmark = pytest.mark.wide
 
 ADDRESS = "127.0.0.1"
+WAYS = [
+    ("internal", "D"),
+    ("external", "D"),
+    ("hybrid", "D"),
+    ("external", "P"),
+    ("hybrid", "P"),
+]
 
 
 class Headless(Engine):
@@ -53,14 +60,15 @@ def engine(
     return made
 
 
-def decode_engines(machine: Machine, way: str) -> list[Engine]:
-    """Returns the processes of D, the one with the first rank first."""
+def balanced_engines(machine: Machine, way: str, role: str) -> list[Engine]:
+    """Returns the processes of the engine with ranks, the one with the first rank first."""
+    side, on_cpu = ("P", "0") if role == "kv_producer" else ("D", "1")
     shared = [WITH_EXPERTS, "--data-parallel-address", ADDRESS]
     shared += ["--data-parallel-rpc-port", str(free_port())]
 
-    def part(at: int, *flags: str, cpu: str = "1", kind: type = Engine) -> Engine:
-        name = f"{way}-D{at}"
-        return engine(machine, name, *shared, *flags, role="kv_consumer", cpu=cpu, kind=kind)
+    def part(at: int, *flags: str, cpu: str = on_cpu, kind: type = Engine) -> Engine:
+        name = f"{way}-{side}{at}"
+        return engine(machine, name, *shared, *flags, role=role, cpu=cpu, kind=kind)
 
     if way == "internal":
         local = ["--data-parallel-size", "2", "--data-parallel-size-local", "1"]
@@ -77,26 +85,38 @@ def decode_engines(machine: Machine, way: str) -> list[Engine]:
     for at in range(2):
         local = ["--data-parallel-size", "4", "--data-parallel-size-local", "2"]
         start = ["--data-parallel-start-rank", str(2 * at), "--data-parallel-hybrid-lb"]
-        found.append(part(at, *local, *start, cpu="1|1"))
+        found.append(part(at, *local, *start, cpu=f"{on_cpu}|{on_cpu}"))
         found[-1].ranks = 2
     return found
 
 
 class Pair:
-    def __init__(self, machine: Machine, way: str) -> None:
+    """An engine with ranks at one side, a single one at the other, and their proxy."""
+
+    def __init__(self, machine: Machine, way: str, side: str) -> None:
+        self.name = f"{way}-{side}"
         self.way = way
-        self.prefill = engine(machine, f"{way}-P", role="kv_producer", cpu="0")
-        self.parts = decode_engines(machine, way)
+        if side == "P":
+            role, other, other_cpu = "kv_producer", "kv_consumer", "1"
+            self.moved = "vllm:disagg_sent_bytes_total"
+        else:
+            role, other, other_cpu = "kv_consumer", "kv_producer", "0"
+            self.moved = "vllm:disagg_received_bytes_total"
+        self.single = engine(machine, f"{self.name}-single", role=other, cpu=other_cpu)
+        self.parts = balanced_engines(machine, way, role)
         self.servers = [part for part in self.parts if not isinstance(part, Headless)]
-        self.proxy = Proxy(machine.folder, self.prefill, self.servers, name=f"{way}-proxy")
-        machine.start(self.prefill, *self.parts)
+        self.prefill, decode = [self.single], self.servers
+        if side == "P":
+            self.prefill, decode = decode, self.prefill
+        self.proxy = Proxy(machine.folder, self.prefill, decode, name=f"{self.name}-proxy")
+        machine.start(self.single, *self.parts)
         machine.start(self.proxy)
-        urls = [url for server in [self.prefill, *self.servers] for url in server.urls]
+        urls = [url for server in [self.single, *self.servers] for url in server.urls]
         wait("every rank is known", lambda: self.proxy.members() == dict.fromkeys(urls, True))
 
-    def received(self) -> list[float]:
-        """Returns the bytes that each rank of D has received."""
-        name = "vllm:disagg_received_bytes_total"
+    def moved_by_rank(self) -> list[float]:
+        """Returns the bytes of KV that each rank has sent, or received."""
+        name = self.moved
         if self.way == "external":
             return [server.metric(name) for server in self.servers]
         found = []
@@ -119,28 +139,29 @@ def right(machine: Machine) -> list[Record]:
     return found
 
 
-@pytest.fixture(scope="module", params=["internal", "external", "hybrid"])
+@pytest.fixture(scope="module", params=WAYS, ids="-".join)
 def pair(machine: Machine, right: list[Record], request: pytest.FixtureRequest) -> Iterator[Pair]:
-    made = Pair(machine, request.param)
+    made = Pair(machine, *request.param)
     yield made
     machine.stop()
 
 
-def test_every_rank_receives_and_answers_are_plain_vllms(right: list[Record], pair: Pair) -> None:
+def test_every_rank_takes_part_and_answers_are_plain_vllms(right: list[Record], pair: Pair) -> None:
     asked = prompts()
     ours = several(lambda one: ask(pair.proxy.url, one), asked)
     for one, expected, what in zip(ours, right, asked, strict=True):
         expect_same(one, expected, f"{len(what['prompt'])} tokens:")
-    assert all(pair.received()), f"a rank received nothing: {pair.received()}"
-    for server in [pair.prefill, *pair.servers]:
+    assert all(pair.moved_by_rank()), f"a rank moved nothing: {pair.moved_by_rank()}"
+    for server in [pair.single, *pair.servers]:
         wait_until_free(server)
         assert server.is_alive()
-    assert pair.prefill.metric("vllm:disagg_unclaimed_prefills_total") == 0
+    for server in pair.prefill:
+        assert server.metric("vllm:disagg_unclaimed_prefills_total") == 0
 
 
 def test_a_rank_that_dies(right: list[Record], pair: Pair) -> None:
-    """The rank of the last process: each answer is EXACT or CLEAN, and D ends."""
-    asked: list[Body] = [{**one, "cache_salt": pair.way} for one in prompts()[:24]]
+    """The rank of the last process: each answer is EXACT or CLEAN, and its engine ends."""
+    asked: list[Body] = [{**one, "cache_salt": pair.name} for one in prompts()[:24]]
     found = ask_while_it_dies(pair.proxy.url, asked, pair.parts[-1].child("EngineCore"))
     for one, expected in zip(found, right, strict=False):
         expect_exact_or_clean(one, expected)

@@ -35,6 +35,7 @@ pytestmark = pytest.mark.wide
 STAND_IN = {"ENGINE_CHANGES": "wide_ep"}
 WITH_EXPERTS = "--enable-expert-parallel"
 CASES = [(kind, experts) for kind in ("moe", "mla", "mtp") for experts in (False, True)]
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 SIDES = [(2, 0), (0, 2), (2, 2)]  # data parallel ranks of P and D
 
 
@@ -81,6 +82,7 @@ class Plain:
 
     def __init__(self) -> None:
         self._answers: dict[Case, list[Record]] = {}
+        self.accepted: dict[Case, float] = {}  # drafted tokens
 
     def answers(self, machine: Machine, case: Case) -> list[Record]:
         if case not in self._answers:
@@ -90,6 +92,7 @@ class Plain:
             urls = [plain.urls[at % 2] for at in range(len(asked))]
             found = several(lambda one: ask(urls[asked.index(one)], one), asked)
             assert {one.status for one in found} == {200}
+            self.accepted[case] = plain.metric(ACCEPTED)
             machine.stop(plain)
             self._answers[case] = found
         return self._answers[case]
@@ -176,6 +179,10 @@ def test_answers_are_plain_vllms_and_every_rank_takes_part(
     assert all(by_rank(pair.decode, "vllm:disagg_received_bytes_total")), (
         "a rank of D received nothing"
     )
+    # Wrong KV of a draft's layers shows in no token, only here.
+    assert pair.decode.metric(ACCEPTED) >= 0.95 * plain.accepted[case]
+    if case.kind == "mtp":
+        assert plain.accepted[case] > 0
     # Its API servers count a load when they hear of a later step.
     loads = "vllm:disagg_load_seconds_count"
     wait("each prompt is loaded", lambda: pair.decode.metric(loads) >= 100, 15)

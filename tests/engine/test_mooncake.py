@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from asking import Body, ask, body, expect_same, tokens
 from conftest import Machine
-from engines import Engine, Process, Proxy, beside, free_port
+from engines import BLOCK, Engine, Process, Proxy, beside, free_port, wait
+from test_kv_events import Events, announced
 from test_topologies import several
 
 pytestmark = pytest.mark.wide
@@ -45,7 +46,7 @@ class MooncakeMaster(Process):
         return True
 
 
-def engine(machine: Machine, name: str, role: str, cpu: str, config: Path) -> Engine:
+def engine(machine: Machine, name: str, role: str, cpu: str, config: Path, *more: str) -> Engine:
     """Returns an engine with both connectors."""
     store = {
         "kv_connector": "MooncakeStoreConnector",
@@ -55,6 +56,7 @@ def engine(machine: Machine, name: str, role: str, cpu: str, config: Path) -> En
         *("--dtype", "float32"),
         *("--num-gpu-blocks-override", str(BLOCKS)),
         *beside(store, role, machine.key),
+        *more,
     ]
     env = {"ENGINE_CHANGES": "host_mooncake", "MOONCAKE_CONFIG_PATH": str(config)}
     return Engine(name, machine.folder, *flags, cpu=cpu, env=env)
@@ -78,12 +80,15 @@ class Pair:
                 }
             )
         )
-        self.prefill = engine(machine, "mooncake-P", "kv_producer", "0", config)
-        self.decode = engine(machine, "mooncake-D", "kv_consumer", "1", config)
+        p_flags, p_events = announced()
+        d_flags, d_events = announced()
+        self.prefill = engine(machine, "mooncake-P", "kv_producer", "0", config, *p_flags)
+        self.decode = engine(machine, "mooncake-D", "kv_consumer", "1", config, *d_flags)
         self.plain = Engine("mooncake-plain", machine.folder, "--dtype", "float32", cpu="1")
         self.proxy = Proxy(machine.folder, self.prefill, self.decode, name="mooncake-proxy")
         machine.start(self.prefill, self.decode)
         machine.start(self.plain, self.proxy)
+        self.events = [Events(p_events), Events(d_events)]
 
     def check(self, asked: list[Body]) -> None:
         """Asserts that the fleet answers as the plain vLLM."""
@@ -98,7 +103,10 @@ def pair(machine: Machine) -> Iterator[Pair]:
     """Starts all, without the other engines of the session."""
     store = pytest.importorskip("mooncake.store", exc_type=ImportError)
     machine.stop()
-    yield Pair(machine, Path(store.__file__).parent)
+    made = Pair(machine, Path(store.__file__).parent)
+    yield made
+    for events in made.events:
+        events.close()
     machine.stop()
 
 
@@ -110,6 +118,9 @@ def test_answers_with_a_store_of_kv_beside(pair: Pair) -> None:
     assert pair.decode.received > 0, "no KV came from P"
     stored = pair.prefill.metric(MOVED)
     assert stored > 0, "the store was not used"
+    blocks = {tuple(one[:end]) for one in prompts for end in range(BLOCK, len(one) + 1, BLOCK)}
+    for events in pair.events:
+        wait("each block in the KV cache is announced", lambda e=events: blocks <= e.stored)
     for one in (pair.prefill, pair.decode):
         one.wait_free()
         assert one.is_alive()

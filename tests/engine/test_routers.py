@@ -35,6 +35,7 @@ from conftest import Main
 from engines import PEER_TIMEOUT_SECONDS, ROOT, Process, free_port, get, wait
 from test_api import stream
 from test_exact import LENGTHS, LONG, Transfers, needed
+from test_handovers import misuses
 from two_legs import ask_both, send_decode, send_prefill
 
 pytestmark = pytest.mark.wide
@@ -161,6 +162,21 @@ def check_in_trouble(main: Main, router: Router, fault: Callable[[], None], name
     timer.join()
     for one, expected in zip(ours, plain, strict=True):
         expect_exact_or_clean(one, expected)
+
+
+def test_misused_parameters_behind_a_router(main: Main, router: Router) -> None:
+    """A client's own parameters, and other people's: its answer, never another's KV."""
+    asked = body(tokens(400, f"misused {router.name}"), 24)
+    plain = ask(main.plain.url, asked)
+    other = body(tokens(400, f"of another client {router.name}"))
+    params, others = (send_prefill(main.prefill.url, one) for one in (asked, other))
+    assert params is not None and others is not None
+    cases = {"as they are": params, **misuses(params, others)}
+    bodies = [{**asked, "kv_transfer_params": misused} for misused in cases.values()]
+    answers = at_once(lambda one: ask_in_trouble(router.url, one), bodies)
+    for name, answer in zip(cases, answers, strict=True):
+        expect_same(answer, plain, f"{router.name}, {name}")
+    main.expect_well(1)
 
 
 def test_a_p_that_freezes_behind_a_router(main: Main, router: Router) -> None:

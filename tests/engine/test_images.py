@@ -5,8 +5,11 @@ from __future__ import annotations
 import base64
 import io
 import random
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -33,11 +36,16 @@ def pair(machine: Machine) -> Iterator[Pair]:
     machine.stop()
 
 
-def image(seed: str) -> Body:
-    """Returns a part of a message: random pixels as a data address."""
+def pixels(seed: str) -> bytes:
+    """Returns a PNG of random pixels."""
     packed = io.BytesIO()
     Image.frombytes("RGB", (56, 56), random.Random(seed).randbytes(3 * 56 * 56)).save(packed, "PNG")
-    address = f"data:image/png;base64,{base64.b64encode(packed.getvalue()).decode()}"
+    return packed.getvalue()
+
+
+def image(seed: str) -> Body:
+    """Returns a part of a message: random pixels as a data address."""
+    address = f"data:image/png;base64,{base64.b64encode(pixels(seed)).decode()}"
     return {"type": "image_url", "image_url": {"url": address}}
 
 
@@ -107,6 +115,51 @@ def test_a_hundred_chats_through_the_proxy(pair: Pair, machine: Machine) -> None
     assert len({record.texts for record in plain[40:72]}) > 16, (
         "images that change nothing show nothing"
     )
+
+
+def test_p_and_d_fetch_an_address_once_each(pair: Pair, machine: Machine) -> None:
+    """They compare hashes of images, so no third one fetches, and none fetches twice."""
+    fetched: Counter[str] = Counter()
+
+    class Images(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            fetched[self.path] += 1
+            found = pixels(self.path)
+            self.send_response(200)
+            self.send_header("content-type", "image/png")
+            self.send_header("content-length", str(len(found)))
+            self.end_headers()
+            self.wfile.write(found)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Images)
+    threading.Thread(target=server.serve_forever).start()
+    try:
+        paths = [f"/{at}.png" for at in range(12)]
+        asked = []
+        for path in paths:
+            url = f"http://127.0.0.1:{server.server_port}{path}"
+            part = {"type": "image_url", "image_url": {"url": url}}
+            asked.append(chat(english(300, path), part))
+        proxy = Proxy(machine.folder, pair.prefill, pair.decode, name="addresses-proxy")
+        machine.start(proxy)
+        before = pair.decode.metric("vllm:disagg_load_seconds_count")
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            ours = list(pool.map(lambda one: ask(proxy.url, one, CHAT), asked))
+            assert fetched == dict.fromkeys(paths, 2)
+            plain = list(pool.map(lambda one: ask(pair.plain.url, one, CHAT), asked))
+    finally:
+        server.shutdown()
+        server.server_close()
+    for found, expected in zip(ours, plain, strict=True):
+        expect_same(found, expected)
+    wait(
+        "each is loaded",
+        lambda: pair.decode.metric("vllm:disagg_load_seconds_count") == before + len(paths),
+    )
+    machine.stop(proxy)
 
 
 def packed(numbers: torch.Tensor) -> str:

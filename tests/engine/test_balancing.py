@@ -1,4 +1,4 @@
-"""Data parallel ranks that compute in step, balanced in each of vLLM's ways, at D and at P.
+"""Data parallel ranks that compute in step, balanced in vLLM's ways, at D and at P.
 
     internal   one API server; its second rank runs without one, as on another machine
     external   one API server for each rank

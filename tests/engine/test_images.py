@@ -118,12 +118,12 @@ def test_a_hundred_chats_through_the_proxy(pair: Pair, machine: Machine) -> None
 
 
 def test_p_and_d_fetch_an_address_once_each(pair: Pair, machine: Machine) -> None:
-    """They compare hashes of images, so no third one fetches, and none fetches twice."""
-    fetched: Counter[str] = Counter()
+    """P and D each fetch an image once; the proxy fetches none."""
+    fetched: list[str] = []  # by several threads
 
     class Images(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            fetched[self.path] += 1
+            fetched.append(self.path)
             found = pixels(self.path)
             self.send_response(200)
             self.send_header("content-type", "image/png")
@@ -145,20 +145,17 @@ def test_p_and_d_fetch_an_address_once_each(pair: Pair, machine: Machine) -> Non
             asked.append(chat(english(300, path), part))
         proxy = Proxy(machine.folder, pair.prefill, pair.decode, name="addresses-proxy")
         machine.start(proxy)
-        before = pair.decode.metric("vllm:disagg_load_seconds_count")
+        before = pair.decode.received
         with ThreadPoolExecutor(AT_ONCE) as pool:
             ours = list(pool.map(lambda one: ask(proxy.url, one, CHAT), asked))
-            assert fetched == dict.fromkeys(paths, 2)
+            assert Counter(fetched) == dict.fromkeys(paths, 2)
             plain = list(pool.map(lambda one: ask(pair.plain.url, one, CHAT), asked))
     finally:
         server.shutdown()
         server.server_close()
     for found, expected in zip(ours, plain, strict=True):
         expect_same(found, expected)
-    wait(
-        "each is loaded",
-        lambda: pair.decode.metric("vllm:disagg_load_seconds_count") == before + len(paths),
-    )
+    wait("KV moves", lambda: pair.decode.received > before)
     machine.stop(proxy)
 
 

@@ -176,6 +176,9 @@ def test_misused_parameters_behind_a_router(main: Main, router: Router) -> None:
     answers = at_once(lambda one: ask_in_trouble(router.url, one), bodies)
     for name, answer in zip(cases, answers, strict=True):
         expect_same(answer, plain, f"{router.name}, {name}")
+    before = main.decode.received
+    expect_same(send_decode(main.decode.url, other, others), ask(main.plain.url, other))
+    wait("the other client's KV is still there", lambda: main.decode.received > before)
     main.expect_well(1)
 
 

@@ -19,6 +19,7 @@ from vllm_release import IS_BEFORE_032
 
 import kv_connectors
 from kv_connectors import early_check, fingerprint
+from vllm_disagg import descriptor_table
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet import keys
 
@@ -42,6 +43,13 @@ def test_a_wrong_setting_ends_the_configuration() -> None:
     kv_connectors.register()
     with pytest.raises(ConfigError, match="did you mean transport"):
         VllmConfig(kv_transfer_config=use({"transprot": "zmq", "insecure": True}))
+
+
+def test_each_process_has_room_for_its_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserved: list[int] = []
+    monkeypatch.setattr(descriptor_table, "reserve", reserved.append)
+    kv_connectors.register()
+    assert reserved == [kv_connectors.RESERVED_DESCRIPTORS]
 
 
 def test_a_wrong_setting_of_a_child_ends_it_too() -> None:

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import re
 import resource
 import signal
 import socket
@@ -542,6 +543,24 @@ async def test_a_lack_of_files_is_one_line(
     await until(lambda: "files can be opened again" in caplog.text)
     watch.cancel()
     assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
+
+
+async def test_the_table_of_descriptors_has_its_size_before_clients_come(tmp_path: Path) -> None:
+    """The event loop would wait where it grows."""
+    key = str(tmp_path / "key")
+    keys.create(key)
+    command = [sys.executable, "-m", "vllm_disagg.cli", "proxy", "--port", "0", "--key-file", key]
+    process = await asyncio.create_subprocess_exec(*command, *D, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        await asyncio.wait_for(process.stdout.readline(), 60)  # its address
+        found = re.search(r"FDSize:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text())
+    finally:
+        process.kill()
+        await process.wait()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert found is not None
+    assert int(found[1]) >= min(most, 65536)
 
 
 LOOK_UP_LATE = """

@@ -16,6 +16,7 @@ from functools import partial
 
 import uvloop
 
+from .. import descriptor_table
 from ..errors import ConfigError
 from ..fleet import keys
 from .flags import add_arguments, old_names_warning
@@ -35,6 +36,7 @@ __all__ = ["add_arguments", "run"]
 
 # Python's default looks for cycles very often, and a request makes few.
 _GC_THRESHOLDS = (50_000, 20, 100)
+_RESERVED_DESCRIPTORS = 65536  # half a MiB of the kernel's memory
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
         log.warning(warning)
     _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))  # a stream takes two
+    descriptor_table.reserve(_RESERVED_DESCRIPTORS)
     gc.set_threshold(*_GC_THRESHOLDS)
     # A rotation of logs while the proxy starts must not end it; it opens new files anyway.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -85,12 +85,12 @@ def remarks(scenario: Scenario, placement: Placement) -> list[str]:
     found = []
     if d and max(p.dp, d.dp) > 1:
         found.append(
-            "vllm-disagg has served experts with data parallelism on CPUs only, with 2 ranks: see"
-            " the compatibility matrix; plan without --expert-parallel for other instances"
+            "vllm-disagg has served experts with data parallelism on CPUs only, on 4 ranks at most:"
+            " see the compatibility matrix; plan without --expert-parallel for other instances"
         )
     if max(p.dp, d.dp if d else 1) > 1:
         found.append(
-            "no run with data parallelism or parallel experts was measured: its error is not"
+            "no run with data parallelism or parallel experts is compared: its error is not"
             " known; each rank is taken to have equal work, and all-to-alls are DeepEP's"
         )
     if _spans_machines(scenario, placement):

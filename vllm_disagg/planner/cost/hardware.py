@@ -90,7 +90,7 @@ GPUS = {
     )
 }
 
-# Share of a GPU's memory that vLLM uses: --gpu-memory-utilization of vLLM 0.28 to 0.32.
+# Share of a GPU's memory that vLLM uses: --gpu-memory-utilization of vLLM 0.28 to 0.33.
 GPU_MEMORY_UTILIZATION = 0.92
 
 
@@ -108,7 +108,7 @@ MEDIUM_MEMORY_BYTES = 70 * GIB
 
 
 def engine_defaults(gpu: GpuType | None) -> EngineDefaults:
-    """Returns the defaults of an API server of vLLM 0.28 to 0.32; None is an unknown GPU.
+    """Returns the defaults of an API server of vLLM 0.28 to 0.33; None is an unknown GPU.
 
     Source: `EngineArgs.get_batch_defaults`, and `VllmConfig._set_cudagraph_sizes` of vLLM 0.32. An
     A100 has the small ones by its name.

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from vllm_disagg import descriptor_table
 
-# Of each process of an engine: clients of its API server, links of a worker to a large fleet.
-RESERVED_DESCRIPTORS = 4096
-
 
 def register() -> None:
     """Registers DisaggConnector, so that vLLM's --kv-transfer-config accepts that name."""
@@ -24,7 +21,7 @@ def register() -> None:
         )
     early_check.install()
     _permit_amx()
-    descriptor_table.reserve(RESERVED_DESCRIPTORS)
+    descriptor_table.reserve(descriptor_table.ENGINE_DESCRIPTORS)
 
 
 def _permit_amx() -> None:

@@ -7,6 +7,9 @@ import fcntl
 import os
 import resource
 
+# Of an engine's process: clients of its API server, or links of a worker to a large fleet.
+ENGINE_DESCRIPTORS = 4096
+
 
 def reserve(count: int) -> None:
     """Makes room for `count` descriptors, or for as many as the soft limit of open files allows.

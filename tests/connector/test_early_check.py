@@ -45,11 +45,11 @@ def test_a_wrong_setting_ends_the_configuration() -> None:
         VllmConfig(kv_transfer_config=use({"transprot": "zmq", "insecure": True}))
 
 
-def test_each_process_has_room_for_its_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_api_server_has_room_for_its_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     reserved: list[int] = []
     monkeypatch.setattr(descriptor_table, "reserve", reserved.append)
     kv_connectors.register()
-    assert reserved == [kv_connectors.RESERVED_DESCRIPTORS]
+    assert reserved == [descriptor_table.ENGINE_DESCRIPTORS]
 
 
 def test_a_wrong_setting_of_a_child_ends_it_too() -> None:

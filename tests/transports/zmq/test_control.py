@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import re
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import zmq
 
+from vllm_disagg import descriptor_table
 from vllm_disagg.config import Config
 from vllm_disagg.fleet.keys import KEY_BYTES, FleetKey
 from vllm_disagg.protocol import messages
@@ -80,6 +84,22 @@ def linked() -> Iterator[tuple[Worker, Worker]]:
     yield p, d
     for worker in (p, d):
         worker.control.close()
+
+
+def test_a_forked_worker_has_room_for_its_descriptors() -> None:
+    """A child's table is as large as it needs when it is forked, and grows while it serves."""
+    child = multiprocessing.get_context("fork").Process(target=_expect_room)
+    child.start()
+    child.join(LIMIT_SECONDS)
+    assert child.exitcode == 0
+
+
+def _expect_room() -> None:
+    control = Worker("w/0").control
+    found = re.search(r"FDSize:\s+(\d+)", Path("/proc/self/status").read_text())
+    control.close()
+    assert found is not None
+    assert int(found[1]) >= descriptor_table.ENGINE_DESCRIPTORS
 
 
 @pytest.mark.parametrize("is_to_sender", [True, False])

@@ -25,6 +25,7 @@ from collections.abc import Collection, Iterator
 import zmq
 from zmq.utils import z85
 
+from ... import descriptor_table
 from ...config import Config
 from ...errors import ConfigError
 from ...fleet.keys import FleetKey
@@ -65,6 +66,8 @@ class Control:
 
     def __init__(self, config: Config, key: FleetKey, name: str) -> None:
         raise_limit()
+        # vLLM may have forked this worker: the room that its plugin reserved is not inherited.
+        descriptor_table.reserve(descriptor_table.ENGINE_DESCRIPTORS)
         self.name = name
         self.config = config
         self._key = key

@@ -17,8 +17,8 @@ def reserve(count: int) -> None:
     For the start of a process, before a peer waits for its answers. Linux doubles the table while
     descriptors are opened, from 64 on. In a process of several threads the one that opens the next
     descriptor waits meanwhile for a grace period of RCU (`expand_files`): 7 to 15 ms on two busy
-    cores, and more than 10 s beside 30 other processes. A driver, or an event loop, answered nobody
-    for so long. A table never shrinks, and a descriptor takes 8 bytes of it.
+    cores, and more than 12 s beside two engines of two ranks. A driver answered nobody for so
+    long. A table never shrinks, and a descriptor takes 8 bytes of it.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -16,6 +17,7 @@ from vllm_disagg.driver import Driver
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.protocol import events
 from vllm_disagg.transports.collective import transport as collective
+from vllm_disagg.transports.collective.channel import LinkFailed
 from vllm_disagg.transports.collective.link import CollectiveLink, Slot
 from vllm_disagg.transports.collective.staging import HostStaging
 
@@ -237,6 +239,43 @@ def test_a_frozen_sender_comes_back_under_another_epoch(
     number = until_by_gloo(d, p, number + 1)
     assert load(d, p, number, TOKENS).reason is None
     assert digest(ours, BLOCKS) == p(f"digest {BLOCKS}")
+
+
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_a_receiver_learns_of_a_closed_end_by_its_next_request(
+    start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch, is_forgotten: bool
+) -> None:
+    """The note of it was lost: each load of the next 300 s took as long as it may stall."""
+    theirs, ours = memory(4096, 1), memory(4096, None)
+    p, d = start(theirs), start(ours)
+    sends = p._transports["gloo"]
+    end, number = time.monotonic() + LIMIT_SECONDS, 0
+    while not by_gloo(d):
+        assert time.monotonic() < end
+        prefill(p, name(number), TOKENS)
+        want(d, name(number), TOKENS, p.worker)
+        assert outcome(d).reason is None and outcome(p)  # type: ignore[union-attr]
+        number += 1
+    receiver = d.worker.name
+    closed = threading.Event()
+
+    def close() -> None:
+        port, by_port = sends._port, sends._port.send_to_receiver  # type: ignore[attr-defined]
+        monkeypatch.setattr(port, "send_to_receiver", lambda *_: None)
+        epoch = sends._receivers[receiver].epoch  # type: ignore[attr-defined]
+        sends._handle_as_sender(receiver, LinkFailed(epoch, "closed by the test"))  # type: ignore[attr-defined]
+        monkeypatch.setattr(port, "send_to_receiver", by_port)
+        if is_forgotten:
+            del sends._receivers[receiver]  # type: ignore[attr-defined]
+        closed.set()
+
+    sends._call_in_driver(close)  # type: ignore[attr-defined]
+    assert closed.wait(LIMIT_SECONDS)
+    prefill(p, name(number), TOKENS)
+    want(d, name(number), TOKENS, p.worker)
+    assert outcome(d).reason is None and outcome(p)  # type: ignore[union-attr]
+    assert digest(ours, BLOCKS) == digest(theirs, BLOCKS)
+    assert d.counters.received["zmq"]
 
 
 def test_a_frozen_receiver_holds_blocks_only_until_the_deadline(

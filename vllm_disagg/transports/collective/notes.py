@@ -75,10 +75,30 @@ class ChannelBroken(msgspec.Struct, frozen=True, tag="broken"):
 AtSenderEnd = PairRequest | LinkParameters | ChannelBroken
 AtReceiverEnd = LinkParameters | ChannelReady | ChannelPiece | ChannelBroken
 
+MAX_EPOCH_DIGITS = 9  # no Count has more
+
 T = TypeVar("T")
 _encode = Encoder().encode
 _receiver_note: Decoder[AtSenderEnd] = Decoder(AtSenderEnd)
 _sender_note: Decoder[AtReceiverEnd] = Decoder(AtReceiverEnd)
+
+
+def address(transport: str, epoch: int) -> str:
+    """Returns where the pieces of an epoch arrive, as in a receiver's requests."""
+    # With the epoch: a request that crosses a new pairing is not served by the new channel. Its
+    # read was cancelled with the old one.
+    return f"{transport}:{epoch}"
+
+
+def epoch_of(address: str) -> int | None:
+    """Returns the epoch that an address names, or None.
+
+    An address comes from another process, so its last part may be any text.
+    """
+    text = address.rpartition(":")[2]
+    if not text.isdecimal() or len(text) > MAX_EPOCH_DIGITS:
+        return None
+    return int(text)
 
 
 def encode(note: AtSenderEnd | AtReceiverEnd) -> bytes:

@@ -46,6 +46,8 @@ from .notes import (
     PairRequest,
 )
 
+NOT_OPEN = "the sender has closed its end"
+
 
 @dataclass
 class SenderEnd(ChannelEnd):
@@ -130,8 +132,9 @@ class SenderEnd(ChannelEnd):
     def _request_send(self, event: SendRequested, now: float) -> list[SenderEndAction]:
         can_send = self.state in (ChannelState.PROVING, ChannelState.UP)
         if event.epoch != self.epoch or not can_send:
-            # The receiver learns, or has learnt, that this epoch is over, and asks again.
-            return [SendFinished(event.piece)]
+            # The first note of that may have been lost. An idle end of the receiver would ask for
+            # pieces of this epoch until IDLE_SECONDS, and each load would stall.
+            return [SendFinished(event.piece), SendNote(ChannelBroken(event.epoch, NOT_OPEN))]
         # The receiver has the proof, although its send has not been seen to end here.
         self.state = ChannelState.UP
         # An idle channel makes no progress; its time counts from this request on. Otherwise a Tick

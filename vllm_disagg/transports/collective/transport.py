@@ -34,7 +34,7 @@ from .channel import ChannelState
 from .link import MakeLink
 from .proof import proof_seed
 from .receiver_end import ReceiverEnd
-from .sender_end import SenderEnd
+from .sender_end import NOT_OPEN, SenderEnd
 from .staging import Staging
 from .worker import MAX_COMMUNICATORS, CollectiveWorker
 
@@ -124,14 +124,16 @@ class CollectiveTransport:
 
     def send(self, piece: SendPiece) -> None:
         """Queues a piece in the channel that its address names; ends in one SendCompleted."""
-        # The address comes from another process, so its last part may be any text.
-        epoch = piece.address.rpartition(":")[2]
-        if piece.reader in self._receivers and epoch.isdecimal():
-            request = channel.SendRequested(piece, int(epoch))
-            self._handle_as_sender(piece.reader, request)
-        else:
-            # Unknown here, or forgotten. Without this event the sender would hold the blocks.
-            self._events.append(piece.completed())
+        epoch = notes.epoch_of(piece.address)
+        if epoch is not None and piece.reader in self._receivers:
+            self._handle_as_sender(piece.reader, channel.SendRequested(piece, epoch))
+            return
+        # Without this event the sender would hold the blocks.
+        self._events.append(piece.completed())
+        if epoch is not None:
+            # The receiver is unknown here, or forgotten. See `SenderEnd._request_send`.
+            encoded = notes.encode(notes.ChannelBroken(epoch, NOT_OPEN))
+            self._port.send_to_receiver(piece.reader, encoded)
 
     def post_read(self, read: PostRead) -> None:
         """Accepts a read, unless the channel of its address is closed."""
@@ -151,12 +153,7 @@ class CollectiveTransport:
         end = self._senders.get(sender)
         if end is None or end.state is not ChannelState.UP:
             return ""
-        return self._address(end.epoch)
-
-    def _address(self, epoch: int) -> str:
-        # With the epoch: a request that crosses a new pairing is not served by the new channel. Its
-        # read was cancelled with the old one.
-        return f"{self._name}:{epoch}"
+        return notes.address(self._name, end.epoch)
 
     def _scatter(self, read: PostRead, sender: str, delivery: channel.DeliverSlot) -> None:
         """Scatters a slot into the blocks of a read; ends in its ReadCompleted."""
@@ -386,7 +383,8 @@ class CollectiveTransport:
             return
         connected = "%s: connected and proved; pieces of %s come by %s"
         log.info(connected, self._name, sender, self._name)
-        changed = TransportChanged(sender, self._address(epoch), self._piece_bytes)
+        address = notes.address(self._name, epoch)
+        changed = TransportChanged(sender, address, self._piece_bytes)
         self._events.append(changed)
 
     def _open(

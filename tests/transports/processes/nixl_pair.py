@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import fake_gpu
@@ -33,6 +34,16 @@ in_device_memory = pytest.mark.skipif(
 # So that a busy machine does not look like a silent peer.
 PATIENT = {"transport": "nixl", "peer_timeout": 30.0, "lease": 120.0}
 QUICK = {"peer_timeout": 8.0, "keepalive_interval": 0.5}
+
+
+def has_two_libnls() -> bool:
+    """Returns whether NIXL's copy of libnl-route and the system's are both in this process.
+
+    The system's comes with ibverbs-providers. A process that ends by exit() then dies by SIGSEGV in
+    NIXL's copy, also one that has only made a bare nixl_agent (NIXL 1.5.1).
+    """
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    return sum("/libnl-route-3" in path for path in mapped) > 1
 
 
 def Source(

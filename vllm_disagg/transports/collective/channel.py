@@ -36,6 +36,8 @@ Rules, checked by `validate` and by tests/transports/collective/test_channel.py:
   3. Each SendRequested ends in exactly one SendFinished, and not while its blocks are being read.
   4. Events of another epoch have no effect, with one exception: a gather that has ended gives its
      blocks back.
+  5. A request by an epoch that is not open at the sender's end is answered by ChannelBroken. So a
+     lost note of its end costs one request, not IDLE_SECONDS.
 """
 
 from __future__ import annotations

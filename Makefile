@@ -12,6 +12,7 @@
 # make gpu-proof what can be proved of the path for GPUs without a GPU; the last line is JSON (the engines take longest)
 # make page-proof  the status page in Debian's chromium, with axe-core and with real engines; writes the pictures of the documents
 # make operator-proof  what operators see and deploy: doctor, status page, alert rules, manifests, images, units, nginx, engines replaced under load, Ray; the last line is JSON
+# make freezes   two workers by each transport, frozen at random moments of loads; SECONDS for each; one line of JSON each
 # make worlds    10,000 seeded worlds of vLLM's own schedulers (SEEDS=100000, FIRST=0); the last line is JSON
 # make world-faults  planted faults of the scheduler's half that these worlds must find alone; the last line is JSON
 # make fuzz     hostile frames, bodies and bytes at every port; FRAMES and SECONDS choose how many; the last line is JSON
@@ -48,7 +49,7 @@ WAITING   := $(addprefix tests/,proxy doctor unit deploy soak launcher bench tra
 COMPUTING := $(addprefix tests/,protocol kv fleet connector planner workloads transports/collective simulation scheduler_worlds property gpu fuzz)
 QUICK     := $(WAITING) $(COMPUTING)
 
-.PHONY: setup demo check static quick-waiting quick-computing coverage test processes some-mutants wide routers chaos versions versions-python gpu gpu-proof page-proof operator-proof fuzz fuzz-engines worlds world-faults mutants bench bench-proxy bench-transport goodput planner-accuracy soak house clean
+.PHONY: setup demo check static quick-waiting quick-computing coverage test processes some-mutants wide routers chaos versions versions-python gpu gpu-proof page-proof operator-proof fuzz fuzz-engines freezes worlds world-faults mutants bench bench-proxy bench-transport goodput planner-accuracy soak house clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.ours
@@ -189,6 +190,11 @@ worlds: setup
 
 world-faults: setup
 	$(BIN)/python tests/scheduler_worlds/world_faults.py
+
+# Two workers by each transport, SECONDS for each: frozen at random moments.
+freezes: setup
+	PYTHONPATH=. $(BIN)/python tests/transports/processes/freezes.py \
+		--seconds $(or $(SECONDS),300) --seed $(or $(SEED),0)
 
 # In one process FRAMES inputs, at the ports of each real process SECONDS, then FLOOD more at each
 # worker's without a pause; SEED repeats a run.

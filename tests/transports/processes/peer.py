@@ -8,6 +8,7 @@ JSON:
     outcome                     wait for the LoadResult, or for another result
     received                    bytes written into blocks, by transport
     digest BLOCKS               hash of the first blocks
+    clear                       fill all blocks with zeros
     count WHAT DEVICE           a total of the fake CUDA driver
 """
 
@@ -217,6 +218,28 @@ def outcome(
     raise AssertionError("nothing came")
 
 
+def obey(made: Driver, ours: HostMemory, what: str, args: Sequence[str]) -> object:
+    """Carries out a command; returns its answer."""
+    match what:
+        case "prefill":
+            prefill(made, args[0], int(args[1]))
+        case "want":
+            want(made, args[0], int(args[1]), msgspec.json.decode(args[2], type=WorkerInfo))
+        case "outcome":
+            return str(outcome(made))
+        case "received":
+            return made.counters.received
+        case "digest":
+            return digest(ours, int(args[0]))
+        case "clear":
+            for layer in ours.planes:
+                for plane in layer:
+                    plane[:] = 0
+        case "count":
+            return fake_gpu.count(args[0].replace("_", " "), int(args[1]))
+    return None
+
+
 def main() -> None:
     logging.basicConfig(level=logging.INFO)
     settings, row, seed, lie = json.loads(sys.argv[1])
@@ -231,20 +254,7 @@ def main() -> None:
     print(json.dumps(msgspec.to_builtins(made.worker)), flush=True)
     for line in sys.stdin:
         what, *args = line.split(maxsplit=3)
-        answer: object = None
-        if what == "prefill":
-            prefill(made, args[0], int(args[1]))
-        elif what == "want":
-            want(made, args[0], int(args[1]), msgspec.json.decode(args[2], type=WorkerInfo))
-        elif what == "outcome":
-            answer = str(outcome(made))
-        elif what == "received":
-            answer = made.counters.received
-        elif what == "digest":
-            answer = digest(ours, int(args[0]))
-        elif what == "count":
-            answer = fake_gpu.count(args[0].replace("_", " "), int(args[1]))
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(obey(made, ours, what, args)), flush=True)
     made.close()
 
 

@@ -121,6 +121,27 @@ def test_proxies_behind_one_balancer_are_a_warning(
     assert caplog.text.count("http://proxies/disagg/register answers with another challenge") == 1
 
 
+def test_no_pause_follows_a_note_that_took_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one of two workers of the proxy frozen, a healthy engine left the fleet."""
+    begun: list[float] = []
+    has_begun = threading.Semaphore(0)
+
+    def post(self: Registration, data: bytes) -> tuple[int, dict[str, object]]:
+        begun.append(time.monotonic())
+        has_begun.release()
+        time.sleep(0.5 if len(begun) == 1 else 0.0)
+        return 200, {}
+
+    monkeypatch.setattr(Registration, "_post", post)
+    monkeypatch.setattr(vllm_disagg.fleet.registration, "REGISTER_SECONDS", 0.45)
+    made = Registration("http://proxy", FleetKey(b"k" * 32), "i", "decode", "http://engine:8000")
+    for _ in range(3):
+        assert has_begun.acquire(timeout=60)
+    made.close()
+    assert begun[1] - begun[0] < 0.9, "the note and a pause behind it"
+    assert begun[2] - begun[1] > 0.4, "a pause behind a quick note"
+
+
 class LaterNote(RegistrationNote, frozen=True):
     """A note of a later release."""
 

@@ -25,6 +25,7 @@ import hmac
 import json
 import logging
 import threading
+import time
 import urllib.error
 import urllib.request
 from functools import cache
@@ -40,7 +41,7 @@ from .keys import FleetKey
 log = logging.getLogger("vllm_disagg.fleet.registration")
 
 REGISTER_PATH = "/disagg/register"
-REGISTER_SECONDS = 2.0  # between two notes
+REGISTER_SECONDS = 2.0  # between the beginnings of two notes
 TIMEOUT_SECONDS = 3.0  # for one note
 MAX_NOTE_BYTES = 4096  # of one note, and of its answer
 MAX_TRIES = 2  # the first note, and the first after a proxy's restart, are answered by a challenge
@@ -145,8 +146,11 @@ class Registration:
 
     def _run(self) -> None:
         while not self._closing.is_set():
+            began = time.monotonic()
             self._register(leaving=False)
-            self._closing.wait(REGISTER_SECONDS)
+            # No pause behind a note that met a frozen worker of the proxy: the next one may reach
+            # another worker before this engine's registration runs out.
+            self._closing.wait(max(0.0, began + REGISTER_SECONDS - time.monotonic()))
         self._register(leaving=True)
 
     def _register(self, leaving: bool) -> None:

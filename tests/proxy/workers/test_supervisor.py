@@ -30,8 +30,8 @@ from vllm_disagg.proxy.workers.bus import (
     frame,
     receive,
 )
-from vllm_disagg.proxy.workers.shared_load import SharedLoad, size
-from vllm_disagg.proxy.workers.supervisor import BusHub, _keep_running, _run_process
+from vllm_disagg.proxy.workers.shared_load import SharedLoad, clear, size
+from vllm_disagg.proxy.workers.supervisor import BusHub, _keep_running, _ping, _run_process
 
 
 def test_load_is_shared() -> None:
@@ -61,10 +61,23 @@ def test_load_is_shared() -> None:
     assert all(sync_rest) and [i.in_flight for i in seen[1:]] == [0, 0]
     seen[2].prefill_legs = 4
     tables[2].sync([seen[2]])
-    SharedLoad(fd, 2, 3)  # the worker died, and another one took its place
+    clear(fd, 2, 3)  # the worker died
     tables[1].sync([seen[1]])
     assert seen[1].prefill_legs == 0
     os.close(fd)
+
+
+def test_a_worker_answers_a_ping() -> None:
+    table = os.memfd_create("test")
+    os.truncate(table, size(1))
+    ours, theirs = socket.socketpair()
+    bus = WorkerBus(WorkerPlace(0, 1, theirs.fileno(), table, 0, "c"), Fleet([]), {}, lambda: None)
+    bus._apply(BusMessage("ping"), SimpleNamespace(), None)  # type: ignore[arg-type]
+    assert bus._unsent == [BusMessage("pong")]
+    theirs.detach()
+    bus._socket.close()
+    ours.close()
+    os.close(table)
 
 
 def test_metrics_of_all() -> None:
@@ -260,7 +273,11 @@ async def test_a_worker_that_cannot_start_again_is_tried_again(
 
     monkeypatch.setattr(supervisor, "_run_process", run_process)
     hub = BusHub(2)
-    assert await _keep_running(hub.workers[0], hub, [], WorkerPlace(0, 2, 0, 0, 0, "c"), stop) == 0
+    table = os.memfd_create("test")
+    os.truncate(table, size(2))
+    place = WorkerPlace(0, 2, 0, table, 0, "c")
+    assert await _keep_running(hub.workers[0], hub, [], place, stop) == 0
+    os.close(table)
     assert restarted == [False, True, True, True, True]
     lines = [record.getMessage().partition("ended with ")[2] for record in caplog.records]
     assert lines == [
@@ -294,14 +311,93 @@ async def test_a_process_that_cannot_be_started_is_tried_again(
 
     monkeypatch.setattr(supervisor, "start_worker", start_worker)
     table = os.memfd_create("test")
+    os.truncate(table, size(2))
+    load, other = SharedLoad(table, 0, 2), SharedLoad(table, 1, 2)
+    instance, seen = Instance("http://d", "decode"), Instance("http://d", "decode")
+    instance.prefill_legs = 3
+    load.sync([instance]), other.sync([seen])
+    assert seen.prefill_legs == 3
     hub = BusHub(1)
-    place = WorkerPlace(0, 1, 0, table, 0, "c", restarted=True)
+    place = WorkerPlace(0, 2, 0, table, 0, "c", restarted=True)
     async with asyncio.timeout(30):
         # The third process has begun when the proxy ends: it would wait for it for ever.
         ended = await _keep_running(hub.workers[0], hub, SLEEPING, place, stop)
     assert ended == 0 and tries == 3
     assert caplog.text.count("worker 0 cannot be started: no memory") == 2
+    other.sync([seen])
+    assert seen.prefill_legs == 0, "other workers wait for room that a dead one does not take"
     os.close(table)
+
+
+SCRIPTED_WORKER = """
+import json, socket, sys
+hub = socket.socket(fileno=json.loads(sys.argv[-1])["hub"])
+stream = hub.makefile("rwb")
+def send(kind):
+    message = json.dumps({"kind": kind}).encode()
+    stream.write(len(message).to_bytes(8, "big") + message)
+    stream.flush()
+send("ready")
+while size := stream.read(8):
+    if json.loads(stream.read(int.from_bytes(size, "big")))["kind"] == "ping":
+        send("pong")
+"""
+
+
+async def test_a_frozen_worker_is_killed(caplog: pytest.LogCaptureFixture) -> None:
+    """The kernel gave it its share of the connections, none of which was ever answered."""
+    command = [sys.executable, "-c", SCRIPTED_WORKER]
+    table = os.memfd_create("test")
+    hub = BusHub(2)
+    stop = asyncio.Event()
+    running = [
+        asyncio.create_task(
+            _run_process(worker, hub, command, WorkerPlace(worker.index, 2, 0, table, 0, "c"), stop)
+        )
+        for worker in hub.workers
+    ]
+    frozen, other = hub.workers
+    try:
+        async with asyncio.timeout(60):
+            for worker in hub.workers:
+                await worker.ready.wait()
+                for _ in range(supervisor.MAX_UNANSWERED_PINGS + 1):
+                    worker.ping()
+                    assert worker.unanswered_pings == 1
+                    await until(lambda worker=worker: not worker.unanswered_pings)
+            assert frozen.process and not any(task.done() for task in running)
+            frozen.process.send_signal(signal.SIGSTOP)
+            for _ in range(supervisor.MAX_UNANSWERED_PINGS):
+                frozen.ping()
+                other.ping()
+            await until(lambda: not other.unanswered_pings)
+            assert not running[0].done(), "killed one ping early"
+            frozen.ping()
+            assert await running[0] == -signal.SIGKILL
+        assert "worker 0 has answered none of 4 pings" in caplog.text
+        assert not running[1].done() and other.process
+        other.process.kill()
+        assert await running[1] == -signal.SIGKILL
+    finally:
+        os.close(table)
+
+
+def test_a_worker_that_starts_is_not_pinged() -> None:
+    """It answers nothing while it imports, which takes long on a crowded machine."""
+    starting = supervisor.WorkerProcess(0)
+    starting.process = starting.writer = SimpleNamespace()  # type: ignore[assignment]
+    starting.ping()
+    assert not starting.unanswered_pings
+
+
+async def test_each_worker_is_pinged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "PING_SECONDS", 0.001)
+    asked = [asyncio.Event(), asyncio.Event()]
+    pinging = asyncio.create_task(_ping([SimpleNamespace(ping=one.set) for one in asked]))  # type: ignore[misc]
+    async with asyncio.timeout(60):
+        for one in asked:
+            await one.wait()
+    pinging.cancel()
 
 
 @pytest.mark.parametrize("failure", ["connection", "end"])

@@ -320,6 +320,20 @@ def test_a_request_of_a_closed_epoch_tells_the_receiver() -> None:
     assert world.routed is None
 
 
+def test_a_late_request_does_not_break_the_next_epoch() -> None:
+    """It crosses the PairRequest that follows, as requests and notes have ways of their own."""
+    p, d = SenderEnd(PATIENCE), ReceiverEnd(PATIENCE, slot=SLOT)
+    d.epoch = 1  # the first one is over
+    _, request = d.handle(channel.ConnectChannel(), 0.0)
+    assert isinstance(request, channel.SendNote) and isinstance(request.note, notes.PairRequest)
+    p.handle(request.note, 0.0)
+    late = SendPiece("t", "d", "x:1", 0, Extent(0, 1, 0, 1), [0])
+    finished, told = p.handle(channel.SendRequested(late, 1), 0.1)
+    assert finished == channel.SendFinished(late) and isinstance(told, channel.SendNote)
+    assert isinstance(told.note, notes.ChannelBroken) and d.handle(told.note, 0.2) == []
+    assert d.state is channel.ChannelState.OPENING and d.epoch == 2
+
+
 def test_a_full_ring_delays_and_never_grows() -> None:
     world = World(0)
     world.chaos, world.is_eager = {}, False

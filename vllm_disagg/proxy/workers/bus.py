@@ -15,6 +15,7 @@ Messages between a worker and the hub:
     render            hub -> workers          send your text
     rendered          worker -> hub           this worker's text
     texts             hub -> worker           the texts of all
+    ping, pong        hub -> workers -> hub   a worker that does not answer is frozen
 
 A text is a worker's metrics, or its share of the status page.
 
@@ -52,7 +53,17 @@ class BusMessage(msgspec.Struct, omit_defaults=True):
     """Carries one message between a worker and the hub; `kind` decides which fields are set."""
 
     kind: Literal[
-        "ready", "change", "note", "roles", "challenge", "ask", "render", "rendered", "texts"
+        "ready",
+        "change",
+        "note",
+        "roles",
+        "challenge",
+        "ask",
+        "render",
+        "rendered",
+        "texts",
+        "ping",
+        "pong",
     ]
     change: MembershipChange | None = None
     roles: dict[str, Role] = {}  # by URL
@@ -164,6 +175,8 @@ class WorkerBus:
             members.set_roles(message.roles)
         elif message.kind == "render":
             self._send(BusMessage("rendered", topic=message.topic, text=self._text(message.topic)))
+        elif message.kind == "ping":
+            self._send(BusMessage("pong"))
         elif message.kind == "texts":
             pending = self._pending_texts[message.topic]
             self._pending_texts[message.topic] = []

@@ -35,7 +35,6 @@ class SharedLoad:
         self._other_rows = [r for r in range(workers) if r != row]
         # The other workers' share in each instance's counters.
         self._others: dict[Instance, list[int]] = {}
-        clear(self._table, row)  # of an earlier process of this worker
 
     def sync(self, instances: Iterable[Instance]) -> bool:
         """Writes this worker's counts and adds the others'; returns whether any of theirs fell."""
@@ -68,10 +67,11 @@ class SharedLoad:
         return sums
 
 
-def clear(table: memoryview, row: int) -> None:
-    """Sets all counts of one row to zero."""
-    zeros = memoryview(bytes(ROW_CELLS * CELL_BYTES)).cast("q")
-    table[row * ROW_CELLS : (row + 1) * ROW_CELLS] = zeros
+def clear(fd: int, row: int, workers: int) -> None:
+    """Sets the counts of a worker that has died to zero: its requests ended with it."""
+    row_bytes = ROW_CELLS * CELL_BYTES
+    with mmap.mmap(fd, size(workers)) as table:
+        table[row * row_bytes : (row + 1) * row_bytes] = bytes(row_bytes)
 
 
 def _clear_slot(table: memoryview, row: int, slot: int) -> None:

@@ -5,6 +5,7 @@ Life of a proxy worker:
     started -> ready (it sends `ready`) -> died -> started again after RESTART_SECONDS
        '-> died before it was ready, or with REFUSED_EXIT_STATUS: the whole proxy ends
     started again -> died before it was ready -> started again, later each time
+    ready -> silent for MAX_UNANSWERED_PINGS -> killed: the kernel goes on giving it connections
 
 A new process gets the changes that the admin API has made so far, and the roles that follow the
 load. Its death ends the requests of its own clients only. A worker whose first process cannot serve
@@ -46,6 +47,8 @@ log = logging.getLogger(__name__)
 REFUSED_EXIT_STATUS = 3  # of a worker that has printed why it cannot serve; it is not restarted
 RESTART_SECONDS = 0.5  # until a dead worker is started again
 MAX_RESTART_SECONDS = 30.0  # the same after several processes that were never ready
+PING_SECONDS = 5.0  # between two messages that each worker must answer
+MAX_UNANSWERED_PINGS = 4
 NOTE_LIFE_SECONDS = 10.0  # age up to which a registration is repeated to a new worker
 
 
@@ -57,6 +60,7 @@ class WorkerProcess:
         self.process: asyncio.subprocess.Process | None = None
         self.writer: asyncio.StreamWriter | None = None
         self.ready = asyncio.Event()
+        self.unanswered_pings = 0  # since the last message of the process
         self._renewal_due = False  # once the process is ready
 
     def on_ready(self) -> None:
@@ -75,6 +79,26 @@ class WorkerProcess:
             self._renewal_due = True
         elif self.process and self.process.returncode is None:
             self.process.send_signal(signal.SIGHUP)
+
+    def ping(self) -> None:
+        """Asks a process that serves for a sign of life, and kills one that gives none.
+
+        Counts pings, not time: while the whole machine stands still none is sent.
+        """
+        if not (self.process and self.writer and self.ready.is_set()):
+            return
+        if self.unanswered_pings < MAX_UNANSWERED_PINGS:
+            self.unanswered_pings += 1
+            self.send(BusMessage("ping"))
+            return
+        log.error(
+            "supervisor: worker %d has answered none of %d pings in %g s, so it is killed",
+            self.index,
+            MAX_UNANSWERED_PINGS,
+            MAX_UNANSWERED_PINGS * PING_SECONDS,
+        )
+        with suppress(ProcessLookupError):
+            self.process.kill()
 
     def send(self, message: BusMessage) -> None:
         """Sends a message, or drops it when no process is connected."""
@@ -181,6 +205,7 @@ class BusHub:
 
     def on_message(self, worker: WorkerProcess, message: BusMessage, now: float) -> None:
         """Handles one message of a worker."""
+        worker.unanswered_pings = 0
         if message.kind == "ready":
             self.on_ready(worker, now)
             worker.on_ready()
@@ -262,8 +287,10 @@ async def supervise(
             place = WorkerPlace(worker.index, count, 0, table, port, hub.challenge)
             keepers.append(loop.create_task(_keep_running(worker, hub, command, place, stop)))
         started = loop.create_task(_when_ready(hub.workers, partial(ready, port)))
+        pinging = loop.create_task(_ping(hub.workers))
         await stop.wait()
         started.cancel()
+        pinging.cancel()
         for worker in hub.workers:
             if worker.process and worker.process.returncode is None:
                 worker.process.terminate()
@@ -274,6 +301,13 @@ async def _when_ready(workers: list[WorkerProcess], callback: Callable[[], None]
     for worker in workers:
         await worker.ready.wait()
     callback()
+
+
+async def _ping(workers: list[WorkerProcess]) -> None:
+    while True:
+        await asyncio.sleep(PING_SECONDS)
+        for worker in workers:
+            worker.ping()
 
 
 def _reserve(host: str, port: int) -> socket.socket:
@@ -315,6 +349,7 @@ async def _keep_running(
         worker.ready.clear()
         place = msgspec.structs.replace(place, restarted=True)
         hub.on_death(worker)
+        shared_load.clear(place.table, worker.index, place.count)
         pause = RESTART_SECONDS if was_ready else min(2 * pause, MAX_RESTART_SECONDS)
         log.error(
             "supervisor: worker %d ended with status %d%s and is started again in %g s%s",

@@ -75,7 +75,7 @@ class ChannelBroken(msgspec.Struct, frozen=True, tag="broken"):
 AtSenderEnd = PairRequest | LinkParameters | ChannelBroken
 AtReceiverEnd = LinkParameters | ChannelReady | ChannelPiece | ChannelBroken
 
-MAX_EPOCH_DIGITS = 9  # no Count has more
+MAX_EPOCH_DIGITS = 9  # any number of so many is a Count
 
 T = TypeVar("T")
 _encode = Encoder().encode

@@ -61,13 +61,15 @@ def power_of(scenario: Scenario) -> Criterion:
     for source in (scenario.prefill, scenario.decode):
         name = gpu_name(source)
         if not name:
-            raise ConfigError("--by power needs --gpu: a profile does not name its GPU")
+            raise ConfigError(
+                "--by power needs --gpu, also beside --profile: the GPU that it measured"
+            )
         watts.append(hardware.gpu(name).watts / 1000)
     return Criterion("kW", *watts)
 
 
 def gpu_name(source: PerformanceSource) -> str:
-    """Returns the GPU type of a source; empty for a profile."""
+    """Returns the GPU type of a source; empty for a profile without --gpu."""
     if source.gpu:
         return source.gpu.name
     return COEFFICIENTS_GPU if source.kind == "coefficients" else ""
@@ -108,7 +110,9 @@ def _price(prices: dict[str, float], source: PerformanceSource, path: str) -> fl
     """Returns the price of a source's GPU. Raises ConfigError if the file has none."""
     name = gpu_name(source)
     if not name:
-        raise ConfigError("--prices goes with --gpu: a profile does not name its GPU")
+        raise ConfigError(
+            "--prices goes with --gpu, also beside --profile: the GPU that it measured"
+        )
     if name not in prices:
         raise ConfigError(f"--prices: {path} has no price of {name}")
     return prices[name]

@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu",
         action=GivenText,
         metavar="NAME",
-        help=f"roofline of a GPU: {', '.join(hardware.GPUS)}",
+        help="roofline of a GPU; beside --profile the GPU that it must have measured:"
+        f" {', '.join(hardware.GPUS)}",
     )
     add(
         "--profile",
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--decode-gpu",
         action=GivenText,
         metavar="NAME",
-        help="GPU of the decode instances (default: as --gpu)",
+        help="GPU of the decode instances, or of --decode-profile (default: as --gpu)",
     )
     add(
         "--decode-profile",

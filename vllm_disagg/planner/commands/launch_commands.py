@@ -156,8 +156,8 @@ def _length_and_schedule_remarks(scenario: Scenario, placement: Placement) -> li
 
 
 def _is_of_gpus(scenario: Scenario) -> bool:
-    """Returns whether the step times are of GPUs; a profile may be of a CPU."""
-    return scenario.prefill.kind != "profile"
+    """Returns whether the step times are of GPUs; a profile without --gpu may be of a CPU."""
+    return scenario.prefill.gpu is not None or scenario.prefill.kind != "profile"
 
 
 def _own_gpus(scenario: Scenario, placement: Placement) -> list[str]:

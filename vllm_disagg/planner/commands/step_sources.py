@@ -53,18 +53,7 @@ def named_sources(args: argparse.Namespace) -> StepSources:
     """Returns the sources that the flags name; raises ConfigError for flags that do not fit."""
     _check_source(args)
     if args.profile:
-        loaded = model.load(args.model, args.kv_cache_dtype) if args.model else None
-        if args.decode_gpu:
-            raise ConfigError("--decode-gpu goes with --gpu; give --decode-profile")
-        points = _points(args.profile, args.model)
-        prefill, fits = _profiled(args.profile, points, loaded)
-        decode = prefill
-        if args.decode_profile:
-            decode_points = _points(args.decode_profile, args.model)
-            profile.check_pair(points, decode_points)
-            decode, decode_fits = _profiled(args.decode_profile, decode_points, loaded)
-            fits += decode_fits
-        return StepSources("profile", prefill, decode, fits)
+        return _profiles(args)
     if args.decode_profile:
         raise ConfigError("--decode-profile goes with --profile")
     if not args.model:
@@ -90,15 +79,16 @@ def _check_source(args: argparse.Namespace) -> None:
     """Raises ConfigError unless one source is given, with flags that go with it."""
     given = [name for name in ("gpu", "profile", "coefficients") if getattr(args, name)]
     for name in ("node_gpus", "node_links", "speculative_config"):
-        if getattr(args, name) and not args.gpu:
-            raise ConfigError(f"--{name.replace('_', '-')} goes with --gpu")
+        if getattr(args, name) and given != ["gpu"]:
+            without = ", without --profile" if args.gpu and args.profile else ""
+            raise ConfigError(f"--{name.replace('_', '-')} goes with --gpu{without}")
     if args.acceptance_length is not None and not args.speculative_config:
         raise ConfigError("--acceptance-length goes with --speculative-config")
     if args.itl is not None and args.speculative_config:
         raise ConfigError("--itl goes without --speculative-config: steps have several tokens")
     if args.profile and args.expert_parallel:
         raise ConfigError("--expert-parallel goes with --gpu and a model that has experts")
-    if len(given) != 1:
+    if len(given) != 1 and given != ["gpu", "profile"]:
         raise ConfigError(
             "give one of --gpu, --profile and --coefficients: the source of the step times"
         )
@@ -125,6 +115,36 @@ def _in_nodes(args: argparse.Namespace, gpu: hardware.GpuType) -> hardware.GpuTy
         return found
     link = hardware.link(args.link or DEFAULT_LINKS["roofline"])
     return msgspec.structs.replace(found, fabric=link.bandwidth * args.node_links / found.node)
+
+
+def _profiles(args: argparse.Namespace) -> StepSources:
+    """Returns the sources of profiles. Raises ConfigError if a file is not of the GPU named."""
+    loaded = model.load(args.model, args.kv_cache_dtype) if args.model else None
+    if args.decode_gpu and not args.decode_profile:
+        raise ConfigError("--decode-gpu goes with --gpu, or with --decode-profile")
+    points = _points(args.profile, args.model)
+    prefill, fits = _profiled(args.profile, points, loaded)
+    prefill = _of_gpu(prefill, points, "--profile", args.gpu)
+    decode = prefill
+    if args.decode_profile:
+        decode_points = _points(args.decode_profile, args.model)
+        profile.check_pair(points, decode_points)
+        decode, decode_fits = _profiled(args.decode_profile, decode_points, loaded)
+        gpu = args.decode_gpu or args.gpu
+        decode = _of_gpu(decode, decode_points, "--decode-profile", gpu)
+        fits += decode_fits
+    return StepSources("profile", prefill, decode, fits)
+
+
+def _of_gpu(
+    source: PerformanceSource, points: profile.ProfilePoints, flag: str, name: str
+) -> PerformanceSource:
+    """Returns a profile's source with the GPU type named, if one is; checks it with the file."""
+    if not name:
+        return source
+    gpu = hardware.gpu(name)
+    profile.check_gpu(points, flag, source.name, gpu)
+    return msgspec.structs.replace(source, gpu=gpu)
 
 
 def _points(path: str, name: str | None) -> profile.ProfilePoints:

@@ -8,6 +8,7 @@ total, up to 6 % from the data sheet's figure.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import msgspec
@@ -89,6 +90,9 @@ GPUS = {
         GpuType("l4", 121e12, 0.3e12, 22.0 * GIB, 32e9, 72.0, 2.0),  # L4 data sheet; PCIe 4
     )
 }
+
+# Words of boards that share a name with a type of GPUS, and have less bandwidth or power.
+OTHER_BOARDS = {"pcie", "nvl"}
 
 # Share of a GPU's memory that vLLM uses: --gpu-memory-utilization of vLLM 0.28 to 0.33.
 GPU_MEMORY_UTILIZATION = 0.92
@@ -181,6 +185,16 @@ def gpu(name: str) -> GpuType:
     if key not in GPUS:
         raise ConfigError(f"{name} is not a known GPU: give one of {', '.join(GPUS)}")
     return GPUS[key]
+
+
+def type_of(name: str) -> str:
+    """Returns the key in GPUS of a GPU by the name that its driver gives; empty for all others."""
+    words = set(re.split(r"[\s-]+", name.lower()))
+    if words & OTHER_BOARDS:
+        return ""
+    if "a100" in words:
+        return "a100-40" if words & {"40", "40gb"} else "a100"
+    return next((key for key in GPUS if words >= set(key.split("-"))), "")
 
 
 def link(text: str) -> NetworkLink:

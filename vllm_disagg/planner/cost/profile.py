@@ -17,7 +17,7 @@ from packaging.version import InvalidVersion, Version
 
 from ...errors import ConfigError
 from ...fleet.conventions import OLDEST_VLLM
-from .hardware import MeasuredHandoff
+from .hardware import GpuType, MeasuredHandoff, type_of
 from .known_models import key_within
 from .latency import LinearLatency
 
@@ -153,6 +153,26 @@ def check_model(points: ProfilePoints, path: str, model: str) -> None:
     raise ConfigError(
         f"--profile: {path} measured {points.model}, not {model}: give the --model that it"
         " measured, or a profile of this one"
+    )
+
+
+def check_gpu(points: ProfilePoints, flag: str, path: str, gpu: GpuType) -> None:
+    """Raises ConfigError unless the points, of the file that `flag` names, are of this GPU."""
+    measured = type_of(points.gpu)
+    if measured == gpu.name:
+        return
+    gpu_flag = flag.replace("profile", "gpu")
+    left_out = "leave --gpu out" if gpu_flag == "--gpu" else "leave --gpu and --decode-gpu out"
+    if not points.gpu:
+        where = f" ({points.machine})" if points.machine else ""
+        raise ConfigError(
+            f"{flag}: {path} names no GPU{where}, so it is not known to be of {gpu.name}:"
+            f" run vllm-disagg profile on the instance's machine, or {left_out}"
+        )
+    its_own = f"give {gpu_flag} {measured}" if measured else left_out
+    raise ConfigError(
+        f"{flag}: {path} measured {points.gpu}, not {gpu.name}: {its_own}, or give a profile of"
+        f" {gpu.name}"
     )
 
 

@@ -4,8 +4,9 @@
     python benchmarks/aiconfigurator_times.py
 
 Each 13th run of planner_accuracy.py, in the planner's own closed loop, with two sets of step times:
-the package's (tables of vLLM 0.24, its own reading of the models), and the planner's. The package
-has no path of a request outside the engine: it is fitted to these runs. The last line is JSON.
+the package's (kernels of vLLM 0.24, its own reading of the models), as `plan --step-times
+aiconfigurator` reads them off, and the planner's. The package has no path of a request outside the
+engine: both have the planner's. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -19,14 +20,12 @@ from typing import Any
 import planner_accuracy as accuracy
 from measured_runs import MeasuredRun, RunTimes, load
 
-from vllm_disagg.planner.cost.latency import PathDelay
+from vllm_disagg.planner.cost.aiconfigurator import tabulated
 from vllm_disagg.planner.cost.roofline import FITTED, FITTED_PATH
+from vllm_disagg.planner.cost.step_tables import StepTables
 
 EVERY = 13
 VLLM = "0.24.0"
-MILLISECOND = 1e-3
-CONTEXTS = (512, 8192)  # tokens, of the two decode steps through which a line goes
-ANSWER = 200  # tokens: the package takes a mean context from prompt and answer
 NAMES = {
     "Llama-3.1-70B": "meta-llama/Meta-Llama-3.1-70B",
     "Qwen3-32B": "Qwen/Qwen3-32B",
@@ -36,44 +35,9 @@ NVFP4_MINIMAX = "nvidia/MiniMax-M2.5-NVFP4"
 DENSE_TYPES = {"": "bfloat16", "bf16": "bfloat16", "fp8": "fp8", "fp4": "nvfp4"}
 
 
-class PackageLatency:
-    """Step times of one engine, as the package estimates them."""
-
-    pp = 1
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self._decodes: dict[int, tuple[float, float]] = {}
-
-    def decode(self, n: int, first: bool) -> tuple[float, float]:
-        """Returns base and slope of a decode step, in seconds."""
-        if n not in self._decodes:
-            short, long = (
-                MILLISECOND * self._engine.decode_step_latency(n, context, 2)
-                for context in CONTEXTS
-            )
-            slope = max(0.0, (long - short) / (CONTEXTS[1] - CONTEXTS[0]) / n)
-            self._decodes[n] = short - slope * n * CONTEXTS[0], slope
-        return self._decodes[n]
-
-    def mixed(self, tokens: int, squares: float, n: int, contexts: int, first: bool) -> float:
-        """Returns the seconds of a step with prompts of equal length."""
-        prompt = max(1, round(squares / tokens))
-        found: float = self._engine.mixed_step_latency(tokens, n, prompt, ANSWER)
-        return MILLISECOND * found
-
-    def least_prompt(self, tokens: int) -> tuple[float, float]:
-        """Returns no bound: no placement is searched by these times."""
-        return 0.0, 0.0
-
-    def least_added_prompt(self) -> tuple[float, float]:
-        """Returns no bound either."""
-        return 0.0, 0.0
-
-
 @cache
-def engine(model: str, system: str, precision: str, tp: int, is_kv_fp8: bool) -> Any:
-    """Builds the package's engine of a run. Raises ValueError for one that it does not know."""
+def tables(model: str, system: str, precision: str, tp: int, is_kv_fp8: bool) -> StepTables:
+    """Reads the tables of a run's engine. Raises ValueError for one that it does not know."""
     from aiconfigurator_core.sdk.engine import EngineHandle  # noqa: PLC0415  an optional package
 
     name = NAMES[model]
@@ -83,13 +47,15 @@ def engine(model: str, system: str, precision: str, tp: int, is_kv_fp8: bool) ->
         more |= {"moe_tp_size": tp, "moe_ep_size": 1}
     else:
         more["gemm_quant_mode"] = DENSE_TYPES[precision]
-    return EngineHandle.compile(name, system, "vllm", backend_version=VLLM, tp_size=tp, **more)
+    engine: Any = EngineHandle.compile(
+        name, system, "vllm", backend_version=VLLM, tp_size=tp, **more
+    )
+    return tabulated(engine)
 
 
-def package_latency(run: MeasuredRun) -> PackageLatency:
+def package_latency(run: MeasuredRun) -> StepTables:
     """Returns the package's step times of a run."""
-    kind = (run.model, run.system, run.precision, run.tp)
-    return PackageLatency(engine(*kind, run.settings.is_kv_fp8))
+    return tables(run.model, run.system, run.precision, run.tp, run.settings.is_kv_fp8)
 
 
 def known(runs: dict[MeasuredRun, RunTimes]) -> list[MeasuredRun]:
@@ -110,10 +76,8 @@ def main() -> int:
     some = {run: times for run, times in runs.items() if not run.is_doubtful}
     some = dict(list(some.items())[::EVERY])
     some = {run: some[run] for run in known(some)}
-    bare = [accuracy.simulated(run, package_latency(run), PathDelay()) for run in some]
-    path = accuracy.fit_path(some, bare)
     ours = {run: accuracy.simulated(run, accuracy.fitted(run, FITTED), FITTED_PATH) for run in some}
-    theirs = {run: accuracy.simulated(run, package_latency(run), path) for run in some}
+    theirs = {run: accuracy.simulated(run, package_latency(run), FITTED_PATH) for run in some}
     for model, precision in sorted({(run.model, run.precision) for run in some}):
         part = {r: t for r, t in some.items() if (r.model, r.precision) == (model, precision)}
         tpot = mean(theirs[run].tpot / times.tpot - 1 for run, times in part.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from vllm_disagg.planner.cost import hardware, model
 from vllm_disagg.planner.cost.latency import LinearLatency
+from vllm_disagg.planner.cost.step_tables import step_tables
 from vllm_disagg.planner.search import demand, enumeration, evaluation, optimizer
 from vllm_disagg.planner.search.bounds import CapacityBounds
 from vllm_disagg.planner.search.demand import DemandScore
@@ -59,9 +61,31 @@ def small_scenario(seed: int) -> Scenario:
     )
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_no_goodput_is_above_its_bound(seed: int) -> None:
+def tabulated_scenario(seed: int) -> Scenario:
+    """Returns a random cluster whose step times are noisy tables."""
     scenario = small_scenario(seed)
+    random = Random(seed)
+    tokens = (1, 4, 16, 64, 256, 1024)
+    noise = [[random.uniform(0.6, 1.5) for _ in tokens] for _ in range(3)]
+    constant = random.choice([0.002, 0.02])
+    tables = step_tables(
+        tokens,
+        [a * (constant + 1e-4 * size) for a, size in zip(noise[0], tokens, strict=True)],
+        [a * 1e-3 for a in noise[1]],
+        [a * (1e-3 + 1e-5 * size) for a, size in zip(noise[2], tokens, strict=True)],
+        random.choice([0.0, 1e-8]),
+        random.uniform(0, 4e-7),
+    )
+    source = msgspec.structs.replace(
+        scenario.prefill, kind="aiconfigurator", fitted=None, tables=((1, tables),)
+    )
+    return msgspec.structs.replace(scenario, prefill=source, decode=source)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("made", [small_scenario, tabulated_scenario])
+def test_no_goodput_is_above_its_bound(seed: int, made: Callable[[int], Scenario]) -> None:
+    scenario = made(seed)
     samples = scenario.samples()
     bounds = CapacityBounds(scenario, samples)
     for placement in (*enumeration.disaggregated(scenario), *enumeration.colocated(scenario)):

@@ -13,7 +13,7 @@ from ...fleet.conventions import (
 )
 from ...setting_values import GivenText
 from ...workloads import lengths
-from ..cost import distserve, hardware, known_models
+from ..cost import aiconfigurator, distserve, hardware, known_models
 from ..search import sample_size
 
 DEFAULT_WORKLOAD = "sharegpt-like"
@@ -24,6 +24,7 @@ DEFAULT_REQUESTS = sample_size.MIN_REQUESTS
 MOST = {"requests": 10_000_000, "seeds": 1000, "node_links": 1_000_000}
 MAX_KV_TOKENS = 1 << 40
 KV_CACHE_DTYPES = ("auto", "fp8")
+STEP_TIMES = ("roofline", "aiconfigurator")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=GivenText,
         metavar="NAME",
         help=f"published fits: {', '.join(distserve.COEFFICIENTS)}",
+    )
+    add(
+        "--step-times",
+        choices=STEP_TIMES,
+        help="of --gpu: the planner's roofline, or the tables of aiconfigurator-core, an optional"
+        f" package: {aiconfigurator.INSTALL} (default: {STEP_TIMES[0]})",
     )
     add = parser.add_argument_group("model, traffic and objective").add_argument
     add(

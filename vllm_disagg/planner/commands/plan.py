@@ -29,7 +29,7 @@ MAX_GPUS = 512
 MAX_JOBS = 1024  # far above the cores of a machine
 # Flags that a mode has no use for.
 SOURCES = ("gpu", "profile", "coefficients")
-CLOSED_UNUSED = (*SOURCES, "report", "by", "prices", "rate", "replay", "live")
+CLOSED_UNUSED = (*SOURCES, "step_times", "report", "by", "prices", "rate", "replay", "live")
 UNUSED_FLAGS = {
     "capacity_prefill": CLOSED_UNUSED,
     "capacity_decode": CLOSED_UNUSED,

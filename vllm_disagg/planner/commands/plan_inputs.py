@@ -39,7 +39,7 @@ def read(
     line for an invalid value.
     """
     check_numbers(args)
-    kind, prefill, decode, fits = live_sources(args, live) if live else named_sources(args)
+    kind, prefill, decode, fits = live_sources(args, live) if live else named_sources(args, gpus)
     rules = args.rules or ("distserve" if kind == "coefficients" else "vllm")
     like_distserve = rules == "distserve"
     link = hardware.link(args.link) if args.link else default_link(kind, prefill, decode)

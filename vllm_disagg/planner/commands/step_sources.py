@@ -8,7 +8,15 @@ from typing import NamedTuple
 import msgspec
 
 from ...errors import ConfigError
-from ..cost import distserve, hardware, known_models, model, profile, speculative
+from ..cost import (
+    aiconfigurator,
+    distserve,
+    hardware,
+    known_models,
+    model,
+    profile,
+    speculative,
+)
 from ..cost.latency import LinearLatency, PathDelay
 from ..cost.roofline import FITTED_PATH
 from ..cost.sizes import ModelCosts
@@ -20,6 +28,7 @@ DEFAULT_LINKS = {
     "coefficients": "nvlink",
     "profile": "eth-25",
     "roofline": "ib-400",
+    "aiconfigurator": "ib-400",
     "live": "none",
 }
 
@@ -42,6 +51,8 @@ def live_sources(args: argparse.Namespace, latency: LinearLatency) -> StepSource
         if getattr(args, flag):
             name = flag.replace("_", "-")
             raise ConfigError(f"--{name} goes with --{name.removeprefix('decode-')}")
+    if args.step_times:
+        raise ConfigError("--step-times goes with --gpu")
     if args.speculative_config:
         raise ConfigError("--speculative-config goes with --gpu: --live measures drafts")
     loaded = model.load(args.model, args.kv_cache_dtype) if args.model else None
@@ -49,8 +60,11 @@ def live_sources(args: argparse.Namespace, latency: LinearLatency) -> StepSource
     return StepSources("live", source, source, [])
 
 
-def named_sources(args: argparse.Namespace) -> StepSources:
-    """Returns the sources that the flags name; raises ConfigError for flags that do not fit."""
+def named_sources(args: argparse.Namespace, gpus: int) -> StepSources:
+    """Returns the sources that the flags name, of instances of up to so many GPUs.
+
+    Raises ConfigError for flags that do not fit.
+    """
     _check_source(args)
     if args.profile:
         return _profiles(args)
@@ -72,7 +86,12 @@ def named_sources(args: argparse.Namespace) -> StepSources:
     prefill, decode = (
         _roofline(args, name, loaded) for name in (args.gpu, args.decode_gpu or args.gpu)
     )
-    return StepSources("roofline", prefill, decode, [])
+    if args.step_times != "aiconfigurator":
+        return StepSources("roofline", prefill, decode, [])
+    is_same = prefill == decode
+    prefill = _tabulated(args.model, prefill, gpus)
+    decode = prefill if is_same else _tabulated(args.model, decode, gpus)
+    return StepSources("aiconfigurator", prefill, decode, [])
 
 
 def _check_source(args: argparse.Namespace) -> None:
@@ -82,6 +101,13 @@ def _check_source(args: argparse.Namespace) -> None:
         if getattr(args, name) and given != ["gpu"]:
             without = ", without --profile" if args.gpu and args.profile else ""
             raise ConfigError(f"--{name.replace('_', '-')} goes with --gpu{without}")
+    if args.step_times and given != ["gpu"]:
+        raise ConfigError("--step-times goes with --gpu, without another source")
+    if args.step_times == "aiconfigurator":
+        for name in ("expert_parallel", "speculative_config"):
+            if getattr(args, name):
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--{flag} goes without --step-times aiconfigurator")
     if args.acceptance_length is not None and not args.speculative_config:
         raise ConfigError("--acceptance-length goes with --speculative-config")
     if args.itl is not None and args.speculative_config:
@@ -105,6 +131,18 @@ def _roofline(args: argparse.Namespace, name: str, loaded: ModelCosts) -> Perfor
         path=FITTED_PATH,
         expert_parallel=args.expert_parallel,
         drafts=speculative.parse(config, args.acceptance_length) if config else None,
+    )
+
+
+def _tabulated(name: str, roofline: PerformanceSource, gpus: int) -> PerformanceSource:
+    """Returns a source with the package's tables of the shapes of a roofline without pipelines."""
+    if not roofline.model or not roofline.gpu or not roofline.layouts(gpus):
+        return roofline  # `check_model` refuses it
+    degrees = [tp for tp, pp in roofline.shapes(gpus) if pp == 1]
+    is_kv_fp8 = roofline.model.is_kv_fp8
+    found = aiconfigurator.package_tables(name, roofline.gpu, degrees, is_kv_fp8=is_kv_fp8)
+    return msgspec.structs.replace(
+        roofline, kind="aiconfigurator", tables=tuple(found.by_degree.items()), origin=found.origin
     )
 
 

@@ -7,7 +7,7 @@ from functools import cache
 import msgspec
 
 from ...errors import ConfigError
-from ..cost import distserve
+from ..cost import aiconfigurator, distserve
 from ..cost.hardware import (
     CPU_DEFAULTS,
     GPU_MEMORY_UTILIZATION,
@@ -33,6 +33,7 @@ from ..cost.roofline import (
 )
 from ..cost.sizes import ModelCosts
 from ..cost.speculative import SpeculativeDecoding, SpeculativeLatency
+from ..cost.step_tables import StepTables
 from .placement import ReplicaGroup
 
 MAX_TENSOR_PARALLEL = 8  # GPUs that it may span: those of a node
@@ -45,10 +46,10 @@ MIN_KV_TOKENS = 16  # of an instance: one block
 class PerformanceSource(msgspec.Struct, frozen=True):
     """Source of step times and memory of one GPU type.
 
-    It is a set of published coefficients, a file of measured points or a roofline.
+    It is a set of published coefficients, a file of measured points, a roofline or tables.
     """
 
-    kind: str  # coefficients | profile | roofline
+    kind: str  # coefficients | profile | roofline | aiconfigurator
     name: str  # the set of coefficients, the file, or the GPU
     model: ModelCosts | None = None
     gpu: GpuType | None = None
@@ -68,11 +69,16 @@ class PerformanceSource(msgspec.Struct, frozen=True):
     expert_parallel: bool = False  # also data parallel instances with parallel experts
     max_model_len: int = 0  # vLLM starts only if the KV of one such request fits; 0: not given
     drafts: SpeculativeDecoding | None = None  # of a roofline
+    tables: tuple[tuple[int, StepTables], ...] = ()  # by tensor parallel size
+    origin: str = ""  # of the tables
 
     def shapes(self, gpus: int) -> list[tuple[int, int]]:
         """Lists (TP, PP) of instances of up to `gpus` GPUs that hold the weights and some KV."""
         if self.fitted or not self.model:
             return [(self.measured_tp, 1)] if self.measured_tp <= gpus else []
+        if self.tables:
+            fitting = [tp for tp, _ in self.tables if tp <= gpus]
+            return [(tp, 1) for tp in fitting if self.kv(tp, 1) >= self._least_kv]
         shapes = []
         for tp in self._degrees():
             for pp in self._stages(self.model, gpus // tp):
@@ -134,6 +140,8 @@ class PerformanceSource(msgspec.Struct, frozen=True):
         """Returns the step times without the factor of a refit."""
         if self.fitted:
             return self.fitted
+        if self.tables:
+            return dict(self.tables)[tp]
         if not self.model:
             raise AssertionError("only a profile goes without a model")
         if self.kind == "coefficients":
@@ -182,6 +190,8 @@ class PerformanceSource(msgspec.Struct, frozen=True):
         """The engines whose measured times the step times are fitted to; empty if not known."""
         if self.kind == "roofline":
             return f"runs of vLLM {FITTED_VLLM}"
+        if self.tables:
+            return self.origin
         return f"vLLM {self.vllm}" if self.vllm else ""
 
     def words(self) -> str:
@@ -199,6 +209,9 @@ class PerformanceSource(msgspec.Struct, frozen=True):
             vllm = f"vLLM {self.vllm}" if self.vllm else ""
             measured = ", ".join(filter(None, (self.served, vllm, self.machine)))
             return f"fitted to the measured points of {self.name} ({measured}), with {others}"
+        if self.tables:
+            degrees = ", ".join(f"TP{tp}" for tp, _ in self.tables)
+            return f"{self.origin} on {self.name}, {degrees} alone: {aiconfigurator.ERROR_WORDS}"
         errors = f"TPOT by {TPOT_ERROR_LEFT_OUT:.0%} and TTFT by {TTFT_ERROR_LEFT_OUT:.0%}"
         fitted = f"roofline of {self.name}, fitted to runs of vLLM on {', '.join(FITTED_GPUS)}"
         if self.name.lower() in FITTED_GPUS:

@@ -104,7 +104,7 @@ def test_the_answer_for_people_has_gpus_power_and_the_bound(
     made = f"planned on {datetime.now(UTC).date()} by vllm-disagg {__version__}"
     assert out.startswith(f"model: facebook/opt-13b; {made}\n")
     assert "\ncolocate: " in out and "2 GPUs, 0.8 kW for 8 req/s\n" in out
-    assert "\nby capacity alone no placement needs less than 1 GPUs\n" in out
+    assert "\nby capacity alone no placement needs less than 1 GPU\n" in out
     assert "run it:" in out and "TTFT p90" in out
 
 
@@ -133,7 +133,7 @@ def test_a_limit_of_gaps_changes_what_holds_a_rate(capsys: pytest.CaptureFixture
         assert row["tpot_p90"] < row["itl_p90"] <= 0.05 and row["itl_p50"] <= row["itl_p99"]
     assert cli.main(words) == 0
     out = capsys.readouterr().out
-    assert " ITL p90     p99  placement\n" in out
+    assert "     ITL p90     ITL p99  placement\n" in out
     assert cli.main([*words, "--itl", "0.01"]) == 2
     refusal = "nothing on 6 GPUs holds a rate within --ttft 0.2, --tpot 0.1 and --itl 0.01: too"
     assert refusal in capsys.readouterr().err
@@ -214,7 +214,8 @@ def test_a_price_file_with_a_hole_is_one_line(
         ([*BASE, "--rate", "nan"], "--rate: nan is not a rate"),
         ([*BASE, "--rate", "100", "--gpus", "2"], "no schedule exceeds"),
         ([*BASE, "--rate", "12", "--gpus", "2"], "nothing on 2 GPUs holds --rate 12"),
-        ([*BASE, "--rate", "1", "--report", "out"], "--report goes without --rate"),
+        ([*BASE, "--rate", "1", "--report", ""], "--report: an empty text names no folder"),
+        ([*BASE, "--rate", "1", "--report", "/dev/null/x"], "--report: /dev/null/x cannot be made"),
         ([*BASE, "--rate", "1", "--prices", "nope.json"], "--prices: nope.json cannot be read"),
         ([*BASE, "--by", "cost"], "--by cost needs --prices"),
         ([*BASE, "--expert-parallel"], "--expert-parallel goes with --gpu and a model"),

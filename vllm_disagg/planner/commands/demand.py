@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from ...errors import ConfigError
+from ..cost.profile import LatencyFit
 from ..search import demand, sample_size
 from ..search.advice import MIN_GAIN_RATIO
 from ..search.demand import DemandResult, DemandScore
 from ..search.placement import Placement
 from ..search.scenario import Scenario
 from ..simulation.objective import SimulationResult, quantile
-from . import documents, flags, launch_commands, profile_range
+from . import documents, flags, html_page, launch_commands, profile_range
 from .plan_inputs import PlanInputs
 
 PROGRESS_INTERVAL_SECONDS = 2.0  # between two progress lines
 SHARES = (50, 90, 99)
 
+Fits = Sequence[tuple[str, LatencyFit]]  # of profiles, with their paths
 
-def run(planned: PlanInputs, rate: float, as_json: bool) -> int:
-    """Searches the cheapest placement for a rate and prints it. Returns the exit status."""
+
+def run(planned: PlanInputs, rate: float, as_json: bool, directory: str | None) -> int:
+    """Searches the cheapest placement for a rate and prints it. Returns the exit status.
+
+    `directory` is the folder of a report, or None.
+    """
     flags.check_rate(rate)
     started_at = time.monotonic()
     parts = sample_size.parts_of(planned.scenario, rate)
@@ -40,9 +48,13 @@ def run(planned: PlanInputs, rate: float, as_json: bool) -> int:
     scores = [score for score in (result.split, result.together) if score]
     placements = [(score.placement, rate / parts) for score in scores]
     document["extrapolated"] = profile_range.beyond(result.scenario, planned.fits, placements)
+    document["fits"] = documents.fits_document(planned.fits)
     document |= {"rate": rate, "parts": parts}
     document["seconds"] = round(time.monotonic() - started_at, 2)
-    print(json.dumps(document) if as_json else _text(result, chosen, document))
+    if directory:
+        page = _page(result, chosen, document, planned.fits)
+        document["report"] = [html_page.write(directory, page)]
+    print(json.dumps(document) if as_json else _text(result, chosen, document, planned.fits))
     return 0
 
 
@@ -110,6 +122,7 @@ def _document(result: DemandResult, chosen: DemandScore, model: str) -> dict[str
         "considered": result.considered,
         "proxy_flags": {"not_tried": _flags_not_tried(result) or None},
         "requests_needed": result.missing or None,
+        "drafts": documents.drafts(scenario, placement),
         "commands": [] if result.missing else launch_commands.commands(scenario, placement, model),
         "remarks": [] if result.missing else launch_commands.remarks(scenario, placement),
         "setting": documents.describe(scenario),
@@ -154,54 +167,105 @@ def _quantile(results: list[SimulationResult], name: str, share: int) -> float |
     return found if found < math.inf else None
 
 
-def _text(result: DemandResult, chosen: DemandScore, document: dict[str, Any]) -> str:
-    """Formats the answer for a terminal."""
+def _verdict(result: DemandResult, chosen: DemandScore, document: dict[str, Any]) -> str:
+    """Formats the recommendation in one line."""
     scenario = result.scenario
-    unit = scenario.criterion.unit
+    if result.missing:
+        return f"cannot tell: {sample_size.shortage(scenario, result.missing, 'this rate')}"
     words = scenario.words_of(chosen.placement).removeprefix("colocated ")
     cost = _cost(scenario, chosen.placement)
-    verdict = f"{document['recommendation']}: {words}: {cost} for {result.rate:g} req/s"
-    if result.missing:
-        verdict = f"cannot tell: {sample_size.shortage(scenario, result.missing, 'this rate')}"
-    columns = "".join(f"{f'{name.upper()} p90':>10}{'p99':>8}" for name in _times(scenario))
-    lines = [
+    return f"{document['recommendation']}: {words}: {cost} for {result.rate:g} req/s"
+
+
+def _inputs(result: DemandResult, document: dict[str, Any], fits: Fits) -> list[str]:
+    """Lists what the answer is of."""
+    scenario = result.scenario
+    return [
         documents.made_line(document),
         *scenario.words(),
         f"objective: {scenario.objective.words()}",
+        *profile_range.fit_lines(fits),
         *profile_range.lines(document["extrapolated"]),
         *documents.part_lines(document["parts"], scenario.gpus),
-        "",
-        verdict,
-        "",
-        f"{'':14}{'GPUs':>5}{unit if unit != 'GPU' else '':>10}{'attainment':>12}"
-        f"{columns}  placement",
     ]
+
+
+def _notes(result: DemandResult, document: dict[str, Any]) -> list[str]:
+    """Lists the bound of all placements, the effect of drafts, and flags that were not tried."""
+    unit = result.scenario.criterion.unit
+    lines = documents.draft_lines(document)
+    if result.least_units:
+        least = _of_unit(result.least_units, unit)
+        lines.append(f"by capacity alone no placement needs less than {least}")
+    if not_tried := document["proxy_flags"]["not_tried"]:
+        lines.append(f"--min-prompt-bytes and --spill were not tried: {not_tried}")
+    return lines
+
+
+def _rows(result: DemandResult, document: dict[str, Any]) -> list[list[str]]:
+    """Returns the cells of the two placements, with the names of the columns first."""
+    scenario = result.scenario
+    unit = scenario.criterion.unit
+    times = [(name, share) for name in _times(scenario) for share in (90, 99)]
+    columns = [f"{name.upper()} p{share}" for name, share in times]
+    is_counted = unit != "GPU"
+    columns = [*([unit] if is_counted else []), "attainment", *columns]
+    rows = [["", "GPUs", *columns, "placement"]]
     for name, score in (("disaggregated", result.split), ("colocated", result.together)):
         row = document[name]
         if not score or not row:
-            lines.append(f"{name:14}{'none':>5}")
+            rows.append([name, "none", *[""] * len(columns), ""])
             continue
-        counted = scenario.criterion.units(score.placement)
-        cost = f"{counted:.4g}" if unit != "GPU" else ""
-        times = "".join(
-            f"{_seconds(row[f'{metric}_p90']):>10}{_seconds(row[f'{metric}_p99']):>8}"
-            for metric in _times(scenario)
+        units = scenario.criterion.units(score.placement)
+        rows.append(
+            [
+                name,
+                str(score.placement.gpus),
+                *([f"{units:.4g}"] if is_counted else []),
+                f"{row['attainment']:.1%}",
+                *(_seconds(row[f"{metric}_p{share}"]) for metric, share in times),
+                scenario.words_of(score.placement),
+            ]
         )
-        columns = f"{name:14}{score.placement.gpus:5}{cost:>10}{row['attainment']:12.1%}{times}"
-        lines.append(f"{columns}  {scenario.words_of(score.placement)}")
-    if result.least_units:
-        least = f"{result.least_units:.4g}{'' if unit == 'GPU' else ' ' + unit}"
-        lines += ["", f"by capacity alone no placement needs less than {least}{_plural(unit)}"]
-    if not_tried := document["proxy_flags"]["not_tried"]:
-        lines.append(f"--min-prompt-bytes and --spill were not tried: {not_tried}")
+    return rows
+
+
+def _text(result: DemandResult, chosen: DemandScore, document: dict[str, Any], fits: Fits) -> str:
+    """Formats the answer for a terminal."""
+    lines = [*_inputs(result, document, fits), "", _verdict(result, chosen, document), ""]
+    for name, gpus, *cells, placement in _rows(result, document):
+        columns = "".join(f"{cell:>12}" for cell in cells)
+        row = f"{name:14}{gpus:>5}{columns}  {placement}"
+        lines.append(row.rstrip())
+    if notes := _notes(result, document):
+        lines += ["", *notes]
     if document["commands"]:
         lines += ["", "run it:", *(f"  {command}" for command in document["commands"])]
     lines += [f"note: {remark}" for remark in document["remarks"]]
     return "\n".join(lines)
 
 
-def _plural(unit: str) -> str:
-    return " GPUs" if unit == "GPU" else ""
+def _page(
+    result: DemandResult, chosen: DemandScore, document: dict[str, Any], fits: Fits
+) -> list[str]:
+    """Formats the answer as parts of an HTML page."""
+    header, *rows = _rows(result, document)
+    return [
+        f"<h1>{html.escape(_verdict(result, chosen, document))}</h1>",
+        html_page.bullet_list(_inputs(result, document, fits)),
+        "<h2>Placements</h2>",
+        html_page.table(header, rows),
+        html_page.bullet_list(_notes(result, document)),
+        html_page.commands(document["commands"]),
+        html_page.bullet_list(document["remarks"]),
+        html_page.residuals(fits),
+    ]
+
+
+def _of_unit(value: float, unit: str) -> str:
+    """Formats a number of GPUs, or of another unit."""
+    plural = "s" if unit == "GPU" and value != 1 else ""
+    return f"{value:.4g} {unit}{plural}"
 
 
 def _seconds(value: float | None) -> str:
@@ -210,7 +274,7 @@ def _seconds(value: float | None) -> str:
 
 def _cost(scenario: Scenario, placement: Placement) -> str:
     """Formats GPUs, price and power of a placement."""
-    parts = [f"{placement.gpus} GPUs"]
+    parts = [_of_unit(placement.gpus, "GPU")]
     for found in documents.bills(scenario):
         parts.append(f"{found.units(placement):.4g} {found.unit}")
     return ", ".join(parts)

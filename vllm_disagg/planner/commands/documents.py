@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,6 +13,7 @@ from ... import __version__
 from ...fleet.conventions import NEWEST_VLLM, OLDEST_VLLM
 from ..cost import queueing
 from ..cost.latency import unloaded_decode
+from ..cost.profile import LatencyFit
 from ..search.advice import Advice
 from ..search.performance_source import PerformanceSource
 from ..search.placement import Criterion, Placement, ReplicaGroup
@@ -122,6 +124,25 @@ def drafts(scenario: Scenario, placement: Placement) -> dict[str, Any] | None:
         "acceptance_length": source.drafts.acceptance_length,
         "tpot_alone": with_drafts,
         "tpot_alone_without": without,
+    }
+
+
+def draft_lines(document: dict[str, Any]) -> list[str]:
+    """Formats the effect of speculative decoding on TPOT; no line without it."""
+    found = document["drafts"]
+    if not found:
+        return []
+    tokens = f"{found['tokens']} by {found['method']}, {found['acceptance_length']:g} a step"
+    alone = f"{1e3 * found['tpot_alone']:.3g} ms"
+    without = f"{1e3 * found['tpot_alone_without']:.3g} ms without drafts"
+    return [f"drafts: {tokens}: TPOT of a request alone {alone}, {without}"]
+
+
+def fits_document(fits: Sequence[tuple[str, LatencyFit]]) -> dict[str, Any]:
+    """Describes the fits of profiles by file, with the worst error of each phase."""
+    return {
+        path: {"worst_error": {phase: fit.worst(phase) for phase in fit.phases()}}
+        for path, fit in fits
     }
 
 

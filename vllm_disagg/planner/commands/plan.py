@@ -19,7 +19,18 @@ from ..search.placement_score import PlacementScore
 from ..search.scenario import Scenario
 from ..simulation import workload
 from ..simulation.objective import TAIL_SHARE, quantile
-from . import criteria, demand, documents, flags, live, plan_inputs, profile_range, replay, report
+from . import (
+    criteria,
+    demand,
+    documents,
+    flags,
+    html_page,
+    live,
+    plan_inputs,
+    profile_range,
+    replay,
+    report,
+)
 
 DEFAULT_GPUS = 4
 DEFAULT_GPUS_OF_RATE = 128
@@ -61,7 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     criteria.add_arguments(question)
     add("--jobs", metavar="N", type=int, default=0, help="processes (default: one for each core)")
-    add("--report", metavar="DIR", help="write report.html and plots into this folder")
+    add(
+        "--report",
+        metavar="DIR",
+        help="write report.html into this folder, and plots unless --rate is given",
+    )
     add = parser.add_argument_group("closed form, without a simulation").add_argument
     add(
         "--capacity-prefill",
@@ -93,14 +108,14 @@ def run(args: argparse.Namespace) -> int:
     if args.gpus < 2:
         raise ConfigError(f"--gpus: {args.gpus} is too few: prefill and decode need 2 or more")
     if args.report is not None:
-        report.check(args.report)
+        # Only the goodput by rate is drawn.
+        check = report.check if args.rate is None else html_page.check_folder
+        check(args.report)
     planned = plan_inputs.read(args, args.gpus, "--gpus")
     scenario = criteria.counted(planned.scenario, args)
     planned = dataclasses.replace(planned, scenario=scenario)
     if args.rate is not None:
-        if args.report:
-            raise ConfigError("--report goes without --rate: it draws goodput by rate")
-        return demand.run(planned, args.rate, args.json)
+        return demand.run(planned, args.rate, args.json, args.report)
     return _compare(planned, args)
 
 
@@ -118,10 +133,7 @@ def _compare(planned: plan_inputs.PlanInputs, args: argparse.Namespace) -> int:
     document = documents.as_json(found, planned.model, with_rates=bool(args.report or args.json))
     document["parts"] = result.parts
     document["seconds"] = round(time.monotonic() - started_at, 2)
-    document["fits"] = {
-        path: {"worst_error": {phase: fit.worst(phase) for phase in fit.phases()}}
-        for path, fit in planned.fits
-    }
+    document["fits"] = documents.fits_document(planned.fits)
     scores = [score for score in (found.best, found.colocated) if score]
     placements = [(score.placement, score.total) for score in scores]
     document["extrapolated"] = profile_range.beyond(found.scenario, planned.fits, placements)

@@ -88,3 +88,25 @@ def _used(scenario: Scenario, placement: Placement, rate: float) -> dict[tuple[s
         (of_answers, SEQUENCES): decode.sequences,
         (of_answers, CONTEXT): max(contexts),
     }
+
+
+def fit_lines(fits: Sequence[tuple[str, LatencyFit]]) -> list[str]:
+    """Formats the coefficients and the residuals of each fit, one line for each phase."""
+    lines = []
+    for path, fit in fits:
+        for phase in fit.phases():
+            if phase == "prefill":
+                coefficients = fit.latency.prefill
+                units = ("token", "token^2")
+            elif phase == "mixed":
+                coefficients = fit.latency.beside
+                units = ("token of prompts beside", "sequence")
+            else:
+                coefficients = fit.latency.small
+                units = ("token of context", "sequence")
+            constant, linear, last = coefficients
+            terms = f"{constant * 1e3:.4g} ms + {linear * 1e6:.4g} us/{units[0]}"
+            terms += f" + {last * 1e6:.4g} us/{units[1]}"
+            errors = f"residuals: mean {fit.mean(phase):.1%}, worst {fit.worst(phase):.1%}"
+            lines.append(f"fit of {path}: {phase} {terms}; {errors}")
+    return lines

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import html
-import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,33 +16,20 @@ from ..cost.profile import LatencyFit
 from ..search.advice import MIN_GAIN_RATIO, Advice, RateCurve
 from ..search.enumeration import disaggregated
 from ..search.sample_size import shortage
-from . import profile_range, rate_table
-from .documents import made_line, part_lines
+from . import html_page, profile_range, rate_table
+from .documents import draft_lines, made_line, part_lines
 
 PLOTS = ("goodput.png", "attainment.png", "frontier.png")
-PAGE_STYLE = (
-    "body{font:15px/1.4 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
-    "h1{font-size:1.3em}img{max-width:100%}.wide{overflow-x:auto}"
-    "td,th{padding:0 1em 0 0;text-align:left;white-space:nowrap}"
-    "pre{white-space:pre-wrap;overflow-wrap:anywhere}li{overflow-wrap:anywhere}"
-)
 TITLES = ("Goodput by rate", "Attainment by rate", "Goodput per GPU by numbers of P and D")
 
 
 def check(directory: str) -> None:
     """Raises ConfigError before any work if the report cannot be written."""
-    if not directory:  # a variable that is not set
-        raise ConfigError("--report: an empty text names no folder; leave the flag out")
+    html_page.check_folder(directory)
     if not find_spec("matplotlib"):
         raise ConfigError(
             "--report needs matplotlib, which is not installed: pip install 'vllm-disagg[plot]'"
         )
-    try:
-        os.makedirs(directory, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--report: {directory} cannot be made: {error.strerror}") from None
-    if not os.access(directory, os.W_OK):
-        raise ConfigError(f"--report: {directory} cannot be written to")
 
 
 def text(found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, LatencyFit]]) -> str:
@@ -55,14 +41,14 @@ def text(found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, Late
         times,
         f"objective: {scenario.objective.words()}",
         traffic,
-        *_fit_lines(fits),
+        *profile_range.fit_lines(fits),
         *profile_range.lines(document["extrapolated"]),
         *part_lines(document["parts"], scenario.gpus),
         "",
         _verdict(found),
         "",
         *_table(found, document),
-        *_drafts(document),
+        *draft_lines(document),
         *_proxy_flags(found, document),
         "",
     ]
@@ -116,17 +102,6 @@ def _table(found: Advice, document: dict[str, Any]) -> list[str]:
         columns = f"{name:11}{value:>14}  {interval:16}{estimate:>12}{total:>9}{gpus:>6}"
         lines.append(f"{columns}  {placement}".rstrip())
     return lines
-
-
-def _drafts(document: dict[str, Any]) -> list[str]:
-    """Formats the effect of speculative decoding on TPOT; no line without it."""
-    found = document["drafts"]
-    if not found:
-        return []
-    tokens = f"{found['tokens']} by {found['method']}, {found['acceptance_length']:g} a step"
-    alone = f"{1e3 * found['tpot_alone']:.3g} ms"
-    without = f"{1e3 * found['tpot_alone_without']:.3g} ms without drafts"
-    return [f"drafts: {tokens}: TPOT of a request alone {alone}, {without}"]
 
 
 def _proxy_flags(found: Advice, document: dict[str, Any]) -> list[str]:
@@ -190,28 +165,6 @@ def _verdict(found: Advice) -> str:
     return f"colocate: {placement}: {base.value(units):.3f} {per}; {reason}"
 
 
-def _fit_lines(fits: Sequence[tuple[str, LatencyFit]]) -> list[str]:
-    """Formats the coefficients and the residuals of each fit, one line for each phase."""
-    lines = []
-    for path, fit in fits:
-        for phase in fit.phases():
-            if phase == "prefill":
-                coefficients = fit.latency.prefill
-                units = ("token", "token^2")
-            elif phase == "mixed":
-                coefficients = fit.latency.beside
-                units = ("token of prompts beside", "sequence")
-            else:
-                coefficients = fit.latency.small
-                units = ("token of context", "sequence")
-            constant, linear, last = coefficients
-            terms = f"{constant * 1e3:.4g} ms + {linear * 1e6:.4g} us/{units[0]}"
-            terms += f" + {last * 1e6:.4g} us/{units[1]}"
-            errors = f"residuals: mean {fit.mean(phase):.1%}, worst {fit.worst(phase):.1%}"
-            lines.append(f"fit of {path}: {phase} {terms}; {errors}")
-    return lines
-
-
 # --- files ---
 
 
@@ -225,12 +178,8 @@ def write(
     folder = Path(directory)
     for name, draw in zip(PLOTS, (_goodput, _attainment, _frontier), strict=True):
         draw(found, folder / name)
-    page = folder / "report.html"
-    try:
-        page.write_text(_page(folder, found, document, fits), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--report: {page} cannot be written: {error.strerror}") from None
-    return [str(page), *(str(folder / name) for name in PLOTS)]
+    page = html_page.write(directory, _parts(folder, found, document, fits))
+    return [page, *(str(folder / name) for name in PLOTS)]
 
 
 def _goodput(found: Advice, path: Path) -> None:
@@ -326,22 +275,24 @@ def _save(figure: Any, axes: Any, path: Path) -> None:
         raise ConfigError(f"--report: {path} cannot be written: {error.strerror}") from None
 
 
-def _page(
+def _parts(
     folder: Path, found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, LatencyFit]]
-) -> str:
-    """Formats the HTML page; the plots of `folder` become data URLs, so the page is one file."""
+) -> list[str]:
+    """Formats the page; the plots of `folder` become data URLs, so the page is one file."""
     scenario = found.scenario
-    inputs = [made_line(document)]
-    inputs += [*scenario.words(), f"objective: {scenario.objective.words()}", *_fit_lines(fits)]
+    inputs = [made_line(document), *scenario.words(), f"objective: {scenario.objective.words()}"]
+    inputs += profile_range.fit_lines(fits)
     inputs += profile_range.lines(document["extrapolated"])
     inputs += part_lines(document["parts"], scenario.gpus)
     header, *rows = _rows(found, document)
     parts = [
         f"<h1>{html.escape(_verdict(found))}</h1>",
-        _list(inputs),
+        html_page.bullet_list(inputs),
         "<h2>Placements</h2>",
-        _html_table(header, rows),
-        _list([*_drafts(document), *_proxy_flags(found, document), *_changes(found)]),
+        html_page.table(header, rows),
+        html_page.bullet_list(
+            [*draft_lines(document), *_proxy_flags(found, document), *_changes(found)]
+        ),
     ]
     for name, title in zip(PLOTS, TITLES, strict=True):
         data = base64.b64encode((folder / name).read_bytes()).decode()
@@ -350,48 +301,8 @@ def _page(
         rates = rate_table.cells(document["by_rate"])
         parts += [
             "<h2>Times by rate</h2>",
-            _html_table(rate_table.HEADER, rates),
-            _list(["ITL: the longest gap between two tokens of a request"]),
+            html_page.table(rate_table.HEADER, rates),
+            html_page.bullet_list(["ITL: the longest gap between two tokens of a request"]),
         ]
-    if document["commands"]:
-        commands = html.escape("\n".join(document["commands"]))
-        parts.append(f"<h2>Commands</h2><pre>{commands}</pre>")
-    parts += [_list(document["remarks"]), _residual_table(fits)]
-    head = '<!doctype html><html lang="en"><meta charset="utf-8"><title>vllm-disagg plan</title>'
-    return f"{head}<style>{PAGE_STYLE}</style>{''.join(parts)}</html>\n"
-
-
-def _list(lines: Sequence[str]) -> str:
-    """Formats lines as an HTML list; empty without lines."""
-    items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
-    return f"<ul>{items}</ul>" if items else ""
-
-
-def _html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Formats an HTML table that scrolls by itself where the page is narrow."""
-    names = "".join(f"<th>{html.escape(name)}</th>" for name in header)
-    body = ""
-    for row in rows:
-        cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
-        body += f"<tr>{cells}</tr>"
-    return f'<div class="wide"><table><tr>{names}</tr>{body}</table></div>'
-
-
-def _residual_table(fits: Sequence[tuple[str, LatencyFit]]) -> str:
-    """Formats the residuals of all fits as an HTML table; empty without fits."""
-    if not fits:
-        return ""
-    names = ("file", "phase", "sizes", "measured s", "fitted s", "error")
-    rows = [
-        (
-            path,
-            residual.phase,
-            f"{len(residual.sizes)} x {max(residual.sizes)}",
-            f"{residual.measured:.5f}",
-            f"{residual.fitted:.5f}",
-            f"{residual.error:+.1%}",
-        )
-        for path, fit in fits
-        for residual in fit.residuals
-    ]
-    return f"<h2>Residuals of the fit</h2>{_html_table(names, rows)}"
+    remarks = html_page.bullet_list(document["remarks"])
+    return [*parts, html_page.commands(document["commands"]), remarks, html_page.residuals(fits)]

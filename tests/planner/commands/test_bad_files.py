@@ -66,11 +66,13 @@ WORDS = {
 }
 
 
-def _refused(capsys: pytest.CaptureFixture[str], *words: str) -> None:
+def _refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Returns the one line with which these words are refused."""
     assert cli.main(["plan", *words, "--jobs", "1"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and len(err.splitlines()) == 1 and err.startswith("vllm-disagg plan: --")
     assert len(err) < 1000 or len(max(words, key=len)) > 1000, "a value is shortened"
+    return err
 
 
 @pytest.mark.parametrize("name", PROFILES)
@@ -97,3 +99,32 @@ def test_traces(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize("name", WORDS)
 def test_flags(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     _refused(capsys, *WORDS[name])
+
+
+DEMAND = {  # by the flag of the file: its content and words of the refusal
+    "a price's hole": ("--prices", '{"h100": null}', "has null for h100: give a price"),
+    "a price too few": ("--prices", '{"a100": 1}', "has no price of h100"),
+    "a gap in the file": ("--prices", '{"h100": }', "cannot be read as JSON"),
+    "an arrival before 0": ("--workload", f"{AZURE}0,9,9\n-5,9,9\n", "line 3: TIMESTAMP is -5"),
+    "an empty prompt": ("--workload", f"{AZURE}0,0,9\n", "line 2: ContextTokens is 0"),
+    "half a token": ("--workload", f"{AZURE}0,9,9.5\n", "line 2: GeneratedTokens is 9.5"),
+    "no answer": ("--workload", f"{AZURE}0,9\n", "line 2: GeneratedTokens is missing"),
+    "no request": ("--workload", AZURE, "the file holds no requests"),
+    "an unknown type": ("--model", '{"model_type": "nope"}', "model_type nope of "),
+    "no type": ("--model", _config(model_type=None), "model_type without a name of "),
+    "no layers": ("--model", '{"model_type": "llama"}', "has no num_hidden_layers"),
+}
+
+
+@pytest.mark.parametrize("with_report", [False, True])
+@pytest.mark.parametrize("name", DEMAND)
+def test_files_of_a_demand(
+    name: str, with_report: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flag, content, words = DEMAND[name]
+    path = tmp_path / "file"
+    path.write_text(content)
+    given = ["--gpu", "h100", "--model", "llama-3.1-8b", "--rate", "2", "--gpus", "2"]
+    report = ["--report", str(tmp_path / "out")] if with_report else []
+    line = _refused(capsys, *given, *report, flag, str(path))
+    assert words in line and not list(tmp_path.glob("out/*"))

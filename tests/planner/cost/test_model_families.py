@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -397,3 +399,41 @@ def test_kv_heads_of_each_kind_of_layer_split_over_ranks_by_themselves() -> None
 )
 def test_the_own_length_of_a_model_is_vllms(fields: dict[str, Any], tokens: int) -> None:
     assert families.parse("m", {**LLAMA, **fields}).max_tokens == tokens
+
+
+# Of the wheel aiconfigurator-core 0.12.0.
+COPIES = 89
+COPIES_READ = 49
+KINDS_READ = 15
+
+
+@pytest.mark.skipif(not find_spec("aiconfigurator_core"), reason="aiconfigurator-core is missing")
+def test_copies_of_current_configs_are_read_or_refused_by_name(tmp_path: Path) -> None:
+    spec = find_spec("aiconfigurator_core")
+    assert spec and spec.origin
+    copies = Path(spec.origin).parent / "model_configs"
+    found: dict[str, ModelCosts] = {}
+    refused: dict[str, str] = {}
+    kinds = set()
+    for path in copies.glob("*_config.json"):
+        if path.name.endswith("_hf_quant_config.json"):
+            continue
+        name = path.name.removesuffix("_config.json")
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_bytes(path.read_bytes())
+        beside = path.with_name(f"{name}_hf_quant_config.json")
+        if beside.exists():
+            (folder / beside.name.removeprefix(f"{name}_")).write_bytes(beside.read_bytes())
+        try:
+            found[name] = model.load(str(folder))
+            kinds.add(json.loads(path.read_text())["model_type"])
+        except ConfigError as error:
+            refused[name] = str(error)
+    assert (len(found) + len(refused), len(found), len(kinds)) == (COPIES, COPIES_READ, KINDS_READ)
+    assert all(error.startswith("--model: ") and "\n" not in error for error in refused.values())
+    for name, costs in found.items():
+        size = re.search(r"-(\d+(?:\.\d+)?)B\b", name)
+        # Llama 4 is named by what a token uses.
+        if size and "Llama-4" not in name:
+            assert costs.parameters / 1e9 == pytest.approx(float(size[1]), rel=0.06), name

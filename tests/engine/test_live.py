@@ -5,8 +5,10 @@ from __future__ import annotations
 import http.client
 import json
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,8 @@ from vllm_disagg.fleet import keys
 
 PROMPT, ANSWER = 300, 12  # tokens
 WINDOW = 12  # seconds
+PROMPTS = (60, 150, 240)  # tokens, of one step each: different ones show what a token takes
+OWN_WINDOW = 30  # seconds, for enough steps of each kind
 EACH = 0.4  # seconds between two requests of a client; two clients
 
 
@@ -43,11 +47,18 @@ def stream(url: str, prompt: list[int]) -> tuple[float, float]:
         connection.close()
 
 
-def load(url: str, seen: list[tuple[float, float, float]]) -> AbstractContextManager[None]:
-    """Runs two clients; notes when each answer ended, and its times to first and later tokens."""
+def load(
+    url: str, seen: list[tuple[float, float, float]], prompts: Sequence[int] = (PROMPT,)
+) -> AbstractContextManager[None]:
+    """Runs two clients with prompts of these lengths in turn.
+
+    Notes when each answer ended, and its times to first and later tokens.
+    """
+    lengths = [cycle(prompts) for _ in range(2)]
 
     def send(name: int) -> None:
-        first, later = stream(url, tokens(PROMPT, (name, time.monotonic())))
+        prompt = tokens(next(lengths[name]), (name, time.monotonic()))
+        first, later = stream(url, prompt)
         seen.append((time.monotonic(), first, later))
         time.sleep(EACH)
 
@@ -106,3 +117,46 @@ def test_a_pair_under_load_is_judged(
         found["right"] and found["headroom"] > 1
     )  # objectives far above what two clients see; there is no other split
     assert found["one_more"]["prefill"]["goodput"] >= 0.9 * found["present"]["goodput"]
+
+
+@pytest.mark.wide
+def test_a_pair_under_load_is_judged_by_its_own_step_times(
+    main: Main, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No source of step times is given: each engine measures its own."""
+    monkeypatch.setenv(keys.ADMIN_KEY, ADMIN)
+    seen: list[tuple[float, float, float]] = []
+    words = ["--window", str(OWN_WINDOW), "--ttft", "5", "--tpot", "0.5", "--seeds", "2"]
+    words += ["--jobs", "1", "--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "128"]
+    with load(main.proxy.url, seen, PROMPTS):
+        while not seen:
+            time.sleep(0.1)
+        status = cli.main(["plan", "--live", main.proxy.url, *words, "--json"])
+    out, err = capsys.readouterr()
+    assert status == 0, err
+    found = json.loads(out)
+    traffic = found["traffic"]
+    assert traffic["prompt"] == pytest.approx(sum(PROMPTS) / len(PROMPTS), rel=0.15)
+    assert traffic["output"] == pytest.approx(ANSWER, rel=0.1)
+    engines = found["engines"]
+    prefill = engines["prefill"]
+    decode = engines["decode"]
+    # Both roles are one engine, so none is slower than the others of its role.
+    assert prefill["slow"] == decode["slow"] == {}
+    assert prefill["steps"] == pytest.approx(traffic["requests"], rel=0.3)
+    assert decode["steps"] >= traffic["requests"]
+    for role in (prefill, decode):
+        assert all(value >= 0 for value in role["coefficients"]) and 0 < role["busy"] <= 1
+    # The parts of a first token, and a token of an answer.
+    assert 0 < prefill["seconds"] < traffic["ttft"] and 0 < decode["seconds"] < traffic["ttft"]
+    assert 0 < engines["handoff"] < traffic["ttft"] and 0 <= engines["path"] < traffic["ttft"]
+    assert decode["seconds"] == pytest.approx(traffic["tpot"], rel=0.5)
+    # The only split of two engines is theirs. A crowded machine may leave too much open.
+    assert found["verdict"] in ("keep", "cannot tell"), found["why"]
+    if found["verdict"] == "cannot tell":
+        assert found["why"]
+        return
+    assert found["right"] and found["assumed"] == {}
+    assert found["setting"]["latency"]["decode"] == "the engines' own steps"
+    for name in ("ttft", "tpot"):
+        assert found["simulated"][name] == pytest.approx(traffic[name], rel=0.25)

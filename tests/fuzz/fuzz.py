@@ -46,7 +46,6 @@ TARGETS: dict[str, MakeTarget] = {
     "permission": _permission_target,
 }
 REPORT_SECONDS = 10.0
-MAX_SLOWDOWN = 2.0  # of good answers under fire
 
 
 class FormattingHandler(logging.Handler):
@@ -86,26 +85,27 @@ def _in_process(args: argparse.Namespace, tally: Tally) -> None:
     _say(f"inputs by target: {json.dumps(tally.inputs)}")
 
 
-def _at_ports(args: argparse.Namespace, tally: Tally) -> float:
-    """Fires at real processes; returns the largest slowdown of good answers."""
+def _at_ports(args: argparse.Namespace, tally: Tally) -> tuple[float, float]:
+    """Fires at real processes; returns the largest slowdowns of good answers, and in a flood."""
     # Here: tests of the parsers alone need no processes.
     from fuzz_ports import PORTS
 
-    slowdowns = [0.0]
+    slowdowns = [(0.0, 0.0)]
     for name, fire in PORTS.items():
         found = fire(args.port_seconds, args.flood, args.seed)
-        slowdowns.append(found.slowdown)
+        slowdowns.append((found.slowdown, found.flood_slowdown))
         tally.frames += found.frames
         tally.bodies += found.bodies
         tally.deaths += len(found.deaths)
         tally.leaks += len(found.leaks)
-        for text in (*found.deaths, *found.leaks):
+        for text in found.failures():
             tally.fail(f"{name}: {text[:40]}", f"{name}: {text}")
         _say(
             f"{name}: {found.frames} frames, {found.bodies} bodies, {found.good} good answers, "
-            f"slowdown {found.slowdown:.2f}"
+            f"slowdown {found.slowdown:.2f}, in a flood {found.flood_slowdown:.2f}"
         )
-    return max(slowdowns)
+    fire, flood = zip(*slowdowns, strict=True)
+    return max(fire), max(flood)
 
 
 def main() -> int:
@@ -121,9 +121,9 @@ def main() -> int:
     logging.getLogger("vllm_disagg").addHandler(FormattingHandler())
     logging.getLogger("vllm_disagg").propagate = False
     tally = Tally()
-    slowdown = 0.0
+    slowdown = flood_slowdown = 0.0
     if args.port_seconds:
-        slowdown = _at_ports(args, tally)
+        slowdown, flood_slowdown = _at_ports(args, tally)
     if args.frames or args.batch is not None:
         _in_process(args, tally)
     for line in tally.lines():
@@ -134,9 +134,10 @@ def main() -> int:
         "deaths": tally.deaths,
         "leaks": tally.leaks,
         "slowdown": round(slowdown, 2),
+        "flood_slowdown": round(flood_slowdown, 2),
     }
     print(json.dumps(result))
-    return 1 if tally.failures or slowdown > MAX_SLOWDOWN else 0
+    return 1 if tally.failures else 0
 
 
 if __name__ == "__main__":

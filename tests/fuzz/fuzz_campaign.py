@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -46,6 +47,8 @@ class Target(Protocol):
         """Gives back what the target holds, also after a failure."""
 
 
+MAX_SLOWDOWN = 2.0  # of good answers under fire, and in a flood
+
 MakeTarget = Callable[[Random], Target]
 
 
@@ -77,6 +80,48 @@ class Tally:
             self.frames += inputs
         else:
             self.bodies += inputs
+
+
+def _no_seconds() -> dict[bool, list[float]]:
+    return {False: [], True: []}
+
+
+@dataclass
+class PortTally:
+    """What a campaign at the ports of processes has sent and found."""
+
+    frames: int = 0
+    bodies: int = 0
+    good: int = 0
+    # Of good answers: those in windows without fire, and those under it.
+    seconds: dict[bool, list[float]] = field(default_factory=_no_seconds)
+    flood_seconds: dict[bool, list[float]] = field(default_factory=_no_seconds)
+    deaths: list[str] = field(default_factory=list)
+    leaks: list[str] = field(default_factory=list)
+
+    @property
+    def slowdown(self) -> float:
+        """Median time of good answers under fire, by that without."""
+        return statistics.median(self.seconds[True]) / statistics.median(self.seconds[False])
+
+    @property
+    def flood_slowdown(self) -> float:
+        """The same of a flood; 0 without one.
+
+        A flood that was too short for a window without it is compared with those before it.
+        """
+        if not self.flood_seconds[True]:
+            return 0.0
+        calm = self.flood_seconds[False] or self.seconds[False]
+        return statistics.median(self.flood_seconds[True]) / statistics.median(calm)
+
+    def failures(self) -> list[str]:
+        """Returns a line for each death and leak, and for good answers that were too slow."""
+        found = [*self.deaths, *self.leaks]
+        for what, slowdown in (("fire", self.slowdown), ("a flood", self.flood_slowdown)):
+            if slowdown > MAX_SLOWDOWN:
+                found.append(f"good answers took {slowdown:.2f} times their time under {what}")
+        return found
 
 
 def run_batch(name: str, make: MakeTarget, seed: int, number: int, tally: Tally) -> None:

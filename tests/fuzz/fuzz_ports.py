@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,14 +19,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
-from fuzz_campaign import descriptors, resident_bytes
+from fuzz_campaign import PortTally, descriptors, resident_bytes
 from hostile_peers import expect_frames
 from listening import listening
 from peer import Peer, load
@@ -44,29 +44,11 @@ QUIET_SECONDS = 20.0  # in which all connections and requests of killed clients 
 GOOD_TOKENS = 20
 TOKEN_SECONDS = 0.005  # of an engine; a good answer takes a tenth of a second
 CONNECTIONS = 12
-FLOOD_PAUSE_SECONDS = 1.0  # between two loads
+FLOOD_PAUSE_SECONDS = 0.5  # between two loads
 NICE = 19  # of hostile clients: they share the cores with those that are measured
 PATHS = [*SCHEMAS, "/tokenize", "/v1/embeddings", "/disagg/register", "/disagg/instances"]
 PROMPT_TOKENS = 512  # of a good load: all blocks of a peer
 LOAD_BYTES = 48 << 10  # of a block in one plane
-
-
-@dataclass
-class PortTally:
-    """What a campaign has sent and found."""
-
-    frames: int = 0
-    bodies: int = 0
-    good: int = 0
-    seconds: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
-    deaths: list[str] = field(default_factory=list)
-    leaks: list[str] = field(default_factory=list)
-
-    @property
-    def slowdown(self) -> float:
-        """Median time of good answers under fire, by that without."""
-        under_fire = statistics.median(self.seconds[True])
-        return under_fire / statistics.median(self.seconds[False])
 
 
 class HostileProcess:
@@ -347,11 +329,13 @@ def _load(p: Peer, d: Peer) -> float:
 def _outlast(
     flood: HostileProcess, frames: int, load_again: Callable[[], str], tally: PortTally
 ) -> None:
-    """Loads until so many frames have come; counts loads that did not fail."""
+    """Loads until so many frames have come; counts loads that did not fail, and times all."""
+    windows = Windows(flood, math.inf, tally)
     while flood.counts.get("frames", 0) < frames:
-        if not flood.is_alive:
-            raise RuntimeError("the flood has ended")
+        windows.go_on()
+        began = time.monotonic()
         tally.good += "reason=None" in load_again()
+        tally.flood_seconds[windows.is_under_fire].append(time.monotonic() - began)
         time.sleep(FLOOD_PAUSE_SECONDS)
     tally.frames += flood.counts["frames"]
     flood.kill()
@@ -360,8 +344,8 @@ def _outlast(
 def worker_ports(seconds: float, flood_frames: int, seed: int, transport: str) -> PortTally:
     """Fires at all ports of a sending worker, as strangers and as members of its fleet.
 
-    A flood of so many frames comes at the end, as fast as they are taken. Loads beside it are late;
-    those that outlast P's lease fail, which is clean.
+    A flood of so many frames comes at the end, as fast as they are taken. Loads that outlast P's
+    lease fail, which is clean.
     """
     tally = PortTally()
     with ExitStack() as stack:

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 from fuzz import TARGETS
-from fuzz_campaign import Leak, Tally, Target, Unit, run_batch
+from fuzz_campaign import Leak, PortTally, Tally, Target, Unit, run_batch
 from hostile_peers import Strangers, expect_frames, ports_to_fire_at
 
 SEED = 17
@@ -80,6 +80,28 @@ def test_what_is_left_is_a_leak() -> None:
     target = FailingTarget(Leak("an entry"), after=99)
     run_batch("x", lambda _: target, 5, 7, tally)
     assert (tally.deaths, tally.leaks, tally.frames) == (0, 1, 10)
+
+
+@pytest.mark.parametrize(
+    ("flooded", "calm", "slowdown"),
+    [([], [], 0.0), ([1.9], [1.0], 1.9), ([1.0, 2.2, 9.0], [1.0], 2.2), ([2.2], [], 2.2)],
+)
+def test_good_answers_in_a_flood_have_twice_their_time(
+    flooded: list[float], calm: list[float], slowdown: float
+) -> None:
+    """Without a window of its own a flood is compared with the windows before it."""
+    fire = {False: [1.0], True: [1.5]}
+    tally = PortTally(seconds=fire, flood_seconds={False: calm, True: flooded})
+    assert tally.flood_slowdown == slowdown
+    late = ["good answers took 2.20 times their time under a flood"] if slowdown > 2 else []
+    assert tally.failures() == late
+    tally.leaks.append("a descriptor")
+    assert tally.failures() == ["a descriptor", *late]
+
+
+def test_good_answers_under_fire_have_twice_their_time() -> None:
+    tally = PortTally(seconds={False: [1.0], True: [2.5]})
+    assert tally.failures() == ["good answers took 2.50 times their time under fire"]
 
 
 def test_all_ports_are_fired_at_but_those_of_process_groups() -> None:

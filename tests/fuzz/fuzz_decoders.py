@@ -1,20 +1,26 @@
-"""All decoders of the wire, at high speed: what decodes is what its sender would have encoded."""
+"""All decoders of the wire, at high speed: what decodes is what its sender would have encoded.
+
+They start from the recorded messages of `tests/protocol`, and from the kept frames of the corpus.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from fuzz_campaign import Unit
-from fuzz_values import mutated, random_bytes, values_of
+from fuzz_values import KEPT_FRAMES, mutated, random_bytes, values_of
 
 from vllm_disagg.errors import BadGrant, BadMessage
 from vllm_disagg.fleet import grants, handovers, sealing
 from vllm_disagg.fleet.keys import KEY_BYTES, FleetKey
 from vllm_disagg.kv.layout import uniform
 from vllm_disagg.protocol import messages
+from vllm_disagg.transports import local_links
 from vllm_disagg.transports.collective import notes as channel_notes
 from vllm_disagg.transports.nixl import notes as nixl_notes
 from vllm_disagg.transports.tcp import notes as tcp_notes
@@ -39,6 +45,10 @@ def _piece_runs(data: bytes) -> Any:
     return nixl_notes.decode_runs(note) if isinstance(note, nixl_notes.PieceRuns) else None
 
 
+def _link_note(decoder: msgspec.msgpack.Decoder[Any]) -> Decode:
+    return lambda data: local_links._decode(decoder, data)
+
+
 # Type of the contents, encoder, decoder, and whether decoding gives the contents themselves.
 WIRE: tuple[tuple[Any, Encode, Decode, bool], ...] = (
     (messages.AtSender, messages.encode, messages.decode_at_sender, True),
@@ -53,6 +63,8 @@ WIRE: tuple[tuple[Any, Encode, Decode, bool], ...] = (
     (nixl_notes.AgentInfo, nixl_notes.encode, _agent_info, True),
     (channel_notes.AtSenderEnd, channel_notes.encode, channel_notes.decode_receiver_note, True),
     (channel_notes.AtReceiverEnd, channel_notes.encode, channel_notes.decode_sender_note, True),
+    (local_links.LinkHello, local_links._encode, _link_note(local_links._hello), True),
+    (local_links.LinkOffer, local_links._encode, _link_note(local_links._offer), True),
     (
         grants.Grant,
         _seal(grants.USE),
@@ -68,6 +80,19 @@ WIRE: tuple[tuple[Any, Encode, Decode, bool], ...] = (
 )
 
 
+RECORD = Path(__file__).parents[1] / "protocol" / "recorded_wire.json"
+
+
+def recorded_frames(kind: Any, encode: Encode) -> list[bytes]:
+    """Returns the recorded frame of each message of a type or union."""
+    recorded = json.loads(RECORD.read_text())["messages"]
+    found = []
+    for one in get_args(kind) or (kind,):
+        content = bytes.fromhex(recorded[one.__name__])
+        found.append(encode(msgspec.msgpack.decode(content, type=one)))
+    return found
+
+
 class DecoderTarget:
     """True frames of each kind, changed; and each frame at the decoder of another kind."""
 
@@ -78,7 +103,8 @@ class DecoderTarget:
         self._frames: list[list[bytes]] = []
         for kind, encode, _, _ in WIRE:
             make = values_of(kind)
-            self._frames.append([encode(make(random)) for _ in range(FRAMES)])
+            frames = [encode(make(random)) for _ in range(FRAMES)]
+            self._frames.append([*recorded_frames(kind, encode), *frames])
 
     def feed(self, random: Random) -> None:
         """Decodes one frame."""
@@ -92,6 +118,8 @@ class DecoderTarget:
             frame = random.choice(random.choice(self._frames))
         elif how < 0.85:
             frame = random_bytes(random, 100)
+        elif how < 0.9:
+            frame = mutated(random, random.choice(KEPT_FRAMES), self._frames[at])
         try:
             found = decode(frame)
         except (BadMessage, BadGrant):

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import zmq
 from fuzz_campaign import Clock, Leak, Unit, descriptors
-from fuzz_values import mutated, random_bytes, values_of
+from fuzz_values import mutated, random_bytes, spoiled, values_of
 
 from vllm_disagg.config import Config
 from vllm_disagg.errors import BadMessage
@@ -216,7 +216,7 @@ class TcpTarget:
         sender = self._transport._sender
         note = tcp_notes.encode(tcp_notes.TcpHello(random.randrange(3)))
         if random.random() < 0.2:
-            note = mutated(random, note)
+            note = spoiled(random, note)
         self._transport.on_receiver_note("r/0", note)
         if not sender._listeners:
             return
@@ -317,7 +317,7 @@ class LinkTarget:
         """Greets the worker, and shows its listener a token: the right one in most cases."""
         hello = local_links._encode(local_links.LinkHello())
         if random.random() < 0.2:
-            hello = mutated(random, hello)
+            hello = spoiled(random, hello)
         try:
             self._links.on_receiver_note(f"r/{random.randrange(4)}", hello)
         except BadMessage:
@@ -356,7 +356,7 @@ class LinkTarget:
         note = local_links._encode(local_links.LinkOffer(path, random.randbytes(16), key))
         is_changed = random.random() < 0.2
         if is_changed:
-            note = mutated(random, note)
+            note = spoiled(random, note)
         if random.random() < 0.1:
             self._links.disconnect(name)
         with contextlib.suppress(BadMessage):
@@ -596,7 +596,7 @@ class NixlTarget:
         if random.random() < 0.2:
             note = msgspec.msgpack.encode(self._makers["receiver"](random))
             if random.random() < 0.3:
-                note = mutated(random, note)
+                note = spoiled(random, note)
             self._transport.on_receiver_note("r/0", note)
         else:
             self._transport.on_sender_note(SOURCE, self._sender_note(random))
@@ -608,7 +608,7 @@ class NixlTarget:
         if self._source.state is PathState.UP and random.random() < 0.6:
             return self._runs(random)
         note = msgspec.msgpack.encode(self._makers["sender"](random))
-        return mutated(random, note) if random.random() < 0.3 else note
+        return spoiled(random, note) if random.random() < 0.3 else note
 
     def _step_up(self, random: Random) -> bytes:
         """Returns the note that the path waits for, in most cases a right one."""
@@ -723,7 +723,7 @@ class ChannelTarget:
             return
         data = channel_notes.encode(note)
         if random.random() < 0.1:
-            data = mutated(random, data)
+            data = spoiled(random, data)
         try:
             decoded = self._decoders[at](data)
         except BadMessage:

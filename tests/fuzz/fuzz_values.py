@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 import msgspec
+from fuzz_campaign import corpus
 from msgspec import inspect
 
 Make = Callable[[Random], Any]
@@ -34,6 +35,7 @@ TEXTS = (
     "zmq:",
     "nixl:x#1",
 )
+KEPT_FRAMES = corpus("frames")
 MAX_ITEMS = 6  # of a random list; limits have tests of their own
 
 
@@ -71,6 +73,11 @@ def _changed(random: Random, data: bytes, others: Sequence[bytes]) -> bytes:
             return data[:at] + bytes([random.choice((0, 10, 13, 34, 127, 255))]) + data[end:]
         case _:
             return data + random_bytes(random, 16)
+
+
+def spoiled(random: Random, frame: bytes) -> bytes:
+    """Returns a frame with changes, or a kept one in its place."""
+    return random.choice(KEPT_FRAMES) if random.random() < 0.1 else mutated(random, frame)
 
 
 def values_of(kind: Any, wrong: float = 0.0) -> Make:

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import zmq
 from fuzz_campaign import Clock, Leak, Unit
-from fuzz_values import mutated, random_bytes, values_of
+from fuzz_values import mutated, random_bytes, spoiled, values_of
 
 from vllm_disagg import driver as driver_module
 from vllm_disagg.config import Config
@@ -217,7 +217,7 @@ class WorkerTarget:
         frame = messages.encode(message)
         how = random.random()
         if how < 0.2:
-            frame = mutated(random, frame)
+            frame = spoiled(random, frame)
         elif how < 0.23:
             frame = random_bytes(random, 200)
         frames = [zmq.Frame(frame)]
@@ -270,7 +270,7 @@ class WorkerTarget:
             )
         data = msgspec.msgpack.encode(note)
         if random.random() < 0.2 and not isinstance(note, tcp_notes.Listening):
-            data = mutated(random, data)
+            data = spoiled(random, data)
         theirs = random.choice(NAMES if writer == "receiver" else PEERS)
         names = (self.driver.name, theirs) if writer == "receiver" else (theirs, self.driver.name)
         return messages.TransportNote(*names, transport, data)

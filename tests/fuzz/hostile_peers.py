@@ -21,7 +21,7 @@ from random import Random
 import msgspec
 import zmq
 from fuzz_campaign import corpus
-from fuzz_values import mutated, random_bytes, values_of
+from fuzz_values import mutated, random_bytes, spoiled, values_of
 
 from vllm_disagg.config import Config
 from vllm_disagg.fleet.keys import KEY_BYTES, FleetKey
@@ -149,7 +149,7 @@ class Members:
         if hasattr(message, "source"):
             changes = {"source": self._worker, "reader": "hostile/0"}
         frame = messages.encode(msgspec.structs.replace(message, **changes))
-        return mutated(random, frame) if random.random() < 0.3 else frame
+        return spoiled(random, frame) if random.random() < 0.3 else frame
 
     def _send(self, frame: bytes) -> None:
         random = self._random

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
 from random import Random
+from typing import get_args
 
 import pytest
 from fuzz import TARGETS
 from fuzz_campaign import Leak, PortTally, Tally, Target, Unit, run_batch
+from fuzz_decoders import RECORD, WIRE, recorded_frames
+from fuzz_values import KEPT_FRAMES
 from hostile_peers import Strangers, expect_frames, ports_to_fire_at
+
+from vllm_disagg.errors import BadGrant, BadMessage
+from vllm_disagg.transports.nixl import notes as nixl_notes
 
 SEED = 17
 INPUTS = 400  # of each target
@@ -33,6 +40,25 @@ def test_hostile_input_ends_nothing_and_leaves_nothing(name: str) -> None:
     run_batch(name, make, SEED, 0, tally)
     assert not tally.failures, tally.lines()
     assert tally.frames + tally.bodies == inputs
+
+
+def test_kept_frames_are_decoded_or_refused_at_each_decoder() -> None:
+    own = [recorded_frames(kind, encode) for kind, encode, *_ in WIRE]
+    hostile = [b"", *KEPT_FRAMES, *(frame for frames in own for frame in frames)]
+    for frames, (kind, encode, decode, is_same) in zip(own, WIRE, strict=True):
+        # The recorded AgentInfo is of another memory than the decoder is told of.
+        for frame in frames if is_same and kind is not nixl_notes.AgentInfo else ():
+            assert encode(decode(frame)) == frame
+        for frame in hostile:
+            with contextlib.suppress(BadMessage, BadGrant):
+                decode(frame)
+
+
+def test_each_recorded_message_of_a_wire_has_a_decoder_here() -> None:
+    """What travels in another one (`WorkerInfo`), or as JSON, has targets of its own."""
+    found = {one.__name__ for kind, *_ in WIRE for one in get_args(kind) or (kind,)}
+    elsewhere = {"RankLayout", "WorkerInfo", "EngineCard", "EngineInfo", "RegistrationNote"}
+    assert json.loads(RECORD.read_text())["messages"].keys() - found == elsewhere
 
 
 class FailingTarget:

@@ -1,4 +1,4 @@
-"""Listening TCP sockets of a process and its descendants, from /proc."""
+"""Listening sockets of a process and its descendants, from /proc."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import struct
 from pathlib import Path
 
 LISTEN_STATE = "0A"  # in /proc/net/tcp
+UNIX_LISTEN_FLAG = 0x10000  # in /proc/net/unix
 
 
 def tree(pid: int) -> set[int]:
@@ -45,6 +46,24 @@ def listening(pid: int) -> dict[int, list[tuple[str, int]]]:
                 inodes.add(match[1])
         if held := sorted(sockets[inode] for inode in inodes & sockets.keys()):
             found[process] = held
+    return found
+
+
+def unix_listeners(pid: int) -> list[tuple[int, str]]:
+    """Return (type, path) of each listening UNIX socket of the process."""
+    inodes = set()
+    for fd in _entries(f"/proc/{pid}/fd"):
+        try:
+            inodes.add(os.readlink(fd))
+        except OSError:  # the descriptor has been closed since
+            continue
+    found = []
+    for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]:
+        fields = line.split()
+        is_listening = int(fields[3], 16) & UNIX_LISTEN_FLAG
+        if is_listening and f"socket:[{fields[6]}]" in inodes:
+            path = fields[7]
+            found.append((int(fields[4], 16), "\0" + path[1:] if path[0] == "@" else path))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import selectors
 import socket
@@ -12,13 +13,14 @@ from random import Random
 from urllib.parse import urlsplit
 
 import pytest
-from listening import listening
+from listening import listening, unix_listeners
 from peer import Peer, load
 
 from vllm_disagg.transports.zmq import half_open
 
 CROWD = 1000  # connections of strangers, renewed as they are closed
 SECONDS = 4.0
+SILENT = 100  # connections at each listener
 LIMIT_SECONDS = 60.0  # of each wait
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"  # of ZMQ
 OPENINGS = (b"", b"GET / HTTP/1.1\r\n\r\n", GREETING, GREETING + b"CURVE".ljust(20, b"\0"))
@@ -123,3 +125,65 @@ def test_garbage_at_each_port_stops_no_load() -> None:
     finally:
         p.stop()
         d.stop()
+
+
+def silent_at(kind: int, address: str | tuple[str, int], opening: bytes) -> socket.socket:
+    """Returns a connection that has said so much, and says no more."""
+    made = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET, kind)
+    made.settimeout(LIMIT_SECONDS)
+    end = time.monotonic() + LIMIT_SECONDS
+    while made.connect_ex(address) == errno.EAGAIN:  # as long as a UNIX socket's backlog is full
+        assert time.monotonic() < end, f"{address!r} accepts nobody"
+        time.sleep(0.001)
+    if opening:
+        with contextlib.suppress(ConnectionError):  # closed already, for others
+            made.send(opening)
+    return made
+
+
+def test_silent_peers_at_each_listener_stop_no_load() -> None:
+    """Ports of control, data and TCP, and the UNIX sockets of messages and of TCP.
+
+    Some stop in the middle of a handshake. A member that comes later gets in, too.
+    """
+    settings: dict[str, object] = {"transport": "tcp"}
+    p = Peer(settings=settings)
+    readers = [Peer(seed=None, settings=settings)]
+    silent: list[socket.socket] = []
+    try:
+        load_by_tcp(p, readers[0])
+        ports = {port for held in listening(p.process.pid).values() for _, port in held}
+        paths = unix_listeners(p.process.pid)
+        assert (len(ports), len(paths)) == (3, 3), (ports, paths)
+        before = descriptors(p)
+        for at in range(SILENT):
+            opening = OPENINGS[at % len(OPENINGS)]
+            for port in ports:
+                silent.append(silent_at(socket.SOCK_STREAM, ("127.0.0.1", port), opening))
+            for kind, path in paths:
+                silent.append(silent_at(kind, path, opening))
+        readers.append(Peer(seed=None, settings=settings))
+        for d in readers:
+            load_by_tcp(p, d)
+            assert p("digest 3") == d("digest 3")
+        for one in silent:
+            one.close()
+        readers.pop().stop()
+        end = time.monotonic() + LIMIT_SECONDS
+        while descriptors(p) > before + 5:
+            assert time.monotonic() < end, (before, descriptors(p))
+            time.sleep(0.05)
+    finally:
+        for peer in (p, *readers):
+            peer.stop()
+        for one in silent:
+            one.close()
+
+
+def load_by_tcp(p: Peer, d: Peer) -> None:
+    """Loads until bytes come by TCP; each load must be right."""
+    before = d("received").get("tcp", 0)  # type: ignore[attr-defined]
+    end = time.monotonic() + LIMIT_SECONDS
+    while d("received").get("tcp", 0) == before:  # type: ignore[attr-defined]
+        assert time.monotonic() < end, "no byte came by TCP"
+        assert "reason=None" in load(p, d, 48)

@@ -102,6 +102,22 @@ def test_whatever_happens_beside_a_vllm_that_stands_still_everything_ends(batch:
         run(seed, frozenset(CHAOS) | {"stand"})
 
 
+@pytest.mark.parametrize("deaf", ["p", "d"])
+@pytest.mark.parametrize("has_gpus", [False, True])
+def test_while_packets_of_one_direction_are_lost_everything_ends(deaf: str, has_gpus: bool) -> None:
+    """For good, from any moment on: P hears no D, or D hears no P."""
+    given_up = 0
+    for seed in range(max(20, SEEDS // 10)):
+        world = World(seed, frozenset(CHAOS), has_gpus=has_gpus)
+        for at in range(250):
+            if at == seed % 200:
+                world.deaf.add(deaf)
+            world.step()
+        world.settle()
+        given_up += list(world.outcomes.values()).count(Reason.PEER_TIMEOUT)
+    assert given_up > 10
+
+
 def test_a_p_whose_vllm_stands_still_in_the_middle_of_a_prompt_is_given_up_in_time() -> None:
     """Its workers' threads live and answer: long before the patience is over, D computes, and not
     before `engine_stall_timeout`.

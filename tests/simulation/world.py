@@ -91,6 +91,7 @@ class World:
         }
         self.now = 0.0
         self.log: list[str] = []
+        self.deaf: set[str] = set()  # p, d, e: engines that get nothing that others send
         self.network: list[
             tuple[str, str, Any]
         ] = []  # (to, for which half of it, encoded message or piece)
@@ -217,6 +218,8 @@ class World:
         if side.frozen:
             return
         self.network.pop(index)
+        if to[0] in self.deaf:
+            return
         if half != "piece":
             side.receive(half, payload)
         elif side.name == to.partition("+")[0]:  # else the socket died with the process

@@ -53,7 +53,10 @@ FAR = 1 << 36  # bytes behind all memory of a sender
 
 
 class Peer:
-    """A worker in its own process. `lie`: how its memory misreports its runs, see `Liar`."""
+    """A worker in its own process.
+
+    `lie`: how its memory misreports its runs, see `Liar`. `within`: the command that starts it.
+    """
 
     def __init__(
         self,
@@ -63,10 +66,11 @@ class Peer:
         *,
         lie: str = "",
         env: dict[str, str] | None = None,
+        within: Sequence[str] = (),
     ) -> None:
         self.row = row
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE), json.dumps([settings or {}, row, seed, lie])],
+            [*within, sys.executable, str(HERE), json.dumps([settings or {}, row, seed, lie])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -197,7 +197,7 @@ freezes: setup
 		--seconds $(or $(SECONDS),300) --seed $(or $(SEED),0)
 
 # In one process FRAMES inputs, at the ports of each real process SECONDS, then FLOOD more at each
-# worker's without a pause; SEED repeats a run.
+# worker's as fast as they are taken, in every other window; SEED repeats a run.
 FRAMES  ?= 10000000
 FUZZ_PATH := .:tests:tests/fuzz:tests/proxy:tests/transports/processes
 fuzz: setup
@@ -205,7 +205,7 @@ fuzz: setup
 		--seed $(or $(SEED),$$(date +%s)) --frames $(FRAMES) --port-seconds $(or $(SECONDS),300) --flood $(or $(FLOOD),0)
 
 # A prefill and a decode engine, a proxy and a plain vLLM; SECONDS of hostile frames at every port,
-# then FLOOD more without a pause.
+# then FLOOD more as fast as they are taken, in every other window.
 fuzz-engines: setup
 	@test -f .cache/models/dense/config.json || $(BIN)/python scripts/tiny_model.py dense .cache/models/dense
 	PYTHONPATH=$(FUZZ_PATH):tests/engine $(BIN)/python tests/fuzz/fuzz_engines.py \

@@ -56,6 +56,37 @@ def test_alibaba_is_in_seconds_with_16_tokens_to_an_id(tmp_path: Path) -> None:
     assert [request.arrival for request in read.requests] == [0.0, 1.5]
 
 
+def _turns(**later: object) -> list[str]:
+    """A prompt of 40 tokens with an answer of 24, and a later one."""
+    first = {"input_length": 40, "output_length": 24, "hash_ids": [1, 2, 3], "chat_id": 7}
+    second = {"input_length": 90, "hash_ids": [1, 2, 4, 5, 6, 8], "chat_id": 9} | later
+    return [record(**first, parent_chat_id=-1), record(**second)]
+
+
+def test_a_later_turn_tells_the_blocks_of_an_answer(tmp_path: Path) -> None:
+    """63 of 64 tokens have KV: two blocks that the prompt filled, and one of the answer."""
+    path = write(tmp_path, *_turns(parent_chat_id=7))
+    read = traces.read(path, "--trace").requests
+    assert [request.answer_ids for request in read] == [(4,), ()]
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        {},
+        {"parent_chat_id": 8},
+        {"parent_chat_id": 7, "input_length": 63, "hash_ids": [1, 2, 4, 5]},
+        {"parent_chat_id": 7, "hash_ids": [1, 9, 4, 5, 6, 8]},
+    ],
+    ids=["no parent", "another parent", "shorter than the answer", "another prompt"],
+)
+def test_an_answer_without_a_turn_that_has_it_is_not_known(
+    later: dict[str, object], tmp_path: Path
+) -> None:
+    read = traces.read(write(tmp_path, *_turns(**later)), "--trace").requests
+    assert [request.answer_ids for request in read] == [(), ()]
+
+
 def test_azure_has_dates(tmp_path: Path) -> None:
     lines = ["2023-11-16 18:17:03.9799600,4808,10", "2023-11-16 18:17:04.0319600,3180,8"]
     read = traces.read(

@@ -11,7 +11,7 @@ import gzip
 import json
 import math
 import zlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import chain
@@ -62,6 +62,9 @@ class TraceRequest(msgspec.Struct, frozen=True):
     prompt: int  # tokens
     answer: int  # tokens
     hash_ids: tuple[int, ...] = ()  # equal ids are equal tokens; none: a prompt of its own
+    # Of the blocks behind the prompt's last whole one that hold KV when its answer has ended; known
+    # where a later turn of the conversation has them.
+    answer_ids: tuple[int, ...] = ()
 
 
 class Trace(msgspec.Struct, frozen=True):
@@ -82,6 +85,7 @@ def read(path: str, flag: str) -> Trace:
             f"{where}: the format of its first line is not known; accepted: {ACCEPTED_FORMATS}"
         )
     requests = []
+    chats = []
     blocks = {MOONCAKE_BLOCK_TOKENS, ALIBABA_BLOCK_TOKENS}
     for place, record in records:
         request = _request(f"{where}, {place}", record, form)
@@ -94,10 +98,12 @@ def read(path: str, flag: str) -> Trace:
                     f" {MOONCAKE_BLOCK_TOKENS} tokens, or for {ALIBABA_BLOCK_TOKENS}"
                 )
         requests.append(request)
+        chats.append(_chat(record) if request.hash_ids else _Chat())
     if not requests:
         raise ConfigError(f"{where}: the file holds no requests")
     block = max(blocks)  # Mooncake unless the number of ids shows Alibaba
     unit = 1e-3 if form.ids and block == MOONCAKE_BLOCK_TOKENS else 1.0
+    _find_answers(requests, chats, block)
     requests.sort(key=lambda request: request.arrival)
     start = requests[0].arrival
     shifted = []
@@ -187,6 +193,38 @@ def _request(where: str, record: object, form: TraceFormat) -> TraceRequest:
     if form.time:
         arrival = _seconds(f"{where}: {form.time}", record[form.time])
     return TraceRequest(arrival, prompt, answer, tuple(ids))
+
+
+class _Chat(NamedTuple):
+    """A request's own id and that of the turn before it, as texts; empty: none."""
+
+    own: str = ""
+    parent: str = ""
+
+
+def _chat(record: object) -> _Chat:
+    """Reads Alibaba's ids of a conversation's turns."""
+    if not isinstance(record, dict):
+        return _Chat()
+    return _Chat(*(str(record.get(name, "")) for name in ("chat_id", "parent_chat_id")))
+
+
+def _find_answers(requests: list[TraceRequest], chats: Sequence[_Chat], block: int) -> None:
+    """Sets `answer_ids` where a later turn begins with the same prompt and has room for the answer.
+
+    That prompt is taken to go on with the answer. vLLM computes no KV of an answer's last token.
+    """
+    numbers = {chat.own: number for number, chat in enumerate(chats) if chat.own}
+    for later, chat in zip(tuple(requests), chats, strict=True):
+        number = numbers.get(chat.parent)
+        if number is None:
+            continue
+        before = requests[number]
+        whole = before.prompt // block
+        tokens = before.prompt + before.answer
+        if tokens <= later.prompt and before.hash_ids[:whole] == later.hash_ids[:whole]:
+            ids = later.hash_ids[whole : (tokens - 1) // block]
+            requests[number] = msgspec.structs.replace(before, answer_ids=ids)
 
 
 def _length(field: str, value: object) -> int:

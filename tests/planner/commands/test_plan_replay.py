@@ -152,8 +152,10 @@ def test_a_trace_without_a_rate_is_refused() -> None:
 
 
 def test_joined_traces_share_no_blocks() -> None:
-    part = Trace((TraceRequest(0.0, 512, 1, (0,)), TraceRequest(1.0, 512, 1, (0,))))
+    first = TraceRequest(0.0, 512, 1, (0,), (0,))
+    part = Trace((first, TraceRequest(1.0, 512, 1, (0,))))
     found = replay.joined([part, part])
+    assert [row.answer_ids for row in found.requests] == [(0,), (), (1,), ()]
     assert [row.hash_ids for row in found.requests] == [(0,), (0,), (1,), (1,)]
     assert [row.arrival for row in found.requests] == [0.0, 1.0, 2.0, 3.0]
     other = msgspec.structs.replace(part, block=16)

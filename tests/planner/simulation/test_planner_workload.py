@@ -75,6 +75,16 @@ def test_alibabas_blocks_have_16_tokens(tmp_path: Path) -> None:
     assert (sample.prefixes, sample.block) == ([(1, 2), (1, 3)], 16)
 
 
+def test_a_request_keeps_its_whole_blocks_and_those_of_its_answer(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    row = '{"timestamp": %d, "input_length": %d, "output_length": 14, "hash_ids": %s, %s}\n'
+    first = row % (0, 24, "[1, 2]", '"chat_id": 5')
+    path.write_text(first + row % (1, 64, "[1, 3, 4, 6]", '"chat_id": 6, "parent_chat_id": 5'))
+    sample = workload.load(str(path)).sample(2, 0, Arrivals("trace"))
+    assert sample.prefixes == [(1, 2), (1, 3, 4, 6)]
+    assert sample.kept == [(1, 3), (1, 3, 4, 6)]
+
+
 def test_lengths_without_times_arrive_at_random(tmp_path: Path) -> None:
     path = tmp_path / "vidur.csv"
     path.write_text("num_prefill_tokens,num_decode_tokens\n600,5\n700,6\n")

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from ...errors import ConfigError
 from ...fleet.role_control import RoleRules
 from ...workloads import traces
@@ -107,8 +105,12 @@ def joined(parts: Sequence[Trace]) -> Trace:
         if not part.timed or len(part.requests) < 2:
             raise ConfigError("--replay: each trace needs arrival times, and two requests")
         for row in part.requests:
-            ids = tuple(number + shift for number in row.hash_ids)
-            rows.append(msgspec.structs.replace(row, arrival=begins + row.arrival, hash_ids=ids))
+            of_prompt, of_answer = (
+                tuple(number + shift for number in ids) for ids in (row.hash_ids, row.answer_ids)
+            )
+            rows.append(
+                TraceRequest(begins + row.arrival, row.prompt, row.answer, of_prompt, of_answer)
+            )
         begins = rows[-1].arrival + PAUSE_SECONDS
         shift = 1 + max((max(row.hash_ids, default=0) for row in rows), default=0)
     return Trace(tuple(rows), next(iter(sizes), traces.MOONCAKE_BLOCK_TOKENS))

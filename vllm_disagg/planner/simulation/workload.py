@@ -33,6 +33,8 @@ class WorkloadSample(msgspec.Struct, frozen=True):
     outputs: list[int]
     gaps: list[float]
     prefixes: list[tuple[int, ...]] | None = None  # ids of each prompt's blocks
+    # Ids of the blocks that an instance has when a request has ended there, as far as known.
+    kept: list[tuple[int, ...]] | None = None  # None: those of the prompts
     block: int = traces.MOONCAKE_BLOCK_TOKENS  # tokens of a block
     edge: int = 0
 
@@ -91,12 +93,17 @@ class Workload(msgspec.Struct, frozen=True):
         else:
             gaps += arrivals.draw(random, len(pairs) - 1)
         has_prefixes = any(row.hash_ids for row in rows)
+        block = self.trace.block if self.trace else traces.MOONCAKE_BLOCK_TOKENS
+        kept = None
+        if any(row.answer_ids for row in rows):
+            kept = [(*row.hash_ids[: row.prompt // block], *row.answer_ids) for row in rows]
         return WorkloadSample(
             prompts=[prompt for prompt, _ in pairs],
             outputs=[output for _, output in pairs],
             gaps=gaps,
             prefixes=[row.hash_ids for row in rows] if has_prefixes else None,
-            block=self.trace.block if self.trace else traces.MOONCAKE_BLOCK_TOKENS,
+            kept=kept,
+            block=block,
         )
 
     def _window(self, requests: int, seed: int) -> Sequence[TraceRequest]:

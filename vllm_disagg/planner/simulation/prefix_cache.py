@@ -1,4 +1,4 @@
-"""Prefix cache of a simulated replica: which blocks of prompts it has computed and still keeps."""
+"""Prefix cache of a simulated replica: which blocks it still keeps."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 
 class PrefixCache:
-    """LRU cache of prompt blocks computed on this replica.
+    """LRU cache of blocks that this replica has computed or received.
 
-    Blocks shared with running requests count twice, except for the request being admitted.
+    Of one prompt the last block goes first, as in vLLM: without the first none can be hit. Blocks
+    shared with running requests count twice, except for the request being admitted.
     """
 
     def __init__(self, block: int) -> None:
@@ -19,7 +20,7 @@ class PrefixCache:
     def hit(self, ids: Sequence[int]) -> int:
         """Counts the leading cached blocks, and marks them as used."""
         count = self.match(ids)
-        for block in ids[:count]:
+        for block in reversed(ids[:count]):
             self._blocks.move_to_end(block)
         return count
 
@@ -35,11 +36,14 @@ class PrefixCache:
 
     def add(self, ids: Sequence[int]) -> None:
         """Adds the blocks of a prompt."""
-        for block in ids:
-            self._blocks[block] = None
-            self._blocks.move_to_end(block)
+        blocks = self._blocks
+        touch = blocks.move_to_end
+        for block in reversed(ids):
+            blocks[block] = None
+            touch(block)
 
     def shrink(self, blocks: int) -> None:
         """Evicts the least recently used blocks until `blocks` are left."""
-        while len(self._blocks) > max(0, blocks):
-            self._blocks.popitem(last=False)
+        evict = self._blocks.popitem
+        for _ in range(len(self._blocks) - max(0, blocks)):
+            evict(last=False)

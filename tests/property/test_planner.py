@@ -5,6 +5,7 @@ Many steps at once change no result, KV is bounded, and every request is served.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from random import Random
 
 import msgspec
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 from vllm_disagg.fleet.conventions import POLICY_NAMES
 from vllm_disagg.planner.cost.hardware import NetworkLink
 from vllm_disagg.planner.cost.latency import LinearLatency
+from vllm_disagg.planner.simulation import simulator
 from vllm_disagg.planner.simulation.deployment import Deployment, Handoff, ReplicaPool
+from vllm_disagg.planner.simulation.objective import SimulationResult
 from vllm_disagg.planner.simulation.replica import Replica, SchedulingRules
 from vllm_disagg.planner.simulation.simulator import Simulation
 from vllm_disagg.planner.simulation.workload import WorkloadSample
@@ -42,6 +45,23 @@ def sides(draw: st.DrawFn) -> ReplicaPool:
     return ReplicaPool(draw(st.integers(1, 3)), latency, draw(st.integers(700, 4000)), draw(rules))
 
 
+BLOCK = 32
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _read_back_short_prefixes() -> Iterator[None]:
+    """Lets P read back what D has of these prompts, which are short."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulator, "MIN_REUSE_TOKENS", BLOCK)
+        yield
+
+
+def _blocks(conversation: int, tokens: int) -> tuple[int, ...]:
+    """Returns the ids of the first blocks of a conversation."""
+    return tuple(1000 * conversation + number for number in range(tokens))
+
+
+# Each prompt, with its answer, is the beginning of one of three texts.
 samples = st.lists(
     st.tuples(st.integers(1, 500), st.integers(1, 150), st.integers(0, 717), st.integers(0, 2)),
     min_size=1,
@@ -51,7 +71,9 @@ samples = st.lists(
         [p for p, *_ in rows],
         [o for _, o, *_ in rows],
         [g / 1024 for *_, g, _ in rows],
-        [(10 * c + 1,) for *_, c in rows],
+        [_blocks(c, -(-p // BLOCK)) for p, _, _, c in rows],
+        [_blocks(c, (p + o - 1) // BLOCK) for p, o, _, c in rows],
+        BLOCK,
     )
 )
 rates = st.sampled_from([1.0, 4.0, 16.0])
@@ -158,7 +180,40 @@ def test_reservations_that_come_while_many_steps_are_under_way(seed: int) -> Non
     _compare(deployment, sample, random.uniform(2.0, 9.0))
 
 
-def _compare(deployment: Deployment, sample: WorkloadSample, rate: float) -> None:
+@pytest.mark.parametrize("seed", range(40))
+def test_turns_of_conversations_at_instances_with_little_kv(seed: int) -> None:
+    """Tests prompts that wait at P for a D that answers others, rare in random deployments."""
+    random = Random(seed)
+    tokens = [random.randint(100, 600) for _ in range(5)]
+    rows = []
+    for _ in range(60):
+        text = random.randrange(len(tokens))
+        answer = random.randint(1, 120)
+        rows.append((tokens[text], answer, text))
+        tokens[text] = min(1500, tokens[text] + answer + random.randint(1, 60))
+    sample = WorkloadSample(
+        [p for p, _, _ in rows],
+        [o for _, o, _ in rows],
+        [random.expovariate(1.0) for _ in rows],
+        [_blocks(text, -(-p // BLOCK)) for p, _, text in rows],
+        [_blocks(text, (p + o - 1) // BLOCK) for p, o, text in rows],
+        BLOCK,
+    )
+    latency = LinearLatency(1, (0.02, 1e-4, 0.0), (0.01, 1e-6, 1e-4), (0.01, 1e-6, 1e-4))
+    slow = LinearLatency(1, (0.02, 1e-4, 0.0), (0.1, 1e-6, 1e-4), (0.1, 1e-6, 1e-4))
+    decode = ReplicaPool(random.randint(1, 2), random.choice([latency, slow]), 3000)
+    deployment = Deployment(
+        ReplicaPool(random.randint(1, 2), latency, 3000),
+        decode,
+        Handoff(NetworkLink("slow", 1e9, 0.001), 1e5, 8, notice=0.003),
+    )
+    found = _compare(deployment, sample, random.uniform(2.0, 9.0))
+    assert found.read_back > 0 or (decode.latency is slow and found.at_decode > 0)
+
+
+def _compare(deployment: Deployment, sample: WorkloadSample, rate: float) -> SimulationResult:
+    """Returns the result, which is that of one step at a time."""
+
     def slow(side: ReplicaPool) -> ReplicaPool:
         return msgspec.structs.replace(
             side, rules=msgspec.structs.replace(side.rules, multi_step=False)
@@ -172,5 +227,6 @@ def _compare(deployment: Deployment, sample: WorkloadSample, rate: float) -> Non
     ).run()
     leaps = _run(deployment, sample, rate).run()
     assert leaps.preemptions == steps.preemptions
-    for field in ("ttft", "tpot", "itl", "latency", "transfer"):
+    for field in ("ttft", "tpot", "itl", "latency", "transfer", "at_decode", "read_back"):
         assert getattr(leaps, field) == pytest.approx(getattr(steps, field), rel=1e-6, abs=1e-9)
+    return leaps

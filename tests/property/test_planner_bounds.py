@@ -13,7 +13,7 @@ from vllm_disagg.planner.cost import hardware, model
 from vllm_disagg.planner.cost.latency import LinearLatency
 from vllm_disagg.planner.cost.step_tables import step_tables
 from vllm_disagg.planner.search import demand, enumeration, evaluation, optimizer
-from vllm_disagg.planner.search.bounds import CapacityBounds
+from vllm_disagg.planner.search.bounds import CapacityBounds, RequestWork
 from vllm_disagg.planner.search.demand import DemandScore
 from vllm_disagg.planner.search.performance_source import PerformanceSource
 from vllm_disagg.planner.search.placement import Criterion, Placement
@@ -23,6 +23,7 @@ from vllm_disagg.planner.simulation import workload
 from vllm_disagg.planner.simulation.objective import Objective, SimulationResult
 from vllm_disagg.planner.simulation.simulator import simulate
 from vllm_disagg.planner.simulation.workload import Arrivals
+from vllm_disagg.workloads.traces import Trace, TraceRequest
 
 SEEDS = range(10)
 
@@ -108,6 +109,50 @@ def test_no_goodput_is_above_its_bound_with_whole_prompts_at_d(
         score = evaluation.evaluate(scenario, placement, samples, -1.0)
         assert score
         assert score.total <= bounds.rate(placement) * (1 + 1e-9), placement
+
+
+def _conversations(random: Random) -> workload.Workload:
+    """Builds a trace of texts that grow from turn to turn, in blocks of 16 tokens."""
+    rows = []
+    tokens = [random.randint(100, 600) for _ in range(12)]
+    for n in range(100):
+        text = random.randrange(len(tokens))
+        answer = random.randint(2, 120)
+        ids = range(1000 * text, 1000 * text + 1000)
+        whole = tokens[text] // 16
+        kept = (tokens[text] + answer - 1) // 16
+        row = TraceRequest(
+            float(n), tokens[text], answer, (*ids[:whole], 10**6 + n), (*ids[whole:kept],)
+        )
+        rows.append(row)
+        tokens[text] = min(2000, tokens[text] + answer + random.randint(1, 100))
+    return workload.Workload("turns", trace=Trace(tuple(rows), 16))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_goodput_is_above_its_bound_with_turns_of_conversations(seed: int) -> None:
+    """P computes only what neither it nor D has of a prompt."""
+    scenario = msgspec.structs.replace(
+        small_scenario(seed), distserve=False, workload=_conversations(Random(seed)), requests=100
+    )
+    samples = scenario.samples()
+    bounds = CapacityBounds(scenario, samples)
+    for placement in (*enumeration.disaggregated(scenario), *enumeration.colocated(scenario)):
+        score = evaluation.evaluate(scenario, placement, samples, -1.0)
+        assert score
+        assert score.total <= bounds.rate(placement) * (1 + 1e-9), placement
+
+
+def test_blocks_of_answers_may_be_cached() -> None:
+    """Of the second prompt only the last block is new, and of the first all."""
+    rows = (
+        TraceRequest(0.0, 32, 33, (1, 2), (3, 4)),
+        TraceRequest(1.0, 80, 5, (1, 2, 3, 4, 5)),
+    )
+    traffic = workload.Workload("turns", trace=Trace(rows, 16))
+    scenario = msgspec.structs.replace(small_scenario(0), workload=traffic)
+    sample = traffic.sample(2, 0, Arrivals("poisson"))
+    assert RequestWork(scenario, sample)._cached == [31, 64]
 
 
 def _by_trying_all(scenario: Scenario, rate: float) -> list[Placement | None]:

@@ -28,6 +28,9 @@ DEFAULT_POLICY: Final = "prefix_aware"
 # Load of a decode instance: its running requests' prompts, and this cost for each of them.
 REQUEST_COST_BYTES = 2048
 BYTES_PER_TOKEN = 4  # of English text, where a cost in bytes is taken in tokens
+REUSE_POLICY: Final = "prefix_aware"  # the one with which a P reads KV from a D
+# A P reads KV from a D that has at least so much more of the prompt: about 250 tokens.
+MIN_REUSE_BYTES = 1024
 # Share of its KV cache above which a decode instance comes after all others.
 FULL_CACHE_RATIO = 0.9
 

@@ -482,14 +482,47 @@ def test_an_answer_names_the_versions_that_it_is_of(
     assert made in line and ("defaults of" in line) == (not scenario.distserve)
 
 
-def test_what_a_split_is_not_simulated_with_is_said() -> None:
+def test_what_a_split_is_not_simulated_with_is_said(tmp_path: Path) -> None:
     scenario = _planned("--gpu", "h100", "--model", "llama-3.1-8b").scenario
     one = ReplicaGroup(1, 1, 1)
     found = launch_commands.remarks(scenario, Placement(one, one))
-    assert any("--max-concurrent-requests" in note and "compress" in note for note in found)
-    assert not any(
-        "not simulated" in note for note in launch_commands.remarks(scenario, Placement(one))
-    )
+    assert any("not simulated" in note and "--max-concurrent-requests" in note for note in found)
+    assert any("no hash_ids" in note for note in found)
+    assert launch_commands.NO_COMPRESSION_ON_GPUS in found
+    of_one = launch_commands.remarks(scenario, Placement(one))
+    assert not any(word in note for note in of_one for word in ("simulated", "compress"))
+    path = _points_file(tmp_path / "p.json")
+    on_cpus = _planned("--profile", path, "--link", "none").scenario
+    found = launch_commands.remarks(on_cpus, Placement(one, one))
+    assert launch_commands.NO_COMPRESSION_ON_CPUS in found
+
+
+@pytest.mark.parametrize(
+    ("parent", "words", "end"),
+    [
+        (
+            -1,
+            [],
+            "P reads from D what D has more; of the answers that D keeps the trace tells none",
+        ),
+        (1, [], "P reads from D what D has more"),
+        (1, ["--policy", "round_robin"], "only what it lacks"),
+        (1, ["--no-overlap"], "only what it lacks"),
+    ],
+)
+def test_what_is_simulated_of_cached_prefixes_is_said(
+    parent: int, words: list[str], end: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    row = {"timestamp": 0, "input_length": 600, "output_length": 500, "hash_ids": [1, 2]}
+    later = row | {"timestamp": 9, "input_length": 1200, "hash_ids": [1, 3, 4]}
+    turns = [row | {"chat_id": 1}, later | {"chat_id": 2, "parent_chat_id": parent}]
+    path.write_text("".join(json.dumps(turn) + "\n" for turn in turns))
+    words = ["--gpu", "h100", "--model", "llama-3.1-8b", "--workload", str(path), *words]
+    one = ReplicaGroup(1, 1, 1)
+    remarks = launch_commands.remarks(_planned(*words).scenario, Placement(one, one))
+    (found,) = (note for note in remarks if note.startswith("simulated: prefixes"))
+    assert found.removesuffix(" (parent_chat_id)").endswith(end)
 
 
 def test_a_profile_of_several_gpus_is_served_with_as_many(tmp_path: Path) -> None:

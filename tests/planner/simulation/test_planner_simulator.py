@@ -352,7 +352,13 @@ class ComparedChoices(Simulation):
         instances = [
             _decode_instance(self, replica, now, self._chosen_by_request) for replica in replicas
         ]
-        _, best = Policy("least_loaded").best(instances, RoutingQuery(0), {})
+        prefixes = self._requests.prefixes
+        cached = {}
+        if prefixes and prefixes_of is not None:
+            for instance, replica in zip(instances, replicas, strict=True):
+                tokens = replica.cached_tokens(prefixes[prefixes_of])
+                cached[instance.cache_identity] = BYTES_PER_TOKEN * tokens
+        _, best = Policy("prefix_aware").best(instances, RoutingQuery(0), cached)
         chosen = self._choose(now, replicas, prefixes_of)
         assert instances[replicas.index(chosen)] is best
         type(self).passed_over += chosen.load > min(replica.load for replica in replicas)
@@ -395,6 +401,22 @@ def test_a_decode_replica_is_chosen_as_the_proxy_does(overlap: bool) -> None:
     deployment = Deployment(pool, ReplicaPool(3, PLAIN, 12_000), handoff)
     ComparedChoices.passed_over = 0
     ComparedChoices(deployment, _mixed_lengths(), 20.0).run()
+    assert ComparedChoices.passed_over > 20
+
+
+def test_a_decode_replica_with_a_prefix_is_chosen_as_the_proxy_does() -> None:
+    """Two conversations of 10 blocks, and short prompts of their own, which make loads differ."""
+    blocks = [10 if n % 4 == 0 else 1 for n in range(300)]
+    firsts = [n // 4 % 2 if n % 4 == 0 else n + 10 for n in range(300)]
+    ids = [
+        tuple(range(100 * first, 100 * first + count))
+        for first, count in zip(firsts, blocks, strict=True)
+    ]
+    sample = WorkloadSample([512 * n for n in blocks], [40] * 300, [0.0] + [1.0] * 299, ids)
+    pool = ReplicaPool(4, PLAIN, LARGE)
+    deployment = Deployment(pool, ReplicaPool(3, PLAIN, 40_000), Handoff())
+    ComparedChoices.passed_over = 0
+    ComparedChoices(deployment, sample, 8.0).run()
     assert ComparedChoices.passed_over > 20
 
 

@@ -12,6 +12,7 @@ from ...fleet.conventions import (
     DEFAULT_PREFILL_CONCURRENCY,
     KV_ROLES,
     QUIET_ACCESS_LOG_FLAG,
+    REUSE_POLICY,
 )
 from ..cost.sizes import ModelCosts
 from ..search.performance_source import PerformanceSource
@@ -20,8 +21,15 @@ from ..search.scenario import KV_MARGIN_RATIO, Scenario
 
 # Of a disaggregated placement: docs/explanation/planning.md has the rest.
 NOT_SIMULATED = (
-    "not simulated: the prefixes that decode instances keep, the connector's compress, and the"
-    " proxy's --queue-size, --queue-timeout and --max-concurrent-requests"
+    "not simulated: the proxy's --queue-size, --queue-timeout and --max-concurrent-requests"
+)
+NO_COMPRESSION_ON_GPUS = (
+    "the connector's compress stays off, in these commands and as simulated: it serves KV in host"
+    " memory only, and with KV on GPUs an engine refuses to start"
+)
+NO_COMPRESSION_ON_CPUS = (
+    "the connector's compress stays off, in these commands and as simulated: with it answers are"
+    " not exact"
 )
 
 
@@ -104,6 +112,9 @@ def remarks(scenario: Scenario, placement: Placement) -> list[str]:
     if d and not scenario.overlap and not scenario.distserve:
         found.append("simulated with --no-overlap; these commands move KV during the prefill")
     if d and not scenario.distserve:
+        found.append(_prefix_remark(scenario, placement))
+        on_gpus = any(source.is_on_gpu for source in scenario.sources(placement))
+        found.append(NO_COMPRESSION_ON_GPUS if on_gpus else NO_COMPRESSION_ON_CPUS)
         found.append(NOT_SIMULATED)
     if placement.min_prompt_bytes:
         tokens = placement.min_prompt_bytes / BYTES_PER_TOKEN
@@ -122,6 +133,23 @@ def remarks(scenario: Scenario, placement: Placement) -> list[str]:
             "the commands number GPUs as if one machine had them all: on each machine begin"
             " CUDA_VISIBLE_DEVICES with 0"
         )
+    return found
+
+
+def _prefix_remark(scenario: Scenario, placement: Placement) -> str:
+    """Names what was simulated of cached prefixes."""
+    trace = scenario.workload.trace
+    rows = trace.requests if trace else ()
+    if not any(row.hash_ids for row in rows):
+        return "the traffic has no hash_ids: each prompt is simulated as new to all instances"
+    handoff = scenario.deployment(placement).handoff
+    if handoff.state_bytes:
+        return "simulated without cached prefixes, which engines of a model with states do not keep"
+    found = "simulated: prefixes that P and D keep, of which D is sent only what it lacks"
+    if scenario.policy == REUSE_POLICY and handoff.reads_back:
+        found += " and P reads from D what D has more"
+    if not any(row.answer_ids for row in rows):
+        found += "; of the answers that D keeps the trace tells none (parent_chat_id)"
     return found
 
 

@@ -31,7 +31,16 @@ TIMES = (
     "path_mean",
 )
 MAX_SCALE = 1e6  # of step times, either way
-SHARES = ("prefill_busy", "decode_busy", "link_busy", "aggregated")
+# Of the result, in this order: shares of the time, of the requests, and of the prompts' tokens.
+SHARES = (
+    "prefill_busy",
+    "decode_busy",
+    "link_busy",
+    "back_busy",
+    "aggregated",
+    "at_decode",
+    "read_back",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -197,10 +206,7 @@ def _document(
         "latency_mean": mean(served) if served else None,
         "transfer_mean": mean(transfers) if transfers else 0.0,
         "path_mean": mean(seconds for result in results for seconds in result.path),
-        "prefill_busy": mean(result.prefill_busy for result in results),
-        "decode_busy": mean(result.decode_busy for result in results),
-        "link_busy": mean(result.link_busy for result in results),
-        "aggregated": mean(result.aggregated for result in results),
+        **{name: mean(getattr(result, name) for result in results) for name in SHARES},
         "refused": sum(seconds < 0 for seconds in latency),
         "preemptions": sum(result.preemptions for result in results),
         "closed_form": closed_form(scenario, placement),

@@ -239,7 +239,8 @@ class RequestWork:
         self._numbers = sample.counted
         self._sample = sample
         self.least_context = min(sample.prompts)
-        blocks = Counter(block for ids in sample.prefixes or () for block in set(ids))
+        lists = zip(sample.prefixes or (), sample.kept or sample.prefixes or (), strict=True)
+        blocks = Counter(block for ids, kept in lists for block in {*ids, *kept})
         self._cached = [self._cacheable(r, blocks) for r in self._numbers]
         steps = sorted(self._steps(r) for r in self._numbers)
         # Lengths of answers up to which requests are bounded; fixed lengths have one only.
@@ -248,7 +249,7 @@ class RequestWork:
         )
 
     def _cacheable(self, r: int, blocks: Counter[int]) -> int:
-        """Returns the leading tokens of a prompt that any other prompt may have computed."""
+        """Returns the leading tokens of a prompt that any other request may have computed."""
         if not self._sample.prefixes:
             return 0
         count = 0

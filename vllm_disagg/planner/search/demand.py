@@ -291,7 +291,7 @@ def _evenly_spaced(sample: WorkloadSample, later: float) -> WorkloadSample:
     """
     gap = (sum(sample.gaps) + later) / (len(sample) - 1)
     gaps = [0.0, *[gap] * (len(sample) - 1)]
-    return msgspec.structs.replace(sample, gaps=gaps, prefixes=None)
+    return msgspec.structs.replace(sample, gaps=gaps, prefixes=None, kept=None)
 
 
 def _all_numbers(placements: Sequence[Placement]) -> Iterator[Placement]:

@@ -179,10 +179,14 @@ class PerformanceSource(msgspec.Struct, frozen=True):
         return self.gpu.machine_gpus if self.gpu else GPUS_OF_A_MACHINE
 
     @property
+    def is_on_gpu(self) -> bool:
+        """Whether KV is on a GPU, as far as is known."""
+        return self.gpu is not None or self.was_on_gpu or self.kind == "coefficients"
+
+    @property
     def defaults(self) -> EngineDefaults:
         """Limits of an instance that is started without flags, or as it was profiled."""
-        is_on_gpu = self.gpu or self.was_on_gpu or self.kind == "coefficients"
-        found = engine_defaults(self.gpu) if is_on_gpu else CPU_DEFAULTS
+        found = engine_defaults(self.gpu) if self.is_on_gpu else CPU_DEFAULTS
         return EngineDefaults(self.budget or found.budget, found.sequences)
 
     @property

@@ -75,7 +75,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         if trace and any(row.hash_ids for row in trace.requests):
             return (
                 "the trace has hash_ids: the proxy counts the bytes that D lacks of a prompt, and"
-                " prefixes that D keeps are not simulated"
+                " here all bytes of it are counted"
             )
         return ""
 

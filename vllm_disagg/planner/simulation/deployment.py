@@ -31,10 +31,15 @@ class Handoff(msgspec.Struct, frozen=True):
     concurrency: int = DEFAULT_PREFILL_CONCURRENCY
     windows: tuple[KvLayers, ...] = ()
     state_bytes: float = 0.0  # of a sequence
-    notice: float = 0.0  # seconds from the last byte at D to D's step
+    notice: float = 0.0  # seconds from the last byte at D, or at P, to its step
+
+    @property
+    def reads_back(self) -> bool:
+        """Whether P can read KV from D: in legs that run at once, of layers without windows."""
+        return self.overlap and not self.windows and not self.state_bytes
 
     def wire_seconds(self, tokens: int) -> float:
-        """Returns the seconds that a prompt's KV occupies the link."""
+        """Returns the seconds that the KV of so many tokens of a prompt occupies the link."""
         held = sum(group.held_bytes(tokens) for group in self.windows) + self.state_bytes
         return (self.bytes_per_token * tokens + held) / self.link.bandwidth
 

@@ -76,10 +76,15 @@ class SimulationResult(msgspec.Struct, frozen=True):
     # Mean shares of the time from the first arrival to the last end.
     prefill_busy: float  # of a prefill replica, or of a colocated one
     decode_busy: float  # of a decode replica; 0 without one
-    link_busy: float  # of a prefill replica's link
+    link_busy: float  # of a prefill replica's link, towards decode replicas
+    back_busy: float  # of a decode replica's link, towards prefill replicas
     preemptions: int
     stopped: bool  # early, because too many had missed
     aggregated: float  # share of the requests whose whole prompt a decode replica computed
+    # Shares of the prompts' tokens: those that D had in its cache, which are not sent to it, and
+    # those that P read from D.
+    at_decode: float
+    read_back: float
     # Longest gap between two tokens; 0 for an answer of one token. None: not recorded.
     itl: list[float] | None = None
 

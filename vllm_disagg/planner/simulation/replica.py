@@ -26,8 +26,8 @@ import msgspec
 from ..cost.latency import LatencyModel
 from .batch import Batch, DecodeGroup
 from .prefix_cache import PrefixCache
+from .request_table import RequestTable
 from .token_gaps import GroupGaps, TokenGaps
-from .workload import WorkloadSample
 
 
 class SchedulingRules(msgspec.Struct, frozen=True):
@@ -40,31 +40,14 @@ class SchedulingRules(msgspec.Struct, frozen=True):
     multi_step: bool = True  # many decode steps at once; False only to test that it changes nothing
 
 
-class RequestTable:
-    """State of all requests, in columns indexed by request number."""
-
-    def __init__(self, sample: WorkloadSample, with_gaps: bool = False) -> None:
-        prompts = sample.prompts
-        count = len(sample)
-        self.prompts = prompts
-        self.outputs = sample.outputs
-        self.prefixes = sample.prefixes
-        self.block = sample.block
-        self.prefill_tokens = prompts.copy()  # after a preemption also the answer so far
-        self.tokens_left = [0] * count  # to generate
-        self.computed = [0] * count  # of `prefill_tokens`
-        self.context_base = [0] * count  # context less the steps of its group
-        self.join_order = [0] * count  # the highest is preempted first
-        self.prefill_started_at = [-1.0] * count  # seconds; -1: not yet
-        self.first_token_at = [-1.0] * count
-        self.gaps = TokenGaps(count) if with_gaps else None
-
-
 class ReplicaListener(Protocol):
     """Receiver of a replica's events."""
 
     def on_prefill_complete(self, replica: Replica, now: float, r: int) -> None:
         """Handles the end of the last chunk of a prompt."""
+
+    def on_prompt_admitted(self, replica: Replica, now: float, r: int, cached: int) -> bool:
+        """Handles the reservation of KV for a prompt; returns whether it waits for others' KV."""
 
     def on_kv_reserved(self, replica: Replica, now: float, r: int) -> None:
         """Handles the reservation of KV for a request from a prefill replica."""
@@ -90,6 +73,7 @@ class Replica:
         kv: int,
         rules: SchedulingRules,
         number: int = 0,
+        caches_prefixes: bool = True,
     ) -> None:
         self.listener = listener
         self.number = number  # among all replicas: the order in which batches end at one moment
@@ -111,9 +95,13 @@ class Replica:
         self.prefilling: deque[int] = deque()  # with KV, chunks left
         self._with_gaps = requests.gaps is not None
         self.ready = DecodeGroup(self._with_gaps)  # decodes that are not in flight
-        self.cache = PrefixCache(requests.block) if requests.prefixes else None
+        has_cache = requests.prefixes and caches_prefixes
+        self.cache = PrefixCache(requests.block) if has_cache else None
         self._in_flight: deque[Batch] = deque()
         self._stage_free_at = [0.0] * latency.pp  # seconds, for each stage
+        # Seconds until its link has sent, and received, what it has begun.
+        self.sends_until = 0.0
+        self.receives_until = 0.0
         self.preemptions = 0
         self.busy = 0.0  # seconds in which its first stage computes
         self._wake_at = 0.0  # time of the requested wake-up
@@ -123,6 +111,17 @@ class Replica:
     def cached_tokens(self, ids: Sequence[int]) -> int:
         """Returns the tokens of a prompt's leading blocks that the prefix cache holds."""
         return self.cache.match(ids) * self.cache.block if self.cache else 0
+
+    def lookup_ends(self, now: float) -> float:
+        """Returns when a request that has just reserved KV reports which blocks were cached.
+
+        vLLM finds them at the start of its next step, and they are final when that step ends.
+        """
+        if not self._in_flight:
+            return now
+        batch = self._in_flight[-1]
+        # The next step is taken to be as long as the running one.
+        return batch.end + self.latency.pp * (batch.first + batch.growth * (batch.steps - 1))
 
     def held_tokens(self, now: float) -> int:
         """Returns the tokens of KV that requests hold after the steps completed by now."""
@@ -148,9 +147,16 @@ class Replica:
         self.waiting.append(r)
         self._reserve_kv(now)
 
+    def start_prefill(self, now: float, r: int) -> None:
+        """Starts a prompt that waited, with its KV, for what a decode replica has of it."""
+        self.prefilling.append(r)
+        self.wake(now)
+
     def on_kv_arrived(self, now: float, r: int) -> None:
         """Starts decoding a request after its KV transfer."""
         self._awaiting_kv.discard(r)
+        if self.cache and self.requests.prefixes:
+            self.cache.add(self.requests.prefixes[r])
         self.start_decoding(r)
         self.wake(now)
 
@@ -226,6 +232,8 @@ class Replica:
             while ends and ends[0][0] <= group.steps:
                 r = heappop(ends)[1]
                 self._leave_group(group, r)
+                if self.cache and requests.kept:
+                    self.cache.add(requests.kept[r])
                 listener.on_finished(self, now, r)
             self._merge_ready(group)
         for r in batch.prompts:
@@ -281,8 +289,10 @@ class Replica:
         squares = 0
         whole = not self.rules.chunked
         while budget > 0:
-            if not self.prefilling and not self._admit_waiting():
-                break
+            if not self.prefilling:
+                if not self._admit_waiting(now):
+                    break
+                continue
             r = self.prefilling[0]
             done = requests.computed[r]
             remaining = requests.prefill_tokens[r] - done
@@ -348,8 +358,8 @@ class Replica:
 
     # --- KV ---
 
-    def _admit_waiting(self) -> bool:
-        """Reserves KV for the oldest waiting prompt and starts its prefill.
+    def _admit_waiting(self, now: float) -> bool:
+        """Reserves KV for the oldest waiting prompt and starts its prefill, or its lookup at D.
 
         Returns whether the prompt fits.
         """
@@ -359,14 +369,9 @@ class Replica:
         r = self.waiting[0]
         if r in self._awaiting_kv or not self._kv_fits(r):
             return False
-        self._take_kv(r)
-        requests.computed[r] = 0
-        if self.cache and requests.prefixes:
-            hit = self.cache.hit(requests.prefixes[r])
-            # The blocks that were hit are among those that the request holds now.
-            self.cache.shrink((self.kv - self.used) // self.cache.block + hit)
-            requests.computed[r] = min(hit * self.cache.block, requests.prefill_tokens[r] - 1)
-        self.prefilling.append(r)
+        cached = requests.computed[r] = self._take_kv(r)
+        if not self.listener.on_prompt_admitted(self, now, r, cached):
+            self.prefilling.append(r)
         return True
 
     def _reserve_kv(self, now: float) -> None:
@@ -379,11 +384,11 @@ class Replica:
             r = self.waiting[0]
             if r not in self._awaiting_kv or not self._kv_fits(r, grown):
                 break
-            has_reserved = True
-            self._take_kv(r)
+            if not has_reserved:
+                self._shorten_batch(now)  # its steps may rely on this room
+                has_reserved = True
+            self.requests.cached_at_decode[r] = self._take_kv(r, grown)
             self.listener.on_kv_reserved(self, now, r)
-        if has_reserved:
-            self._shorten_batch(now)  # the steps of the running batch may rely on this room
 
     def _tokens_grown(self, now: float) -> int:
         """Returns the tokens that completed steps of the batch in flight have added to `used`.
@@ -402,11 +407,21 @@ class Replica:
         held = self.used + grown + self.requests.prefill_tokens[r] + self.running
         return self.running < self.rules.sequences and held < self.kv
 
-    def _take_kv(self, r: int) -> None:
-        """Moves the head of the queue to the running requests."""
+    def _take_kv(self, r: int, grown: int = 0) -> int:
+        """Moves the head of the queue to the running requests.
+
+        Returns the tokens of its prompt that the prefix cache has; one at least is computed.
+        """
+        requests = self.requests
         self.waiting.popleft()
-        self.used += self.requests.prefill_tokens[r]
+        self.used += requests.prefill_tokens[r]
         self.running += 1
+        if not self.cache or not requests.prefixes:
+            return 0
+        hit = self.cache.hit(requests.prefixes[r])
+        # The blocks that were hit are among those that the request holds now.
+        self.cache.shrink((self.kv - self.used - grown) // self.cache.block + hit)
+        return min(hit * self.cache.block, requests.prefill_tokens[r] - 1)
 
     def _preempt(self, group: DecodeGroup) -> None:
         """Moves the latest requests back to the head of the queue until a step fits.

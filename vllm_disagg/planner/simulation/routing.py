@@ -44,8 +44,7 @@ class ReplicaChooser:
     ) -> Replica:
         """Chooses a decode or colocated replica by the policy of the proxy, nearly full ones last.
 
-        The proxy subtracts prefixes that an instance has. Colocated replicas keep them (of request
-        `prefixes_of`); here no D keeps those that it receives.
+        The policy prefix_aware subtracts what a replica has cached of request `prefixes_of`.
         """
         if len(replicas) == 1 or self._policy == "round_robin":
             return self._choose(replicas, prefixes_of)

@@ -6,13 +6,20 @@ Layers move while P computes, so only the last layer is left after the prefill, 
 slower. P holds its KV until D has received it. D computes the last prompt token and with it the
 first token of the answer.
 
+D keeps the prompts that it received and its answers, in its own prefix cache, as far as the sample
+names their blocks. It reserves KV for a whole prompt and receives the rest only. Under the policy
+prefix_aware P first reads from D what D has more of a prompt (bidirectional KV reuse). The lookup
+takes D's next step. From its turn at P on the prompt waits for a limited time, and holds its KV
+there; the engine computes others meanwhile.
+
 Two flags of the proxy let D compute a prompt whole, in steps with its decodes, as a colocated
 replica does: prompts below `min_prompt_bytes`, and with `spill` one prompt at each D at a time
 while all places at P are taken.
 
 Three quantities stay apart. An engine is busy for its steps, a link for the bytes of a hand-off.
 Delays occupy neither: the path of a request outside the engine (`Deployment.path`), a link's
-latency, and the notice from the last byte to D's step.
+latency, the notice from the last byte to D's step, and a lookup at D. A link carries both
+directions at once.
 
 Without overlap (NixlConnector, DistServe) the decode leg starts when the prefill ends. Only then D
 is chosen, reserves KV and receives all of the KV. Each P sends and each D receives one prompt after
@@ -25,12 +32,18 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from ...fleet.conventions import BYTES_PER_TOKEN, REQUEST_COST_BYTES
+from ...fleet.conventions import (
+    BYTES_PER_TOKEN,
+    MIN_REUSE_BYTES,
+    REQUEST_COST_BYTES,
+    REUSE_POLICY,
+)
 from .batch import Batch
 from .deployment import Deployment, ReplicaPool
 from .misses import MissCounter
 from .objective import Objective, SimulationResult
-from .replica import Replica, RequestTable
+from .replica import Replica
+from .request_table import RequestTable
 from .routing import ReplicaChooser
 from .workload import WorkloadSample
 
@@ -40,6 +53,10 @@ from .workload import WorkloadSample
 SimulationEvent = tuple[float, int, int, int, Replica | None, Batch | None]
 ARRIVAL_RANK = -1
 REQUEST_COST_TOKENS = REQUEST_COST_BYTES // BYTES_PER_TOKEN
+MIN_REUSE_TOKENS = MIN_REUSE_BYTES // BYTES_PER_TOKEN
+# From a prompt's turn at P until P computes it without an answer to its lookup at D:
+# REUSE_LOOKUP_SECONDS of protocol/prefill_leg.py.
+LOOKUP_SECONDS = 0.25
 
 
 def simulate(
@@ -102,8 +119,16 @@ class Simulation:
         self._prefilled_at = [-1.0] * self._count
         self._reserved_at = [-1.0] * self._count  # reservation of KV at D
         self._transfer = [0.0] * self._count
-        self._link_free_at: dict[int, float] = {}
-        self._link_busy = 0.0  # seconds, all senders
+        self._link_busy = 0.0  # seconds, all senders at P
+        self._back_busy = 0.0  # seconds, all senders at D
+        self._looks_up = [False] * self._count  # P asks D what it has of the prompt
+        self._answered_at = [-1.0] * self._count  # when D has reported that
+        self._read_back = [0] * self._count  # tokens that P read from D
+        self._reads_back = (
+            bool(requests.prefixes)
+            and deployment.policy == REUSE_POLICY
+            and deployment.handoff.reads_back
+        )
         self._kv_arrived = [False] * self._count
         self._next_of_loop = self._count  # next request of a closed loop
         self._misses: MissCounter | None = None
@@ -112,8 +137,10 @@ class Simulation:
 
     def _replicas(self, pool: ReplicaPool, requests: RequestTable, first: int) -> list[Replica]:
         """Builds the replicas of a pool, numbered from `first`."""
+        # With states DisaggConnector starts without prefix caching only.
+        caches = not self._deployment.handoff.state_bytes
         return [
-            Replica(self, requests, pool.latency, pool.kv, pool.rules, number)
+            Replica(self, requests, pool.latency, pool.kv, pool.rules, number, caches)
             for number in range(first, first + pool.count)
         ]
 
@@ -144,7 +171,7 @@ class Simulation:
                 if batch.end == now:  # else the batch was shortened and has ended before
                     replica.complete_batch(now, batch)
             elif r >= 0:
-                self._on_kv_landed(now, r, replica)
+                self._on_landed(now, r, replica)
             else:
                 replica.start_batch(now)
         replicas = (*self._prefills, *self._decodes)
@@ -213,11 +240,21 @@ class Simulation:
             self._requests.tokens_left[r] = self._requests.outputs[r]
             if handoff.overlap:
                 self._decode_leg(now, r)
+            if self._reads_back:
+                self._looks_up[r] = self._reuse_pays(r)
             prefill.submit(now, r)
+
+    def _reuse_pays(self, r: int) -> bool:
+        """Returns whether the proxy lets P read KV of a prompt that D has."""
+        prefill, decode, prefixes = self._prefill_of[r], self._decode_of[r], self._requests.prefixes
+        if not prefill or not decode or not prefixes:
+            return False
+        more = decode.cached_tokens(prefixes[r]) - MIN_REUSE_TOKENS
+        return more >= 0 and prefill.cached_tokens(prefixes[r]) <= more
 
     def _decode_leg(self, now: float, r: int) -> None:
         """Sends the decode leg to a decode replica."""
-        decode = self._chooser.choose_decode(now, self._decodes)
+        decode = self._chooser.choose_decode(now, self._decodes, r)
         self._count_at_decode(r, decode)
         decode.expect_kv(now, r)
 
@@ -243,6 +280,28 @@ class Simulation:
         """Schedules the end of a batch, or a wake-up."""
         self._event_order += 1
         heappush(self._events, (time, replica.number, self._event_order, -1, replica, batch))
+
+    def on_prompt_admitted(self, replica: Replica, now: float, r: int, cached: int) -> bool:
+        """Reads from D what D has beyond the `cached` tokens; returns whether P waits for that."""
+        decode = self._decode_of[r]
+        if not self._looks_up[r] or not decode or replica is decode:
+            return False
+        at = now + LOOKUP_SECONDS
+        # A D that still has no room for the prompt answers too late.
+        if self._reserved_at[r] >= 0 and self._answered_at[r] <= at:
+            requests = self._requests
+            tokens = requests.cached_at_decode[r] - cached
+            if tokens <= 0:
+                return False
+            handoff = self._deployment.handoff
+            wire = handoff.wire_seconds(tokens)
+            begin = self._occupy_link(max(now, self._answered_at[r]), wire, decode, replica)
+            at = begin + wire + handoff.link.latency + handoff.notice
+            self._back_busy += wire
+            self._read_back[r] = tokens
+            requests.computed[r] = cached + tokens
+        self._schedule_landing(at, r, replica)
+        return True
 
     def on_prefill_complete(self, replica: Replica, now: float, r: int) -> None:
         """Starts decoding on the same replica, or the hand-off to the decode replica."""
@@ -281,6 +340,8 @@ class Simulation:
     def on_kv_reserved(self, replica: Replica, now: float, r: int) -> None:
         """Starts the hand-off if the prefill has completed."""
         self._reserved_at[r] = now
+        if self._reads_back:
+            self._answered_at[r] = replica.lookup_ends(now)
         if self._prefilled_at[r] >= 0:
             self._start_handoff(now, r)
 
@@ -321,35 +382,46 @@ class Simulation:
         decode = self._decode_of[r]
         if prefill is None or decode is None:
             raise AssertionError("a request that moves has both instances")
-        prompt = self._requests.prompts[r]
-        wire = handoff.wire_seconds(prompt)
+        requests = self._requests
+        wire = handoff.wire_seconds(requests.prompts[r] - requests.cached_at_decode[r])
         begin = now
         if handoff.overlap:
-            begin = max(self._requests.prefill_started_at[r], self._reserved_at[r])
-        free_at = self._link_free_at
-        sender = id(prefill)
-        receiver = id(decode)
-        start = max(begin, free_at.get(sender, 0.0), free_at.get(receiver, 0.0))
-        free_at[sender] = start + wire
-        free_at[receiver] = start + wire
+            begin = max(requests.prefill_started_at[r], self._reserved_at[r])
+        start = self._occupy_link(begin, wire, prefill, decode)
         self._link_busy += wire
         last_layer = wire / handoff.layers  # cannot move before the prefill ends
         landed = max(start + wire, self._prefilled_at[r] + last_layer, now) + handoff.link.latency
         end = landed + handoff.notice
         self._transfer[r] = end - self._prefilled_at[r]
         if end > now:
-            self._event_order += 1
-            heappush(self._events, (end, ARRIVAL_RANK, self._event_order, r, decode, None))
+            self._schedule_landing(end, r, decode)
         else:
-            self._on_kv_landed(now, r, decode)
+            self._on_landed(now, r, decode)
 
-    def _on_kv_landed(self, now: float, r: int, decode: Replica) -> None:
-        """Frees the KV at P and starts decoding at D."""
+    def _occupy_link(self, begin: float, wire: float, sender: Replica, receiver: Replica) -> float:
+        """Returns when a transfer begins that takes `wire` seconds, `begin` at the earliest.
+
+        Each replica sends one prompt at a time, and receives one.
+        """
+        start = max(begin, sender.sends_until, receiver.receives_until)
+        sender.sends_until = receiver.receives_until = start + wire
+        return start
+
+    def _schedule_landing(self, at: float, r: int, receiver: Replica) -> None:
+        """Schedules the arrival of KV at P or D."""
+        self._event_order += 1
+        heappush(self._events, (at, ARRIVAL_RANK, self._event_order, r, receiver, None))
+
+    def _on_landed(self, now: float, r: int, receiver: Replica) -> None:
+        """Starts the prefill at P after its lookup; or frees the KV at P and starts decoding."""
         prefill = self._prefill_of[r]
+        if receiver is prefill:
+            prefill.start_prefill(now, r)
+            return
         self._kv_arrived[r] = True
         if prefill:
             prefill.release_kv(now, r)
-        decode.on_kv_arrived(now, r)
+        receiver.on_kv_arrived(now, r)
 
     # --- results ---
 
@@ -369,6 +441,13 @@ class Simulation:
         """Returns the mean share of the whole time in which one of `count` was busy."""
         whole = max(self._finished_at) - self._arrivals[0]
         return seconds / (whole * count) if count and whole > 0 else 0.0
+
+    def _share_of_prompts(self, tokens: list[int]) -> float:
+        """Returns the share of the counted prompts' tokens; 0 of prompts with unknown blocks."""
+        if not self._requests.prefixes:
+            return 0.0
+        prompts = self._requests.prompts
+        return sum(tokens[r] for r in self._counted) / sum(prompts[r] for r in self._counted)
 
     def _tpot(self, r: int) -> float:
         """Returns the seconds per token after the first; 0 for an answer of one token."""
@@ -400,8 +479,11 @@ class Simulation:
             prefill_busy=self._busy_share(sum(p.busy for p in self._prefills), len(self._prefills)),
             decode_busy=self._busy_share(sum(d.busy for d in self._decodes), len(self._decodes)),
             link_busy=self._busy_share(self._link_busy, len(self._prefills)),
+            back_busy=self._busy_share(self._back_busy, len(self._decodes)),
             preemptions=sum(replica.preemptions for replica in replicas),
             stopped=bool(self._misses and self._misses.too_many),
             aggregated=sum(map(self._is_aggregated, numbers)) / len(numbers),
+            at_decode=self._share_of_prompts(self._requests.cached_at_decode),
+            read_back=self._share_of_prompts(self._read_back),
             itl=itl,
         )

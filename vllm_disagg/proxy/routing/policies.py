@@ -30,12 +30,16 @@ from dataclasses import dataclass, field
 import msgspec
 import xxhash
 
-from ...fleet.conventions import FULL_CACHE_RATIO, REQUEST_COST_BYTES, PolicyName
+from ...fleet.conventions import (
+    FULL_CACHE_RATIO,
+    MIN_REUSE_BYTES,
+    REQUEST_COST_BYTES,
+    REUSE_POLICY,
+    PolicyName,
+)
 from .fleet import Instance
 from .prefixes import PrefixIndex, PromptPrefix
 
-# A P reads KV from a D that has at least so much more of the prompt: about 250 tokens.
-MIN_REUSE_BYTES = 1024
 _NO_PREFIX = PromptPrefix(b"")
 
 # By cache identity: how many bytes of a prompt are probably cached. Without zeros.
@@ -103,7 +107,7 @@ class Policy:
 
         `cached`: the result of `cached_bytes`, before `record_choice`.
         """
-        if self.name != "prefix_aware" or not (prefill.bidirectional and decode.bidirectional):
+        if self.name != REUSE_POLICY or not (prefill.bidirectional and decode.bidirectional):
             return False
         at_prefill = cached.get(prefill.cache_identity, 0)
         at_decode = cached.get(decode.cache_identity, 0)

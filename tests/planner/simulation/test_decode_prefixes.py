@@ -172,14 +172,25 @@ def test_p_reads_nothing_back_where_the_connector_does_not(change: dict[str, obj
     assert run._prefills[0].busy > first + LATENCY.prefill[1] * prompts[1]
 
 
-def test_short_prefixes_are_not_read_back() -> None:
-    """The proxy asks for it from 1 KiB on: 256 tokens."""
-    for block, read in ((128, 256), (127, 0)):
-        kept = [_ids(4), _ids(6)]
-        sample = WorkloadSample(
-            [2 * block, 6 * block], [2 * block + 1, 2], [0.0, 9.0], [_ids(2), _ids(6)], kept, block
-        )
-        assert _run(SPLIT, sample)._read_back == [0, read]
+@pytest.mark.parametrize(("block", "read"), [(64, 128), (63, 0)])
+def test_a_turn_with_little_beyond_the_last_prompt_is_not_looked_up(block: int, read: int) -> None:
+    """The proxy asks from 1 KiB on: 256 tokens, here two blocks of answer and two of new text."""
+    prompts = [2 * block, 6 * block]
+    kept = [_ids(4), _ids(6)]
+    ids = [_ids(2), _ids(6)]
+    sample = WorkloadSample(prompts, [2 * block + 1, 2], [0.0, 9.0], ids, kept, block)
+    assert _run(SPLIT, sample)._read_back == [0, read]
+
+
+@pytest.mark.parametrize(("block", "read"), [(128, 256), (127, 0)])
+def test_a_prompt_that_p_has_forgotten_is_read_back_if_it_is_long(block: int, read: int) -> None:
+    ids = [_ids(2), _ids(20, 100), _ids(6)]
+    sample = WorkloadSample(
+        [2 * block, 20 * block, 6 * block], [2] * 3, [0.0, 9.0, 9.0], ids, block=block
+    )
+    prefill = ReplicaPool(1, LATENCY, 20 * block + 2)
+    run = _run(msgspec.structs.replace(SPLIT, prefill=prefill), sample)
+    assert run._read_back == [0, 0, read]
 
 
 def test_the_end_of_the_prompt_that_was_used_longest_ago_is_evicted_first() -> None:

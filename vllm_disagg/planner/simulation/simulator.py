@@ -246,11 +246,15 @@ class Simulation:
 
     def _reuse_pays(self, r: int) -> bool:
         """Returns whether the proxy lets P read KV of a prompt that D has."""
-        prefill, decode, prefixes = self._prefill_of[r], self._decode_of[r], self._requests.prefixes
+        requests = self._requests
+        prefill, decode, prefixes = self._prefill_of[r], self._decode_of[r], requests.prefixes
         if not prefill or not decode or not prefixes:
             return False
-        more = decode.cached_tokens(prefixes[r]) - MIN_REUSE_TOKENS
-        return more >= 0 and prefill.cached_tokens(prefixes[r]) <= more
+        at_decode = decode.cached_tokens(prefixes[r])
+        # To the proxy all that follows a prompt which D answered may be its answer.
+        possible = at_decode if requests.kept is prefixes else requests.prompts[r]
+        at_most = min(at_decode - 1, possible - MIN_REUSE_TOKENS)
+        return at_most >= 0 and prefill.cached_tokens(prefixes[r]) <= at_most
 
     def _decode_leg(self, now: float, r: int) -> None:
         """Sends the decode leg to a decode replica."""

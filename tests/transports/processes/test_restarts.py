@@ -15,7 +15,7 @@ from vllm_disagg.driver import Driver
 from vllm_disagg.protocol import events
 from vllm_disagg.transports.zmq import link_watch
 
-RESTARTS = 50
+RESTARTS = int(os.environ.get("RESTARTS", "12"))
 WARM_UP = 2  # restarts, in which D opens what it keeps
 CUT_EACH = 5  # restarts: one in the middle of a load
 TOKENS = 48
@@ -48,7 +48,7 @@ def result(d: Driver) -> events.LoadResult:
     return found
 
 
-def test_fifty_restarts_of_p_leave_nothing_at_d(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restarts_of_p_leave_nothing_at_d(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that starts again has another name: its predecessor's links and paths end."""
     monkeypatch.setattr(link_watch, "GIVE_UP_SECONDS", 0.5)
     settings = {"transport": "tcp", "peer_timeout": PEER_TIMEOUT_SECONDS}

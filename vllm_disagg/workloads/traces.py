@@ -206,7 +206,8 @@ def _chat(record: object) -> _Chat:
     """Reads Alibaba's ids of a conversation's turns."""
     if not isinstance(record, dict):
         return _Chat()
-    return _Chat(*(str(record.get(name, "")) for name in ("chat_id", "parent_chat_id")))
+    found = [record.get(name) for name in ("chat_id", "parent_chat_id")]
+    return _Chat(*("" if value is None else str(value) for value in found))
 
 
 def _find_answers(requests: list[TraceRequest], chats: Sequence[_Chat], block: int) -> None:

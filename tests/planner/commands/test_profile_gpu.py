@@ -67,6 +67,8 @@ def _answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
         ("NVIDIA A10G", ""),
         ("NVIDIA H100 PCIe", ""),
         ("NVIDIA H100 NVL", ""),
+        ("NVIDIA H20-3e", ""),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", ""),
         ("NVIDIA A100-PCIE-40GB", ""),
         ("NVIDIA GH200 480GB", ""),
         ("", ""),

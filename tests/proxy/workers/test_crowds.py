@@ -17,7 +17,7 @@ from proxy_world import Call, Client, ScriptedEngine, World, answer, until
 SAME_ID = 1000  # requests
 SILENT = 100  # connections
 OTHERS = 8  # connections of health checks and of the test that come and go
-HEADER_SECONDS = 3.0
+HEADER_SECONDS = 12.0
 GOOD = 50  # requests beside them
 LIMIT_SECONDS = 60.0  # of each wait
 

@@ -61,7 +61,7 @@ def test_load_is_shared() -> None:
     assert all(sync_rest) and [i.in_flight for i in seen[1:]] == [0, 0]
     seen[2].prefill_legs = 4
     tables[2].sync([seen[2]])
-    clear(fd, 2, 3)  # the worker died
+    clear(fd, 2)  # the worker died
     tables[1].sync([seen[1]])
     assert seen[1].prefill_legs == 0
     os.close(fd)
@@ -344,6 +344,10 @@ while size := stream.read(8):
 """
 
 
+def has_answered(worker: supervisor.WorkerProcess) -> bool:
+    return not worker.unanswered_pings
+
+
 async def test_a_frozen_worker_is_killed(caplog: pytest.LogCaptureFixture) -> None:
     """The kernel gave it its share of the connections, none of which was ever answered."""
     command = [sys.executable, "-c", SCRIPTED_WORKER]
@@ -364,13 +368,13 @@ async def test_a_frozen_worker_is_killed(caplog: pytest.LogCaptureFixture) -> No
                 for _ in range(supervisor.MAX_UNANSWERED_PINGS + 1):
                     worker.ping()
                     assert worker.unanswered_pings == 1
-                    await until(lambda worker=worker: not worker.unanswered_pings)
+                    await until(partial(has_answered, worker))
             assert frozen.process and not any(task.done() for task in running)
             frozen.process.send_signal(signal.SIGSTOP)
             for _ in range(supervisor.MAX_UNANSWERED_PINGS):
                 frozen.ping()
                 other.ping()
-            await until(lambda: not other.unanswered_pings)
+            await until(partial(has_answered, other))
             assert not running[0].done(), "killed one ping early"
             frozen.ping()
             assert await running[0] == -signal.SIGKILL
@@ -380,6 +384,41 @@ async def test_a_frozen_worker_is_killed(caplog: pytest.LogCaptureFixture) -> No
         assert await running[1] == -signal.SIGKILL
     finally:
         os.close(table)
+
+
+async def test_a_frozen_worker_does_not_keep_a_proxy_from_ending(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is replaced while the proxy serves; at the end it does not heed SIGTERM."""
+    # Long enough that a crowded machine does not freeze a worker, too.
+    monkeypatch.setattr(supervisor, "PING_SECONDS", 1.5)
+    ready = asyncio.Event()
+    before = set(children(os.getpid()))
+
+    def workers() -> set[int]:
+        return set(children(os.getpid())) - before
+
+    running = asyncio.create_task(
+        supervisor.supervise(
+            [sys.executable, "-c", SCRIPTED_WORKER], 2, "127.0.0.1", 0, lambda _: ready.set()
+        )
+    )
+    try:
+        async with asyncio.timeout(100):
+            await ready.wait()
+            victim, other = workers()
+            os.kill(victim, signal.SIGSTOP)
+            await until(lambda: victim not in workers() and len(workers()) == 2)
+            assert "has answered none of 4 pings" in caplog.text
+            assert "failed, which is killed" not in caplog.text, "one death, two reasons"
+            os.kill(other, signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await running == 0
+        assert not workers()
+    finally:
+        running.cancel()
+        for pid in workers():
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_a_worker_that_starts_is_not_pinged() -> None:

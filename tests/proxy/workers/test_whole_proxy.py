@@ -119,7 +119,7 @@ async def test_a_killed_proxy_breaks_its_connections_and_leaves_nothing_at_the_e
 
 
 async def test_a_frozen_proxy_goes_on_where_it_was(tmp_path: Path) -> None:
-    """All its limits of time have passed when it wakes, and no engine was late."""
+    """It was silent for longer than an instance may be, and no engine was late."""
     slow = SlowEngines()
     async with engines(*slow.engines) as world, whole_proxy(tmp_path, world) as proxy:
         streaming, waiting = await in_flight(slow, world)

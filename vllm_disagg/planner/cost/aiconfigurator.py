@@ -106,7 +106,15 @@ def package_tables(
                 kvcache_quant_mode=kv_type,
             )
             found[degree] = tabulated(engine)
-        except (ValueError, RuntimeError, AssertionError, KeyError) as error:
+        # Whatever it raises at a config.json that it cannot read: it checks no field.
+        except (
+            ValueError,
+            RuntimeError,
+            AssertionError,
+            LookupError,
+            TypeError,
+            AttributeError,
+        ) as error:
             first_line = str(error).strip().partition("\n")[0]
             reason = f"{type(error).__name__}: {first_line}"
     if not found:

@@ -91,8 +91,8 @@ GPUS = {
     )
 }
 
-# Words of boards that share a name with a type of GPUS, and have less bandwidth or power.
-OTHER_BOARDS = {"pcie", "nvl"}
+# Words of boards that share a name with a type of GPUS, and differ in bandwidth, memory or power.
+OTHER_BOARDS = {"pcie", "nvl", "max", "3e"}  # RTX PRO 6000 Max-Q; H20-3e
 
 # Share of a GPU's memory that vLLM uses: --gpu-memory-utilization of vLLM 0.28 to 0.33.
 GPU_MEMORY_UTILIZATION = 0.92

@@ -10,6 +10,7 @@ of `Instance`, so routing needs no notion of workers. They are as old as the las
 from __future__ import annotations
 
 import mmap
+import os
 import zlib
 from collections.abc import Iterable
 
@@ -67,11 +68,10 @@ class SharedLoad:
         return sums
 
 
-def clear(fd: int, row: int, workers: int) -> None:
+def clear(fd: int, row: int) -> None:
     """Sets the counts of a worker that has died to zero: its requests ended with it."""
     row_bytes = ROW_CELLS * CELL_BYTES
-    with mmap.mmap(fd, size(workers)) as table:
-        table[row * row_bytes : (row + 1) * row_bytes] = bytes(row_bytes)
+    os.pwrite(fd, bytes(row_bytes), row * row_bytes)
 
 
 def _clear_slot(table: memoryview, row: int, slot: int) -> None:

@@ -290,11 +290,12 @@ async def supervise(
         pinging = loop.create_task(_ping(hub.workers))
         await stop.wait()
         started.cancel()
-        pinging.cancel()
         for worker in hub.workers:
             if worker.process and worker.process.returncode is None:
                 worker.process.terminate()
-        return max(await asyncio.gather(*keepers))
+        status = max(await asyncio.gather(*keepers))
+        pinging.cancel()  # only now: a frozen worker does not heed SIGTERM
+        return status
 
 
 async def _when_ready(workers: list[WorkerProcess], callback: Callable[[], None]) -> None:
@@ -349,7 +350,7 @@ async def _keep_running(
         worker.ready.clear()
         place = msgspec.structs.replace(place, restarted=True)
         hub.on_death(worker)
-        shared_load.clear(place.table, worker.index, place.count)
+        shared_load.clear(place.table, worker.index)
         pause = RESTART_SECONDS if was_ready else min(2 * pause, MAX_RESTART_SECONDS)
         log.error(
             "supervisor: worker %d ended with status %d%s and is started again in %g s%s",
@@ -406,11 +407,12 @@ async def _run_process(
     try:
         await _handle_messages(worker, hub, ours)
     except (OSError, ValueError) as error:
-        log.error(
-            "supervisor: the connection to worker %d failed, which is killed: %s",
-            worker.index,
-            error,
-        )
+        if worker.unanswered_pings < MAX_UNANSWERED_PINGS:  # else `ping` has said why
+            log.error(
+                "supervisor: the connection to worker %d failed, which is killed: %s",
+                worker.index,
+                error,
+            )
         with suppress(ProcessLookupError):
             process.kill()
     return await process.wait()

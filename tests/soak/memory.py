@@ -2,10 +2,10 @@
 
     python tests/soak/memory.py [--seconds S] [--warm S] [--clients N] [--save FILE]
 
-Each request goes to the proxy and to the plain engine. The rise of each process is that from the
-end of the warm-up on: of its memory (RSS), and of what malloc has given out. At the end free pages
-are returned, which tells memory in use from fragmentation. The last line is JSON. SIGTERM ends the
-run early, without these last readings.
+Each request goes to the proxy and to the plain engine; `ends` counts how they ended. The rise of
+each process is that from the end of the warm-up on: of its memory (RSS), and of what malloc has
+given out. At the end free pages are returned, which tells memory in use from fragmentation. The
+last line is JSON. SIGTERM ends the run early, without these last readings.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/engine")]
 
-from chaos_client import ask, running  # noqa: E402
+from chaos_client import CLEAN, Result, ask, running  # noqa: E402
 from engines import Engine, Process, Proxy  # noqa: E402
 from measures import descendants, kind_of, slope_per_hour  # noqa: E402
 from soak_fleet import INSIDE, KV_CACHE_BYTES  # noqa: E402
@@ -55,6 +56,15 @@ def engine(name: str, folder: Path, cpu: int, role: str = "") -> Engine:
     return Engine(name, folder, *flags, role=role, cpu=str(cpu), env=environment)
 
 
+def ending(ours: Result, plain: Result) -> str:
+    """Returns how a request ended: exact, clean, plain failed, wrong, or its error."""
+    if plain.error:
+        return f"plain vLLM: {plain.error}"
+    if ours.error:
+        return "clean" if ours.error.startswith(CLEAN) else ours.error
+    return "exact" if ours == plain else "wrong"
+
+
 class Comparison:
     """The engines, their load, and the readings of their processes."""
 
@@ -72,7 +82,7 @@ class Comparison:
         self._lock = threading.Lock()
         self.readings: Readings = {}
         self.requests = 0
-        self.different = 0
+        self.ends: Counter[str] = Counter()
 
     @property
     def _engines(self) -> list[Engine]:
@@ -134,7 +144,7 @@ class Comparison:
                 thread.join()
             with self._lock:
                 self.requests += 1
-                self.different += answers[0] != answers[1]
+                self.ends[ending(*answers)] += 1
 
     def _read(self, at: float) -> None:
         for server in self._engines:
@@ -188,7 +198,7 @@ def main() -> int:
         report(comparison, args)
     finally:
         comparison.stop()
-    return int(comparison.different > 0)
+    return int(not comparison.ends.keys() <= {"exact", "clean"})
 
 
 def report(comparison: Comparison, args: argparse.Namespace) -> None:
@@ -202,7 +212,7 @@ def report(comparison: Comparison, args: argparse.Namespace) -> None:
     found = {
         "seconds": args.seconds,
         "requests": comparison.requests,
-        "different": comparison.different,
+        "ends": dict(comparison.ends),
         "load_average": round(os.getloadavg()[0], 1),
         "processes": rows,
     }

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import soak_faults
 import soak_report
-from chaos_client import Job, Result
+from chaos_client import CLEAN, Job, Result
 from measures import KINDS, ProcessHistory, ProcessMeasures, ProcessReading, slope_per_hour
+from memory import ending as ending_beside_plain
 from slow_log import SlowLog
 from soak_fleet import SoakEngine, on_own_machine
 from soak_load import judge_left
@@ -396,3 +397,17 @@ def test_a_reset_that_vllm_refuses_is_reported() -> None:
         "fails: P0: 200 ",
         f"fails: P0{flag}: 200 ",
     }
+
+
+@pytest.mark.parametrize(
+    ("ours", "plain", "ended"),
+    [
+        (Result("a"), Result("a"), "exact"),
+        (Result("a"), Result("b"), "wrong"),
+        (Result(error=f"{CLEAN}503"), Result("a"), "clean"),
+        (Result(error="cut off"), Result("a"), "cut off"),
+        (Result("a"), Result(error="TimeoutError: "), "plain vLLM: TimeoutError: "),
+    ],
+)
+def test_how_a_request_beside_a_plain_engine_ended(ours: Result, plain: Result, ended: str) -> None:
+    assert ending_beside_plain(ours, plain) == ended

@@ -72,7 +72,7 @@ def test_a_later_turn_tells_the_blocks_of_an_answer(tmp_path: Path) -> None:
 
 def test_no_id_is_the_parent_of_none(tmp_path: Path) -> None:
     """Null was the text "None", so requests without ids were turns of one conversation."""
-    turns = [json.loads(line) | {"chat_id": None} for line in _turns()]
+    turns = [json.loads(line) | {"chat_id": None} for line in reversed(_turns())]
     path = write(tmp_path, *(json.dumps(turn | {"parent_chat_id": None}) for turn in turns))
     read = traces.read(path, "--trace").requests
     assert [request.answer_ids for request in read] == [(), ()]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from profile_files import profile_file
 
 from vllm_disagg import cli
 
@@ -79,17 +80,8 @@ def test_a_demand_is_whole_in_each_form(
 def test_a_demand_from_a_profile_shows_its_fit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    points = {
-        "version": 2,
-        "path": {"seconds": 0.005, "seconds_per_token": 0.0},
-        "model": "org/<m>",
-        "kv_tokens": 20000,
-        "prefill": [{"tokens": [n], "seconds": 1e-4 * n} for n in (32, 128, 512)],
-        "decode": [{"contexts": [n], "seconds": 0.01} for n in (32, 128, 512)],
-    }
-    path = tmp_path / "points.json"
-    path.write_text(json.dumps(points))
-    words = ["plan", "--profile", str(path), "--link", "none", "--rate", "1", "--gpus", "2"]
+    path = profile_file(tmp_path / "points.json", model="org/<m>")
+    words = ["plan", "--profile", path, "--link", "none", "--rate", "1", "--gpus", "2"]
     words += ["--workload", "100:10", "--requests", "100", "--seeds", "1"]
     text, document, page = _answers(capsys, tmp_path / "out", *words)
     assert set(document["fits"][str(path)]["worst_error"]) == {"prefill", "decode"}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from profile_files import profile_file
 
 from vllm_disagg import cli
 from vllm_disagg.planner.cost import hardware
@@ -18,20 +19,6 @@ COMMANDS = {
     "plan": ["plan", "--gpus", "2", "--jobs", "1"],
     "simulate": ["simulate", "--colocated", "1x1", "--rate", "1"],
 }
-
-
-def _file(path: Path, **fields: object) -> str:
-    """Writes a profile with these fields. Returns its path."""
-    points = {
-        "version": 2,
-        "path": {"seconds": 0.005, "seconds_per_token": 0.0},
-        "model": "meta-llama/Llama-3.1-8B",
-        "kv_tokens": 20000,
-        "prefill": [{"tokens": [n], "seconds": 1e-4 * n} for n in (32, 128, 512)],
-        "decode": [{"contexts": [n], "seconds": 0.01} for n in (32, 128, 512)],
-    }
-    path.write_text(json.dumps({**points, **fields}))
-    return str(path)
 
 
 def _refusal(capsys: pytest.CaptureFixture[str], command: str, *words: str) -> str:
@@ -99,7 +86,7 @@ def test_a_profile_of_another_gpu_is_refused(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    path = _file(tmp_path / "p.json", **fields)
+    path = profile_file(tmp_path / "p.json", **fields)
     line = _refusal(capsys, command, "--profile", path, "--gpu", "h100")
     assert line.startswith(f"vllm-disagg {command}: --profile: {path} ") and expected in line
 
@@ -107,8 +94,8 @@ def test_a_profile_of_another_gpu_is_refused(
 def test_the_decode_side_has_a_gpu_of_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prefill = _file(tmp_path / "p.json", gpu="NVIDIA H100 80GB HBM3")
-    decode = _file(tmp_path / "d.json", gpu="NVIDIA H20")
+    prefill = profile_file(tmp_path / "p.json", gpu="NVIDIA H100 80GB HBM3")
+    decode = profile_file(tmp_path / "d.json", gpu="NVIDIA H20")
     words = ["--profile", prefill, "--gpu", "h100", "--decode-profile", decode]
     line = _refusal(capsys, "plan", *words)
     assert f"--decode-profile: {decode} measured NVIDIA H20, not h100: give --decode-gpu" in line
@@ -123,7 +110,7 @@ def test_the_decode_side_has_a_gpu_of_its_own(
 def test_another_model_or_flag_beside_the_gpu_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = _file(tmp_path / "p.json", gpu=A100)
+    path = profile_file(tmp_path / "p.json", gpu=A100)
     words = ["plan", "--profile", path, "--gpu", "a100"]
     line = _refusal(capsys, *words, "--model", "qwen3-32b")
     assert "measured meta-llama/Llama-3.1-8B, not qwen3-32b" in line
@@ -138,7 +125,7 @@ def test_another_model_or_flag_beside_the_gpu_is_refused(
 def test_a_profile_of_a_named_gpu_has_its_price_power_and_commands(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = _file(tmp_path / "p.json", gpu=A100)
+    path = profile_file(tmp_path / "p.json", gpu=A100)
     prices = tmp_path / "prices.json"
     prices.write_text('{"a100": 2.5}')
     rate = ["--profile", path, "--rate", "1", "--prices", str(prices)]

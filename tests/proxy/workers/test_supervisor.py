@@ -441,7 +441,7 @@ async def test_each_worker_is_pinged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("failure", ["connection", "end"])
 async def test_a_process_that_has_started_is_awaited(
-    failure: str, monkeypatch: pytest.MonkeyPatch
+    failure: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An error after its start left it running beside its successor."""
     start = supervisor.start_worker
@@ -464,11 +464,13 @@ async def test_a_process_that_has_started_is_awaited(
         monkeypatch.setattr(asyncio, "open_unix_connection", lack)
     table = os.memfd_create("test")
     hub = BusHub(1)
+    hub.workers[0].unanswered_pings = supervisor.MAX_UNANSWERED_PINGS  # by its last process
     place = WorkerPlace(0, 1, 0, table, 0, "c")
     command = SLEEPING if failure == "connection" else ["true"]
     async with asyncio.timeout(30):
         status = await _run_process(hub.workers[0], hub, command, place, stop)
     assert status == started[0].returncode == (-signal.SIGKILL if failure == "connection" else 0)
+    assert ("the connection to worker 0 failed" in caplog.text) == (failure == "connection")
     os.close(table)
 
 

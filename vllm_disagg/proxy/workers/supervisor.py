@@ -401,6 +401,7 @@ async def _run_process(
         log.error("supervisor: worker %d cannot be started: %s", worker.index, error)
         return 1
     worker.process = process
+    worker.unanswered_pings = 0  # by this process
     if stop.is_set():  # meanwhile: `supervise` has ended the processes that it knew
         with suppress(ProcessLookupError):
             process.terminate()

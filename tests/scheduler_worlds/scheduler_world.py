@@ -34,6 +34,7 @@ from world_models import HEADS
 from world_setup import MischiefLevels, WorldSetup, draw_setup
 
 from kv_connectors import admission as connector_admission
+from kv_connectors import compatibility
 from kv_connectors import scheduler as connector_scheduler
 from kv_connectors import worker as connector_worker
 from vllm_disagg.fleet.grants import REQUEST_KEY, Grant, mint
@@ -140,6 +141,8 @@ class SchedulerWorld:
             with (
                 mock.patch.object(connector_scheduler, "time", WorldClock(self)),
                 mock.patch.object(connector_worker, "PROGRESS_BYTES", 1),
+                # For proxies. It reads files of each package, a quarter of a world's seconds.
+                mock.patch.object(compatibility, "answer_settings", lambda _: ""),
                 # From the seed, as all that is drawn.
                 mock.patch.object(connector_admission, "new_transfer", self._new_transfer),
                 mock.patch.object(connector_scheduler, "new_transfer", self._new_transfer),

@@ -421,12 +421,83 @@ async def test_a_frozen_worker_does_not_keep_a_proxy_from_ending(
             os.kill(pid, signal.SIGKILL)
 
 
-def test_a_worker_that_starts_is_not_pinged() -> None:
-    """It answers nothing while it imports, which takes long on a crowded machine."""
-    starting = supervisor.WorkerProcess(0)
-    starting.process = starting.writer = SimpleNamespace()  # type: ignore[assignment]
-    starting.ping()
-    assert not starting.unanswered_pings
+async def test_a_worker_that_never_serves_is_killed(caplog: pytest.LogCaptureFixture) -> None:
+    """Frozen while it starts, it kept its place for ever."""
+    table = os.memfd_create("test")
+    hub = BusHub(1)
+    (worker,) = hub.workers
+    asked: list[BusMessage] = []
+    worker.send = asked.append  # type: ignore[assignment, method-assign]
+    worker.ping()  # before its process has begun
+    place = WorkerPlace(0, 1, 0, table, 0, "c")
+    life = asyncio.create_task(_run_process(worker, hub, SLEEPING, place, asyncio.Event()))
+    try:
+        async with asyncio.timeout(60):
+            await until(lambda: worker.writer is not None)
+            for _ in range(supervisor.MAX_START_PINGS):
+                worker.ping()
+            assert not asked, "it reads nothing yet"
+            await asyncio.sleep(0.1)
+            assert not life.done(), "imports take long on a crowded machine"
+            worker.ping()
+            assert await life == -signal.SIGKILL
+        [line] = [record.getMessage() for record in caplog.records]
+        assert line == "supervisor: worker 0 has not begun to serve in 300 s, so it is killed"
+        worker.ping()  # what has ended is not killed
+        assert len(caplog.records) == 1
+    finally:
+        os.close(table)
+
+
+# It serves, ends its connection when it is told to end, and then hangs.
+HANGING_AT_ITS_END = """
+import signal, socket, json, sys
+hub = socket.socket(fileno=json.loads(sys.argv[-1])["hub"])
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+message = b'{"kind": "ready"}'
+hub.sendall(len(message).to_bytes(8, "big") + message)
+signal.sigwait({signal.SIGTERM})
+hub.shutdown(socket.SHUT_WR)
+signal.sigwait({signal.SIGTERM})
+"""
+
+
+@pytest.mark.parametrize("moment", ["start", "end"])
+async def test_no_worker_keeps_a_proxy_from_ending(
+    moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker without a connection was not pinged, and its end was awaited for ever."""
+    monkeypatch.setattr(supervisor, "PING_SECONDS", 1.5)
+    is_starting = moment == "start"
+    command = SLEEPING if is_starting else [sys.executable, "-c", HANGING_AT_ITS_END]
+    ready = asyncio.Event()
+    before = set(children(os.getpid()))
+
+    def workers() -> set[int]:
+        return set(children(os.getpid())) - before
+
+    running = asyncio.create_task(
+        supervisor.supervise(command, 2, "127.0.0.1", 0, lambda _: ready.set())
+    )
+    try:
+        async with asyncio.timeout(60):
+            await until(lambda: len(workers()) == 2)
+            if is_starting:
+                for pid in workers():
+                    os.kill(pid, signal.SIGSTOP)
+                # A process that has not stopped yet would heed SIGTERM.
+                await until(lambda: all(state(pid) == "T" for pid in workers()))
+            else:
+                await ready.wait()
+            monkeypatch.setattr(supervisor, "PING_SECONDS", 0.05)
+            monkeypatch.setattr(supervisor, "MAX_START_PINGS", 10**6)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await running == -signal.SIGKILL
+        assert not workers()
+    finally:
+        running.cancel()
+        for pid in workers():
+            os.kill(pid, signal.SIGKILL)
 
 
 async def test_each_worker_is_pinged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -464,7 +535,7 @@ async def test_a_process_that_has_started_is_awaited(
         monkeypatch.setattr(asyncio, "open_unix_connection", lack)
     table = os.memfd_create("test")
     hub = BusHub(1)
-    hub.workers[0].unanswered_pings = supervisor.MAX_UNANSWERED_PINGS  # by its last process
+    hub.workers[0].unanswered_pings = supervisor.MAX_START_PINGS  # by its last process
     place = WorkerPlace(0, 1, 0, table, 0, "c")
     command = SLEEPING if failure == "connection" else ["true"]
     async with asyncio.timeout(30):
@@ -557,6 +628,11 @@ async def start(tmp_path: Path, *flags: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         *command, *flags, stdout=pipe, stderr=pipe, cwd=root
     )
+
+
+def state(pid: int) -> str:
+    """Returns the letter of a process's state; T if it is stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().split()[2]
 
 
 def children(pid: int) -> list[int]:

@@ -6,6 +6,8 @@ Life of a proxy worker:
        '-> died before it was ready, or with REFUSED_EXIT_STATUS: the whole proxy ends
     started again -> died before it was ready -> started again, later each time
     ready -> silent for MAX_UNANSWERED_PINGS -> killed: the kernel goes on giving it connections
+    started -> not ready within MAX_START_PINGS -> killed
+    told to end -> neither ended nor heard of within MAX_UNANSWERED_PINGS -> killed
 
 A new process gets the changes that the admin API has made so far, and the roles that follow the
 load. Its death ends the requests of its own clients only. A worker whose first process cannot serve
@@ -49,6 +51,8 @@ RESTART_SECONDS = 0.5  # until a dead worker is started again
 MAX_RESTART_SECONDS = 30.0  # the same after several processes that were never ready
 PING_SECONDS = 5.0  # between two messages that each worker must answer
 MAX_UNANSWERED_PINGS = 4
+# Of a process that starts: it imports, which takes 0.3 s, and on a crowded machine minutes.
+MAX_START_PINGS = 60
 NOTE_LIFE_SECONDS = 10.0  # age up to which a registration is repeated to a new worker
 
 
@@ -60,7 +64,8 @@ class WorkerProcess:
         self.process: asyncio.subprocess.Process | None = None
         self.writer: asyncio.StreamWriter | None = None
         self.ready = asyncio.Event()
-        self.unanswered_pings = 0  # since the last message of the process
+        self.is_ending = False  # with the whole proxy
+        self.unanswered_pings = 0  # since the last message of the process, or its start
         self._renewal_due = False  # once the process is ready
 
     def on_ready(self) -> None:
@@ -80,25 +85,41 @@ class WorkerProcess:
         elif self.process and self.process.returncode is None:
             self.process.send_signal(signal.SIGHUP)
 
-    def ping(self) -> None:
-        """Asks a process that serves for a sign of life, and kills one that gives none.
+    def end(self) -> None:
+        """Tells the process to end its requests, and then itself."""
+        self.is_ending = True
+        if self.process and self.process.returncode is None:
+            with suppress(ProcessLookupError):
+                self.process.terminate()
 
+    def ping(self) -> None:
+        """Asks a process for a sign of life, and kills one that gives none.
+
+        One that starts, or has ended its connection, is asked nothing: it must serve or end.
         Counts pings, not time: while the whole machine stands still none is sent.
         """
-        if not (self.process and self.writer and self.ready.is_set()):
+        if not self.process or self.process.returncode is not None:
             return
-        if self.unanswered_pings < MAX_UNANSWERED_PINGS:
+        if not self.is_silent():
             self.unanswered_pings += 1
-            self.send(BusMessage("ping"))
+            if self.ready.is_set():
+                self.send(BusMessage("ping"))
             return
         log.error(
-            "supervisor: worker %d has answered none of %d pings in %g s, so it is killed",
+            "supervisor: worker %d has %s in %g s, so it is killed",
             self.index,
-            MAX_UNANSWERED_PINGS,
-            MAX_UNANSWERED_PINGS * PING_SECONDS,
+            f"answered none of {self.unanswered_pings} pings"
+            if self.ready.is_set()
+            else "not begun to serve",
+            self.unanswered_pings * PING_SECONDS,
         )
         with suppress(ProcessLookupError):
             self.process.kill()
+
+    def is_silent(self) -> bool:
+        """Returns whether the process has given no sign of life for as long as it may."""
+        is_starting = not (self.ready.is_set() or self.is_ending)
+        return self.unanswered_pings >= (MAX_START_PINGS if is_starting else MAX_UNANSWERED_PINGS)
 
     def send(self, message: BusMessage) -> None:
         """Sends a message, or drops it when no process is connected."""
@@ -291,8 +312,7 @@ async def supervise(
         await stop.wait()
         started.cancel()
         for worker in hub.workers:
-            if worker.process and worker.process.returncode is None:
-                worker.process.terminate()
+            worker.end()
         status = max(await asyncio.gather(*keepers))
         pinging.cancel()  # only now: a frozen worker does not heed SIGTERM
         return status
@@ -408,7 +428,7 @@ async def _run_process(
     try:
         await _handle_messages(worker, hub, ours)
     except (OSError, ValueError) as error:
-        if worker.unanswered_pings < MAX_UNANSWERED_PINGS:  # else `ping` has said why
+        if not worker.is_silent():  # else `ping` has said why
             log.error(
                 "supervisor: the connection to worker %d failed, which is killed: %s",
                 worker.index,

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 
 import msgspec
 import pytest
@@ -114,6 +114,7 @@ def test_proxies_behind_one_balancer_are_a_warning(
 
     monkeypatch.setattr(Registration, "_post", post)
     monkeypatch.setattr(vllm_disagg.fleet.registration, "REGISTER_SECONDS", 0.001)
+    monkeypatch.setattr(vllm_disagg.fleet.registration, "NEXT_NOTE_SECONDS", 0.001)
     made = Registration("http://proxies", FleetKey(b"k" * 32), "i", "decode", "http://engine:8000")
     for _ in range(8):
         assert sent.acquire(timeout=60)
@@ -121,25 +122,90 @@ def test_proxies_behind_one_balancer_are_a_warning(
     assert caplog.text.count("http://proxies/disagg/register answers with another challenge") == 1
 
 
-def test_no_pause_follows_a_note_that_took_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one of two workers of the proxy frozen, a healthy engine left the fleet."""
-    begun: list[float] = []
-    has_begun = threading.Semaphore(0)
+class FrozenOnce(BaseHTTPRequestHandler):
+    """A proxy of several workers, of which the first one that is asked answers nothing."""
 
-    def post(self: Registration, data: bytes) -> tuple[int, dict[str, object]]:
-        begun.append(time.monotonic())
-        has_begun.release()
-        time.sleep(2.0 if len(begun) == 1 else 0.0)
+    thaw = threading.Event()
+    asked = threading.Semaphore(0)
+    answered = threading.Semaphore(0)
+    is_first = iter([True])
+
+    def do_POST(self) -> None:
+        self.asked.release()
+        if next(self.is_first, False):
+            self.thaw.wait(60)
+            return
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"{}")
+        self.answered.release()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+
+def test_no_note_waits_behind_one_that_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one of two workers of the proxy frozen, a healthy engine left the fleet."""
+    monkeypatch.setattr(vllm_disagg.fleet.registration, "TIMEOUT_SECONDS", 60.0)
+    with ThreadingHTTPServer(("127.0.0.1", 0), FrozenOnce) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        proxy = f"http://127.0.0.1:{server.server_port}"
+        made = Registration(proxy, FleetKey(b"k" * 32), "i", "decode", "http://engine:8000")
+        try:
+            for _ in range(2):
+                assert FrozenOnce.answered.acquire(timeout=30)
+            made.close()
+            assert FrozenOnce.answered.acquire(timeout=30), "the shutdown is announced"
+        finally:
+            FrozenOnce.thaw.set()
+            server.shutdown()
+
+
+class Posts:
+    """Takes the place of `_post`; the notes of the first `silent` calls are never answered."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, silent: int) -> None:
+        self.notes: list[RegistrationNote] = []
+        self.has_begun = threading.Semaphore(0)
+        self.over = threading.Event()
+        self._silent = iter(range(silent))
+        monkeypatch.setattr(Registration, "_post", lambda _, data: self.post(data))
+
+    def post(self, data: bytes) -> tuple[int, dict[str, object]]:
+        self.notes.append(read(FleetKey(b"k" * 32), data))
+        self.has_begun.release()
+        if next(self._silent, None) is not None:
+            self.over.wait(60)
         return 200, {}
 
-    monkeypatch.setattr(Registration, "_post", post)
-    monkeypatch.setattr(vllm_disagg.fleet.registration, "REGISTER_SECONDS", 1.9)
+
+def test_few_notes_wait_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_disagg.fleet.registration, "NEXT_NOTE_SECONDS", 0.01)
+    monkeypatch.setattr(vllm_disagg.fleet.registration, "REGISTER_SECONDS", 0.01)
+    before = set(threading.enumerate())
+    posts = Posts(monkeypatch, silent=3)
     made = Registration("http://proxy", FleetKey(b"k" * 32), "i", "decode", "http://engine:8000")
     for _ in range(3):
-        assert has_begun.acquire(timeout=60)
+        assert posts.has_begun.acquire(timeout=60)
+    assert not posts.has_begun.acquire(timeout=0.3), "as many as there are threads"
+    posts.over.set()
+    assert posts.has_begun.acquire(timeout=60)
+    threads = set(threading.enumerate()) - before
     made.close()
-    assert begun[1] - begun[0] < 3.8, "the note and a pause behind it"
-    assert begun[2] - begun[1] > 1.8, "a pause behind a quick note"
+    for thread in threads:
+        thread.join(60)
+    assert len({note.number for note in posts.notes}) == len(posts.notes), "none is a replay"
+    assert [note.leaving for note in posts.notes].count(True) == 1
+
+
+def test_a_pause_follows_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where other threads could send the next note."""
+    monkeypatch.setattr(vllm_disagg.fleet.registration, "REGISTER_SECONDS", 60.0)
+    posts = Posts(monkeypatch, silent=0)
+    made = Registration("http://proxy", FleetKey(b"k" * 32), "i", "decode", "http://engine:8000")
+    assert posts.has_begun.acquire(timeout=60)
+    assert not posts.has_begun.acquire(timeout=1.5)
+    made.close()
 
 
 class LaterNote(RegistrationNote, frozen=True):

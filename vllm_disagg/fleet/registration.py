@@ -1,6 +1,6 @@
 """Registration: an engine announces itself to proxies, without a service in between.
 
-The connector posts a small note to each proxy every few seconds, in a separate thread:
+The connector posts a small note to each proxy every few seconds, in separate threads:
 
     POST /disagg/register   {"note": "<payload>", "mac": "<hex>"}
     200                            the proxy has registered the engine
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import itertools
 import json
 import logging
 import threading
@@ -43,6 +44,10 @@ log = logging.getLogger("vllm_disagg.fleet.registration")
 REGISTER_PATH = "/disagg/register"
 REGISTER_SECONDS = 2.0  # between the beginnings of two notes
 TIMEOUT_SECONDS = 3.0  # for one note
+# Until the next note begins beside one that is not answered: a worker of the proxy may be frozen,
+# and the next note may reach another one before this engine's registration runs out.
+NEXT_NOTE_SECONDS = 1.0
+MAX_PENDING_NOTES = 3  # each in a thread of its own, which sleeps while notes are answered
 MAX_NOTE_BYTES = 4096  # of one note, and of its answer
 MAX_TRIES = 2  # the first note, and the first after a proxy's restart, are answered by a challenge
 
@@ -132,33 +137,53 @@ class Registration:
         self._role = role
         self._url = url
         self._challenge = ""
-        self._number = 0
+        self._numbers = itertools.count(1)  # one call of `next` is one step for all threads
+        self._turn = threading.Lock()  # of the thread that sends the next note
+        self._next_note_at = 0.0
         self._closing = threading.Event()
+        self._announcing = threading.Lock()  # of the thread that announces the shutdown
+        self._has_left = threading.Event()
         self._last_logged = ""
         self._has_warned = False  # of challenges that change
-        self._thread = threading.Thread(target=self._run, name="vllm-disagg-register", daemon=True)
-        self._thread.start()
+        for _ in range(MAX_PENDING_NOTES):
+            threading.Thread(target=self._run, name="vllm-disagg-register", daemon=True).start()
 
     def close(self) -> None:
-        """Announce the shutdown and stop the thread; waits at most TIMEOUT_SECONDS."""
+        """Announce the shutdown and stop the threads; waits at most TIMEOUT_SECONDS."""
         self._closing.set()
-        self._thread.join(TIMEOUT_SECONDS)
+        self._has_left.wait(TIMEOUT_SECONDS)
 
     def _run(self) -> None:
-        while not self._closing.is_set():
+        """Send notes in turn with the other threads; the first to end announces the shutdown."""
+        while self._wait_for_turn():
             began = time.monotonic()
             self._register(leaving=False)
-            # No pause behind a note that met a frozen worker of the proxy: the next one may reach
-            # another worker before this engine's registration runs out.
-            self._closing.wait(max(0.0, began + REGISTER_SECONDS - time.monotonic()))
-        self._register(leaving=True)
+            # An answer, or an error that came at once. If a note began meanwhile, another one is
+            # due earlier or later by a second at most, so no lock is needed.
+            self._next_note_at = max(self._next_note_at, began + REGISTER_SECONDS)
+        if self._announcing.acquire(blocking=False):
+            self._register(leaving=True)
+            self._has_left.set()
+
+    def _wait_for_turn(self) -> bool:
+        """Wait until the next note is due.  False: the engine shuts down."""
+        with self._turn:
+            while (pause := self._next_note_at - time.monotonic()) > 0:
+                if self._closing.wait(pause):
+                    return False
+            self._next_note_at = time.monotonic() + NEXT_NOTE_SECONDS
+        return not self._closing.is_set()
 
     def _register(self, leaving: bool) -> None:
         """Send one note, and once more if the proxy answers with a challenge."""
         for _ in range(MAX_TRIES):
-            self._number += 1
             note = RegistrationNote(
-                self._challenge, self._incarnation, self._number, self._role, self._url, leaving
+                self._challenge,
+                self._incarnation,
+                next(self._numbers),
+                self._role,
+                self._url,
+                leaving,
             )
             try:
                 status, answer = self._post(sign(self._key, note))

@@ -1370,6 +1370,8 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a worker answers with its own requests only", "proxy/serving.py", "    feed.all_shares = partial(bus.texts, \"status\")\n", "", "tests/proxy/workers/test_supervisor.py::test_two_workers_are_one_proxy"),
     ("rotation: the second key mints nothing that counts", "fleet/sealing.py", "mac_of(k, use, payload), given_mac) for k in key.accepted)", "mac_of(k, use, payload), given_mac) for k in (key,))", "tests/fleet/test_grants.py"),
     ("rotation: the second key registers no engine", "fleet/registration.py", "envelope.mac) for k in key.accepted)", "envelope.mac) for k in (key,))", "tests/fleet/test_grants.py"),
+    ("rotation: a proxy registers engines of its second key only", "proxy/membership/registry.py", "read(self._key, data)", "read(self._key.accepted[-1], data)", "tests/proxy/workers/test_key_rotation.py"),
+    ("rotation: a proxy mints with its second key", "proxy/requests/legs.py", "self._key = settings.key\n", "self._key = settings.key.accepted[-1]\n", "tests/proxy/workers/test_key_rotation.py"),
     ("rotation: a worker dials with its own key only", "transports/zmq/control.py", "key = self._key.named(key_name)", "key = self._key", "tests/transports/zmq/test_zmq_transport.py::test_a_second_key_reaches_a_sender_that_has_changed_already"),
     ("rotation: a worker names no key", "driver.py", "            key.name,\n", "", "tests/unit/test_driver.py::test_a_worker_names_the_key_of_its_ports"),
     ("rotation: the last key of a file mints", "fleet/keys.py", "*seconds, first = [bytes.fromhex(line) for line in reversed(lines)]", "*seconds, first = [bytes.fromhex(line) for line in lines]", "tests/fleet/test_grants.py"),

@@ -48,7 +48,7 @@ class Call:
         self.path = path.partition("?")[0]
         self.body: dict[str, Any] = json.loads(raw) if raw[:1] == b"{" else {}
         token = (self.body.get("kv_transfer_params") or {}).get("disagg_grant")
-        self.grant: Grant | None = verify(KEY, token) if token else None
+        self.grant: Grant | None = verify(engine.key, token) if token else None
         self.gone = asyncio.Event()  # the proxy closed the connection
         self.rank = engine.rank_for(self)
         self.writer: asyncio.StreamWriter
@@ -174,6 +174,7 @@ def hold_port(owner: object) -> int:
 class ScriptedEngine:
     """Serves HTTP: answers probes as an engine, and other requests by `script`."""
 
+    key = KEY
     version = ""  # of vLLM
     drains = False  # was started with --shutdown-timeout
     answer_settings = "the same"

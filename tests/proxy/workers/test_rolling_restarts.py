@@ -76,8 +76,8 @@ async def knows(world: World, *restarted: RestartingEngine) -> bool:
     for _ in range(8):
         rows = {row["url"]: row for row in await world.instances()}
         for engine in restarted:
-            row = rows[engine.url]
-            if not row["usable"] or row["incarnation"] != engine.incarnation:
+            row = rows.get(engine.url)
+            if not row or not row["usable"] or row["incarnation"] != engine.incarnation:
                 return False
     return True
 

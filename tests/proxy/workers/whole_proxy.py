@@ -63,10 +63,14 @@ async def engines(*made: ScriptedEngine) -> AsyncIterator[World]:
 
 @asynccontextmanager
 async def whole_proxy(folder: Path, world: World, *flags: str) -> AsyncIterator[WholeProxy]:
-    """Starts a proxy of two workers, at the port of the one before it."""
+    """Starts a proxy of two workers, at the port of the one before it.
+
+    Its key is the one in the folder, or that of scripted engines.
+    """
     key = folder / "key"
-    key.write_text((b"k" * 32).hex())
-    key.chmod(0o600)
+    if not key.exists():
+        key.write_text((b"k" * 32).hex())
+        key.chmod(0o600)
     command = [sys.executable, "-m", "vllm_disagg.cli", "proxy", "--workers", "2"]
     command += ["--port", str(world.port), "--key-file", str(key), *flags]
     for engine in (*world.prefills, *world.decodes):

@@ -208,6 +208,14 @@ def test_a_pause_follows_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     made.close()
 
 
+def test_a_note_that_is_no_text_is_refused() -> None:
+    """A worker of a proxy registered the engine, failed to tell the others, and cut the request."""
+    note = RegistrationNote("challenge", "incarnation", 7, "prefill", "http://10.0.0.1:8100")
+    data = sign(FleetKey(b"0" * 32), note)
+    with pytest.raises(BadGrant, match="not a note of this version"):
+        read(FleetKey(b"0" * 32), data[:-1] + b',"unknown":"\xff"}')
+
+
 class LaterNote(RegistrationNote, frozen=True):
     """A note of a later release."""
 

@@ -208,6 +208,34 @@ def test_a_pause_follows_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     made.close()
 
 
+def test_no_note_follows_the_announcement_of_a_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A note that waits for its challenge then would register the engine that has left."""
+    key = FleetKey(b"k" * 32)
+    noted, answer = threading.Event(), threading.Event()
+    sent: list[bool] = []  # whether each note announces the shutdown
+
+    def post(self: Registration, data: bytes) -> tuple[int, dict[str, object]]:
+        is_leaving = read(key, data).leaving
+        sent.append(is_leaving)
+        if is_leaving:
+            return 200, {}
+        noted.set()
+        assert answer.wait(60)
+        return 409, {"challenge": "c"}
+
+    monkeypatch.setattr(Registration, "_post", post)
+    monkeypatch.setattr(vllm_disagg.fleet.registration, "NEXT_NOTE_SECONDS", 60.0)
+    before = set(threading.enumerate())
+    made = Registration("http://proxy", key, "i", "decode", "http://engine:8000")
+    threads = set(threading.enumerate()) - before
+    assert noted.wait(60)
+    made.close()
+    answer.set()
+    for thread in threads:
+        thread.join(60)
+    assert sent == [False, True]
+
+
 def test_a_note_that_is_no_text_is_refused() -> None:
     """A worker of a proxy registered the engine, failed to tell the others, and cut the request."""
     note = RegistrationNote("challenge", "incarnation", 7, "prefill", "http://10.0.0.1:8100")

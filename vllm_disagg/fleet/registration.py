@@ -179,6 +179,8 @@ class Registration:
     def _register(self, leaving: bool) -> None:
         """Send one note, and once more if the proxy answers with a challenge."""
         for _ in range(MAX_TRIES):
+            if self._closing.is_set() and not leaving:
+                return  # behind the announcement of the shutdown a note would undo it
             note = RegistrationNote(
                 self._challenge,
                 self._incarnation,

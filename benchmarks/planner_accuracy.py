@@ -153,7 +153,7 @@ class RooflineBefore:
         self._model = model
         flops = gpu.flops * 0.55 * tp
         speed = gpu.bandwidth * 0.60 * tp
-        weights = model.dense_bytes + model.head * model.embedding_bytes
+        weights = model.dense_bytes + model.head * model.head_bytes
         self._weights = weights / speed
         self._expert = model.expert * model.expert_bytes / speed
         self._token = 2 * (model.dense + model.expert * model.active) / flops
@@ -340,7 +340,7 @@ def least_tpot(run: MeasuredRun) -> float:
     prompts = (run.clients - 1) / answer
     contexts = run.clients * (prompt + answer / 2)
     read = sum(g.layers * g.token_bytes / min(run.tp, g.heads) for g in model.kv) * contexts
-    weights = (model.dense_bytes + model.head * model.embedding_bytes) / run.tp
+    weights = (model.dense_bytes + model.head * model.head_bytes) / run.tp
     attention = model.attention / 2 * prompt**2 / gpu.flops
     dense = sum(group.parameters / gpu.rate(group.dtype) for group in model.products)
     products = 2 * dense * (prompts * prompt + run.clients)

@@ -3,16 +3,30 @@
 Parameters are those of the model cards, without vision towers and multi-token prediction. KV is in
 bytes of a token in all layers of a kind: bf16, from the architecture of each model card.
 
-Compared on 2026-11-27 with published config.json files: 16 of the 20, 15 with the copies in the
-wheel aiconfigurator-core 0.12.0 and Qwen2.5-72B with a quoted one. Each field here is in its file
-with this value; but KV of Gemma 4 31B and its weights are those of BF16, and the copy is of NVFP4.
-The files of Mistral 7B, Gemma 3 27B, Qwen3-Next and GLM-4.6 were not found. Source code that quotes
-their sizes agrees.
+Compared on 2026-11-27, Nemotron 3 Ultra, Qwen3-VL and MiMo on 2026-11-29, with published
+config.json files: 20 of the 24, 19 with the copies in the wheel aiconfigurator-core 0.12.0 and
+Qwen2.5-72B with a quoted one. Each field here is in its file with this value; but KV of Gemma 4 31B
+and its weights are those of BF16, and the copy is of NVFP4. The files of Mistral 7B, Gemma 3 27B,
+Qwen3-Next and GLM-4.6 were not found. Source code that quotes their sizes agrees.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+
+# Of Llama 3.1 8B, and the parameters of a head, of attention and of an MLP in a layer.
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+HEAD = 4096 * 128  # parameters of one head's projection
+ATTENTION = HEAD * (2 * 32 + 2 * 8)
+MLP = 3 * 4096 * 14336
 
 
 class PublishedModel(NamedTuple):
@@ -54,6 +68,10 @@ def _latent(layers: int, hidden: int, heads: int, vocab: int, **more: Any) -> di
         "num_nextn_predict_layers": 1,
     }
     return _base("deepseek_v3", layers, hidden, heads, heads, vocab, **{**fields, **more})
+
+
+def _nemotron_kinds(pattern: str) -> list[str]:
+    return [{"M": "mamba", "*": "attention", "E": "moe"}[letter] for letter in pattern]
 
 
 def _windows(layers: int, full_every: int) -> list[str]:
@@ -435,6 +453,61 @@ MODELS = [
         8,
     ),
     PublishedModel(
+        "Qwen3-VL-32B",
+        32.8,
+        {0: 64 * 4096},
+        {
+            "model_type": "qwen3_vl",
+            "text_config": _base(
+                "qwen3_vl_text", 64, 5120, 64, 8, 151936, head_dim=128, intermediate_size=25600
+            ),
+            "tie_word_embeddings": False,
+        },
+    ),
+    PublishedModel(
+        "Qwen3-VL-30B-A3B",
+        30.5,
+        {0: 48 * 2048},
+        {
+            "model_type": "qwen3_vl_moe",
+            "text_config": _base(
+                "qwen3_vl_moe_text",
+                48,
+                2048,
+                32,
+                4,
+                151936,
+                head_dim=128,
+                intermediate_size=6144,
+                num_experts=128,
+                num_experts_per_tok=8,
+                moe_intermediate_size=768,
+                decoder_sparse_step=1,
+                mlp_only_layers=[],
+            ),
+            "tie_word_embeddings": False,
+        },
+        8,
+    ),
+    PublishedModel(
+        "MiMo-7B",
+        7.62,  # its card has 7.83 with the layer for drafts
+        {0: 36 * 4096},
+        _base(
+            "mimo",
+            36,
+            4096,
+            32,
+            8,
+            151680,
+            head_dim=128,
+            intermediate_size=11008,
+            sliding_window=32768,
+            max_window_layers=32,
+            use_sliding_window=False,
+        ),
+    ),
+    PublishedModel(
         "Nemotron-H-56B",
         56.0,
         {0: 10 * 4096},
@@ -511,6 +584,40 @@ MODELS = [
             n_shared_experts=1,
             moe_shared_expert_intermediate_size=5376,
         ),
+        22,
+    ),
+    PublishedModel(
+        "Nemotron-3-Ultra-550B-A55B",
+        550.0,
+        {0: 12 * 1024},
+        {
+            **_base(
+                "nemotron_h",
+                0,
+                8192,
+                64,
+                2,
+                131072,
+                head_dim=128,
+                intermediate_size=5120,
+                layers_block_type=_nemotron_kinds(
+                    "MEMEMEM*EMEMEM*EMEMEMEM*EMEMEMEM*EMEMEM*EMEMEMEM*EMEME"
+                    "MEM*EMEMEM*EMEMEMEM*EMEMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+                ),
+                mamba_num_heads=256,
+                mamba_head_dim=64,
+                ssm_state_size=128,
+                n_groups=8,
+                conv_kernel=4,
+                n_routed_experts=512,
+                num_experts_per_tok=22,
+                moe_intermediate_size=5120,
+                moe_latent_size=2048,
+                n_shared_experts=1,
+                moe_shared_expert_intermediate_size=10240,
+            ),
+            "num_hidden_layers": None,
+        },
         22,
     ),
 ]

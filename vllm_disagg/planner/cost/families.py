@@ -17,6 +17,14 @@ from .sizes import ModelCosts
 WINDOWED_TYPES = ("sliding_attention", "chunked_attention")
 LINEAR_TYPE = "linear_attention"
 FULL_TYPE = "full_attention"
+NEMOTRON_LETTERS = {
+    "mamba": "M",
+    LINEAR_TYPE: "M",  # its name in transformers 5
+    "attention": "*",
+    FULL_TYPE: "*",
+    "mlp": "-",
+    "moe": "E",
+}
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,11 +101,8 @@ def gemma4(read: ConfigReader, family: Family) -> LayerSizes:
 
 def nemotron_h(read: ConfigReader, family: Family) -> LayerSizes:
     """Sums the layers of Nemotron-H: M is Mamba 2, * attention, - an MLP, E experts."""
-    sizes = LayerSizes(read, attention="mixer")
-    pattern = read.text("hybrid_override_pattern")
-    unknown = set(pattern) - set("M*-E")
-    if len(pattern) != sizes.layers or unknown:
-        raise read.error("hybrid_override_pattern is not a letter of M, *, -, E for each layer")
+    pattern = _nemotron_pattern(read)
+    sizes = LayerSizes(read, "mixer", len(pattern))
     of = {kind: [n for n, letter in enumerate(pattern) if letter == kind] for kind in "M*-E"}
     sizes.add_mamba2(of["M"])
     heads = sizes.heads
@@ -114,6 +119,24 @@ def nemotron_h(read: ConfigReader, family: Family) -> LayerSizes:
         shared_width = read.number("moe_shared_expert_intermediate_size", 0)
         sizes.add_mlp(of["E"], shared * shared_width, 2, "mixer.shared_experts")
     return sizes
+
+
+def _nemotron_pattern(read: ConfigReader) -> str:
+    """Returns a letter for each layer, from either field; Nemotron 3 Ultra has layers_block_type.
+
+    Source: NemotronHConfig of transformers 5, which needs no number of layers.
+    """
+    pattern = read.text("hybrid_override_pattern")
+    problem = "hybrid_override_pattern is not a letter of M, *, -, E for each layer"
+    kinds = read.value("layers_block_type")
+    if kinds is not None:
+        kinds = kinds if isinstance(kinds, list) else []
+        pattern = "".join(NEMOTRON_LETTERS.get(str(kind), "?") for kind in kinds)
+        problem = f"layers_block_type is not one of {', '.join(NEMOTRON_LETTERS)} for each layer"
+    layers = read.number("num_hidden_layers", len(pattern))
+    if not pattern or len(pattern) != layers or not {*pattern} <= {*NEMOTRON_LETTERS.values()}:
+        raise read.error(problem)
+    return pattern
 
 
 def _kinds(read: ConfigReader, family: Family, layers: int, window: int) -> Iterable[str]:
@@ -207,6 +230,7 @@ FAMILIES: dict[str, Family] = {
         ffn="feed_forward",
         shared="shared_expert",
     ),
+    "mimo": _QWEN,
     "minimax_m2": Family(is_moe=True, ffn="block_sparse_moe", norm_reduces=1),
     "mistral": Family(window_pattern=0),
     "mixtral": Family(is_moe=True, window_pattern=0, ffn="block_sparse_moe"),
@@ -222,6 +246,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_text": _LINEAR,
     "qwen3_moe": Family(is_moe=True, window_pattern=0, has_windows=False),
     "qwen3_next": _LINEAR_MOE,
+    "qwen3_vl_moe_text": _MOE,
+    "qwen3_vl_text": _PLAIN,
     "seed_oss": _PLAIN,
     "smollm3": Family(tied=True, has_windows=False),
 }

@@ -19,11 +19,12 @@ class LayerSizes:
     Layers are given by their numbers: a checkpoint may leave a module BF16 in some of them.
     """
 
-    def __init__(self, read: ConfigReader, attention: str = "self_attn") -> None:
+    def __init__(self, read: ConfigReader, attention: str = "self_attn", layers: int = 0) -> None:
+        """`attention`: name of its module. `layers`: their number, if no field has it."""
         self._read = read
         self._attention_name = attention
         self._quantization = quantization_of(read)
-        self.layers = read.need("num_hidden_layers", "n_layer")
+        self.layers = layers or read.need("num_hidden_layers", "n_layer")
         self.hidden = read.need("hidden_size", "n_embd")
         self.heads = read.need("num_attention_heads", "n_head")
         self._kv: Counter[tuple[float, int, int]] = Counter()  # layers by bytes, heads, window
@@ -44,9 +45,9 @@ class LayerSizes:
     def _add_dense(self, layers: Sequence[int], root: str, modules: dict[str, float]) -> None:
         """Adds the parameters of modules below `root`, in each of the layers."""
         for name, parameters in modules.items():
-            skipped = self._quantization.skips(f"{root}.{name}", layers)
-            self._add(PLAIN, skipped * parameters)
-            self._add(self._quantization.dense, (len(layers) - skipped) * parameters)
+            formats = self._quantization.formats(f"{root}.{name}", layers)
+            for stored, count in formats.items():
+                self._add(stored, count * parameters)
 
     def _add(self, stored: WeightFormat, parameters: float) -> None:
         if parameters:
@@ -178,19 +179,23 @@ class LayerSizes:
         if not self._experts or not self._active:
             raise read.error(f"experts without one of {', '.join(fields)} and of {', '.join(used)}")
         self._expert = float(len(layers) * matrices * (latent or self.hidden) * width)
-        skipped = self._quantization.skips(f"{root}.0.down_proj", layers)
-        if 0 < skipped < len(layers):
-            raise read.error(f"quantization_config skips the experts of {skipped} layers, not all")
-        self._stored_experts = PLAIN if skipped else self._quantization.experts
+        formats = self._quantization.formats(f"{root}.0.down_proj", layers)
+        if len(formats) > 1:
+            raise read.error(
+                f"quantization_config skips the experts of {formats[PLAIN]} layers, not all"
+                if PLAIN in formats
+                else "quantization_config has experts of two formats"
+            )
+        self._stored_experts = next(iter(formats), PLAIN)
         self._add(PLAIN, len(layers) * self.hidden * (self._experts + 2 * latent))
 
     def costs(self, name: str, tied_by_default: bool, norm_reduces: int) -> ModelCosts:
         """Returns the sizes of the model."""
         read = self._read
-        unknown = self._quantization.skipped.unknown(self.layers)
+        unknown = self._quantization.unknown(self.layers)
         if unknown:
             raise read.error(
-                f"quantization_config skips {unknown}, a module that the planner does not know in"
+                f"quantization_config names {unknown}, a module that the planner does not know in"
                 f" a {read.text('model_type')}: give --profile of an instance"
             )
         vocabulary = read.need("vocab_size")
@@ -224,6 +229,7 @@ class LayerSizes:
             expert_bytes=self._stored_experts.width,
             expert_dtype=self._stored_experts.dtype,
             embedding_bytes=PLAIN_BYTES,
+            head_bytes=PLAIN_BYTES if is_tied else self._quantization.head.width,
             max_tokens=_own_length(read),
             norm_reduces=norm_reduces,
             is_kv_fp8=self._quantization.is_kv_fp8,

@@ -139,7 +139,7 @@ class RooflineLatency:
             rate = gpu.rate(group.dtype) * self._ranks
             self._token += times.flops * 2 * group.parameters / rate
         self._token += plain.flops * model.windowed / (gpu.flops * self._ranks)
-        self._head_step = plain.weights * model.head * model.embedding_bytes / speed
+        self._head_step = plain.weights * model.head * model.head_bytes / speed
         self._head = plain.flops * 2 * model.head / (gpu.flops * self._ranks)
         self._step += self._head_step
         self._sequence += self._head

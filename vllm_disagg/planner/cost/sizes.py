@@ -58,7 +58,8 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
     active: int = 0  # experts a token uses
     expert_bytes: float = 2.0  # per parameter of routed experts
     expert_dtype: str = "bf16"  # of their products
-    embedding_bytes: float = 2.0  # per parameter of embedding and output head
+    embedding_bytes: float = 2.0  # per parameter of the embedding
+    head_bytes: float = 2.0  # per parameter of the output head
     is_kv_fp8: bool = False
     max_tokens: int = 0  # of a request, without --max-model-len; 0: not known
     norm_reduces: int = 0  # all-reduces of a few bytes in a layer, beside the two of activations
@@ -82,6 +83,7 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
     def stored_bytes(self) -> float:
         """Bytes of all weights."""
         dense = self.dense_bytes + self.embedding * self.embedding_bytes
+        dense -= self.head * (self.embedding_bytes - self.head_bytes)
         return dense + self.expert * self.experts * self.expert_bytes
 
     @property

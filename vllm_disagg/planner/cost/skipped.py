@@ -1,4 +1,4 @@
-"""Modules that the quantization of a checkpoint skips, matched by name and layer.
+"""Modules that the quantization of a checkpoint names, matched by name and layer.
 
 A module is named as in vLLM, from its layer on: `self_attn.q_proj` in `layers.3`. A name in a
 checkpoint is a regular expression after `re:`, a pattern with `*`, or a module with all in it.
@@ -39,18 +39,18 @@ _REPEAT = re.compile(r"(?<!\\d)[*+{]")
 MAX_REPEATS = 4  # of a pattern
 
 
-class SkippedModules:
-    """Names of modules that are not quantized, and which of them a model has.
+class ModuleNames:
+    """Names of modules, and which of them a model has.
 
     Raises ValueError for a regular expression that is wrong, or that may take too long.
     """
 
-    def __init__(self, quantization: dict[str, Any]) -> None:
+    def __init__(self, names: Iterable[str]) -> None:
         self._everywhere: list[str] = []
         self._in_layer: dict[int, list[str]] = {}
         self._unmatched: dict[tuple[int | None, str], str] = {}
         self._expressions: dict[str, re.Pattern[str]] = {}
-        for name in _names(quantization):
+        for name in names:
             found = _LAYER.fullmatch(_ROOT.sub("", name, count=1))
             if found:
                 layer, pattern = int(found[1]), found[2] or "*"
@@ -64,14 +64,14 @@ class SkippedModules:
                 self._unmatched[None, pattern] = name
 
     def count(self, module: str, layers: Sequence[int]) -> int:
-        """Returns the number of `layers` in which a module is skipped."""
+        """Returns the number of `layers` in which a module is named."""
         if not self._everywhere and not self._in_layer:
             return 0
-        return sum(self._skips(module, layer) for layer in layers)
+        return sum(self._has(module, layer) for layer in layers)
 
-    def _skips(self, module: str, layer: int) -> bool:
+    def _has(self, module: str, layer: int) -> bool:
         parent, _, leaf = module.rpartition(".")
-        is_skipped = False
+        is_named = False
         for name in (module, f"{parent}.{_FUSED[leaf]}" if leaf in _FUSED else ""):
             if not name:
                 continue
@@ -82,8 +82,8 @@ class SkippedModules:
             ):
                 if self._matches(found, path if key is None else name):
                     self._unmatched.pop((key, found), None)
-                    is_skipped = True
-        return is_skipped
+                    is_named = True
+        return is_named
 
     def _matches(self, pattern: str, path: str) -> bool:
         """Returns whether a name is a module's or that of one that contains it."""
@@ -103,7 +103,7 @@ class SkippedModules:
         return ""
 
 
-def _names(quantization: dict[str, Any]) -> Iterable[str]:
+def skipped(quantization: dict[str, Any]) -> Iterable[str]:
     """Yields the names of modules that are not quantized."""
     for field in FIELDS:
         names = quantization.get(field)

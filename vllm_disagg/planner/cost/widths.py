@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .config_reader import ConfigReader
-from .skipped import SkippedModules
+from .skipped import ModuleNames, skipped
 
 
 class WeightFormat(NamedTuple):
@@ -21,22 +23,44 @@ PLAIN_BYTES = 2.0
 PLAIN_DTYPES = ("bfloat16", "float16", "half", "float32", "float")
 PLAIN = WeightFormat(PLAIN_BYTES, "bf16")
 FP8 = WeightFormat(1.0, "fp8")
-NVFP4 = WeightFormat(0.5 + 1 / 16, "fp4")  # one FP8 scale for 16 weights
+NVFP4_GROUP = 16  # weights with one FP8 scale
+NVFP4 = WeightFormat(0.5 + 1 / NVFP4_GROUP, "fp4")
+NVFP4_A16 = NVFP4._replace(dtype="bf16")  # activations of 16 bits
 MXFP4 = WeightFormat(0.5 + 1 / 32, "bf16")  # one E8M0 scale for 32 weights
 SCALE_BYTES = 2.0  # of a group of integers
+
+
+# Quantized modules by format, in the order in which they are looked up; None: all modules.
+FormatGroups = tuple[tuple[WeightFormat, ModuleNames | None], ...]
+_EXPERTS = "experts"  # module with all routed experts of a layer
+_ONE_EXPERT = re.compile(r"(?<=\.experts)\.\d+\..*")
+_HEAD = "lm_head"
+_LINEAR = "Linear"  # target of compressed-tensors: the class of all modules
 
 
 class Quantization(NamedTuple):
     """Formats of the weights of a checkpoint, and whether its KV is FP8."""
 
-    dense: WeightFormat = PLAIN
-    experts: WeightFormat = PLAIN
+    groups: FormatGroups = ()
     is_kv_fp8: bool = False
-    skipped: SkippedModules = SkippedModules({})
+    skipped: ModuleNames = ModuleNames(())
+    head: WeightFormat = PLAIN
 
-    def skips(self, module: str, layers: Sequence[int]) -> int:
-        """Returns the number of `layers` in which a module is not quantized."""
-        return self.skipped.count(module, layers)
+    def formats(self, module: str, layers: Sequence[int]) -> Counter[WeightFormat]:
+        """Counts the formats that a module has in `layers`."""
+        return Counter(self._format(module, layer) for layer in layers)
+
+    def _format(self, module: str, layer: int) -> WeightFormat:
+        if not self.skipped.count(module, [layer]):
+            for stored, names in self.groups:
+                if names is None or names.count(module, [layer]):
+                    return stored
+        return PLAIN
+
+    def unknown(self, layers: int) -> str:
+        """Returns a name that no counted module of a model has, or an empty text."""
+        names = (self.skipped, *(named for _, named in self.groups if named))
+        return next(filter(None, (one.unknown(layers) for one in names)), "")
 
 
 def quantization_of(read: ConfigReader) -> Quantization:
@@ -50,14 +74,19 @@ def quantization_of(read: ConfigReader) -> Quantization:
         return Quantization(is_kv_fp8=is_flag_fp8)
     method = str(quantization.get("quant_method", ""))
     is_kv_fp8 = _has_fp8_kv(read, quantization) or is_flag_fp8
-    if method == "mxfp4":
-        return Quantization(experts=MXFP4, is_kv_fp8=is_kv_fp8)
-    quantized = _format(read, method, quantization)
+    head = PLAIN
     try:
-        skipped = SkippedModules(quantization)
+        if method == "mxfp4":
+            return Quantization(((MXFP4, ModuleNames([_EXPERTS])),), is_kv_fp8)
+        if method == "compressed-tensors":
+            groups = _compressed(read, quantization)
+        elif method == "modelopt" and quantization.get("quant_algo") == "MIXED_PRECISION":
+            groups, head = _mixed(read, quantization)
+        else:
+            groups = ((_format(read, method, quantization), None),)
+        return Quantization(groups, is_kv_fp8, ModuleNames(skipped(quantization)), head)
     except ValueError as error:
         raise read.error(f"quantization_config: {error}: give --profile of an instance") from None
-    return Quantization(quantized, quantized, is_kv_fp8, skipped)
 
 
 def _has_fp8_kv(read: ConfigReader, quantization: dict[str, Any]) -> bool:
@@ -90,32 +119,77 @@ def _format(read: ConfigReader, method: str, quantization: dict[str, Any]) -> We
     if method in ("gptq", "awq"):
         bits = quantization.get("bits") or quantization.get("w_bit")
         return _integers(read, bits, quantization.get("group_size"))
-    if method == "compressed-tensors":
-        return _compressed(read, quantization)
     raise read.error(
         f"quant_method {method or 'without a name'} is not one of fp8, fbgemm_fp8, modelopt,"
         " modelopt_fp4, gptq, awq, mxfp4, compressed-tensors"
     )
 
 
-def _compressed(read: ConfigReader, quantization: dict[str, Any]) -> WeightFormat:
-    """Returns the same of compressed-tensors, which may have several groups."""
+def _mixed(read: ConfigReader, quantization: dict[str, Any]) -> tuple[FormatGroups, WeightFormat]:
+    """Returns the formats of modelopt's MIXED_PRECISION by module, and that of the output head.
+
+    Source: ModelOptMixedPrecisionConfig of vLLM 0.32. A module without an entry stays BF16.
+    """
+    entries = quantization.get("quantized_layers")
+    if not isinstance(entries, dict) or not entries:
+        raise read.error("MIXED_PRECISION without quantized_layers")
+    known = {"FP8": FP8, "NVFP4": NVFP4, "W4A16_NVFP4": NVFP4_A16}
+    found: dict[str, WeightFormat] = {}
+    for name, entry in entries.items():
+        entry = entry if isinstance(entry, dict) else {}
+        algorithm = str(entry.get("quant_algo"))
+        if algorithm not in known:
+            raise read.error(
+                f"quant_algo of {name[:80]} is {algorithm[:80]}, not one of {', '.join(known)}"
+            )
+        size = entry.get("group_size") or NVFP4_GROUP
+        if size != NVFP4_GROUP:
+            raise read.error(f"group_size of {name[:80]} is {str(size)[:80]}, not {NVFP4_GROUP}")
+        module = _ONE_EXPERT.sub("", name)
+        if found.setdefault(module, known[algorithm]) != known[algorithm]:
+            raise read.error(f"quantized_layers has experts of two formats in {module[:80]}")
+    head = found.pop(_HEAD, PLAIN)
+    if head.dtype != PLAIN.dtype:
+        raise read.error(f"{_HEAD} is multiplied in {head.dtype}, not in BF16")
+    names: defaultdict[WeightFormat, list[str]] = defaultdict(list)
+    for module, stored in found.items():
+        names[stored].append(module)
+    return tuple((stored, ModuleNames(of)) for stored, of in names.items()), head
+
+
+def _compressed(read: ConfigReader, quantization: dict[str, Any]) -> FormatGroups:
+    """Returns the formats of compressed-tensors, by the targets of each group.
+
+    Source: find_matched_target of vLLM 0.32. A name goes before the class of all modules.
+    Groups for attention have scales of the KV cache only.
+    """
     groups = quantization.get("config_groups")
-    found = set()
+    named: list[tuple[WeightFormat, ModuleNames | None]] = []
+    of_all: set[WeightFormat] = set()
     for group in (groups if isinstance(groups, dict) else {}).values():
         weights = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(weights, dict):
             continue
-        bits = weights.get("num_bits")
-        inputs = group.get("input_activations")
-        if weights.get("type") == "float":
-            found.add(_floats(read, bits, inputs))
-        else:
-            stored = _integers(read, bits, weights.get("group_size"))
-            found.add(stored._replace(dtype="int8") if _are_int8(read, inputs) else stored)
-    if len(found) != 1:
+        stored = _stored(read, weights, group.get("input_activations"))
+        targets = group.get("targets")
+        targets = targets if isinstance(targets, list) else [_LINEAR]
+        names = [str(name) for name in targets if not str(name).endswith("Attention")]
+        if _LINEAR in names:
+            of_all.add(stored)
+        elif names:
+            named.append((stored, ModuleNames(names)))
+    if len(of_all) > 1 or not (named or of_all):
         raise read.error("quantization_config has no config_groups with weights of one width")
-    return found.pop()
+    return (*named, *((stored, None) for stored in of_all))
+
+
+def _stored(read: ConfigReader, weights: dict[str, Any], inputs: object) -> WeightFormat:
+    """Returns the format of one group of compressed-tensors."""
+    bits = weights.get("num_bits")
+    if weights.get("type") == "float":
+        return _floats(read, bits, inputs)
+    stored = _integers(read, bits, weights.get("group_size"))
+    return stored._replace(dtype="int8") if _are_int8(read, inputs) else stored
 
 
 def _floats(read: ConfigReader, bits: object, inputs: object) -> WeightFormat:

@@ -133,10 +133,17 @@ def _conversations(random: Random) -> workload.Workload:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_no_goodput_is_above_its_bound_with_turns_of_conversations(seed: int) -> None:
-    """P computes only what neither it nor D has of a prompt."""
+@pytest.mark.parametrize("spill", [None, True])
+def test_no_goodput_is_above_its_bound_with_turns_of_conversations(
+    seed: int, spill: bool | None
+) -> None:
+    """P computes only what neither it nor D has of a prompt, and D what it has not itself."""
     scenario = msgspec.structs.replace(
-        small_scenario(seed), distserve=False, workload=_conversations(Random(seed)), requests=100
+        small_scenario(seed),
+        distserve=False,
+        workload=_conversations(Random(seed)),
+        requests=100,
+        spill=spill,
     )
     assert_no_goodput_is_above_its_bound(scenario)
 

@@ -276,8 +276,10 @@ def test_flags_are_planned_as_given_or_refused_in_words(
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [*words, "--workload", str(path)]
-    assert cli.main([*words, "--spill"]) == 2
-    assert "--spill cannot be simulated: the trace has hash_ids" in capsys.readouterr().err
+    assert cli.main([*words, "--spill", "--min-prompt-bytes", "9"]) == 2
+    error = capsys.readouterr().err
+    assert "--min-prompt-bytes cannot be simulated: the trace has hash_ids" in error
+    assert _json(capsys, *words, "--spill")["best"]["spill"]
     assert _planned(*words[1:-6], *words[-2:], "--min-prompt-bytes", "0")
 
 

@@ -119,16 +119,28 @@ def test_the_highest_certain_gain_is_taken() -> None:
 
 def test_flags_are_not_tried_where_they_cannot_be_judged() -> None:
     scenario = _scenario("900:20")
-    rows = tuple(TraceRequest(float(n), 1000, 20, (n, n + 1)) for n in range(50))
-    trace = workload.Workload("t", trace=Trace(rows))
     for change, reason in (
         ({"distserve": True}, "DistServe's rules"),
         ({"seeds": 1}, "with one sample"),
         ({"requests": 20_001}, "more than 20000 requests"),
-        ({"workload": trace}, "the trace has hash_ids"),
     ):
         other = msgspec.structs.replace(scenario, **change)
         assert reason in proxy_flags.reason_not_to_try(SearchResult(other, [], []))
+
+
+def test_only_spill_is_tried_on_a_trace_with_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = tuple(TraceRequest(float(n), 600 + n, 20, (n, n + 10**6)) for n in range(450))
+    scenario = msgspec.structs.replace(
+        _scenario("900:20"), workload=workload.Workload("t", trace=Trace(rows))
+    )
+    result = _tuned(scenario, monkeypatch)
+    assert [trial.placement.proxy_flags for trial in result.flag_trials] == [["--spill"]]
+    found = advice.advise(result)
+    document = documents.as_json(found, "m")
+    assert "the trace has hash_ids" in document["proxy_flags"]["not_tried"]
+    text = report.text(found, document | {"parts": 1}, [])
+    assert "proxy --spill: " in text
+    assert "--min-prompt-bytes was not tried: the trace has hash_ids" in text
 
 
 @pytest.mark.parametrize("holds", [True, False])

@@ -62,6 +62,24 @@ def test_d_has_the_prompt_of_a_request_that_it_answers() -> None:
     assert run._link_busy == pytest.approx(HANDOFF.wire_seconds(2049))
 
 
+def test_a_spilled_prompt_is_computed_from_what_d_has_of_it() -> None:
+    """P has one place, which a long prompt takes; D received the first two blocks before."""
+    sample = WorkloadSample(
+        [1024, 40_000, 3072, 4096],
+        [2] * 4,
+        [0.0, 9.0, 0.001, 90.0],
+        [_ids(2), _ids(78, 100), _ids(6), _ids(8)],
+    )
+    handoff = msgspec.structs.replace(HANDOFF, concurrency=1)
+    run = _run(msgspec.structs.replace(SPLIT, handoff=handoff, spill=True), sample)
+    result = run._result()
+    assert result.aggregated == 1 / 4
+    rest = LATENCY.mixed(2048, 2048 * (2 * 1024 + 2048), 0, 0, True)
+    assert run._requests.first_token_at[2] - run._arrivals[2] == pytest.approx(rest)
+    # P read back for the last one what D had computed; its first two blocks were its own.
+    assert run._requests.cached_at_decode[3] == 3072 and run._read_back == [0, 0, 0, 2048]
+
+
 def test_d_keeps_its_answers() -> None:
     """P has the first prompt only, and sends what D lacks behind the first answer."""
     run = _run(ONE_WAY, _turns())

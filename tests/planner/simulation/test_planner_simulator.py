@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise, product
+from random import Random
 from statistics import mean
 
 import pytest
@@ -27,7 +29,7 @@ from vllm_disagg.proxy.routing.pairing import (
     choose_spill,
     prefers_aggregated,
 )
-from vllm_disagg.proxy.routing.policies import Policy, RoutingQuery
+from vllm_disagg.proxy.routing.policies import CachedBytes, Policy, RoutingQuery
 
 LARGE = 1 << 40
 PLAIN = LinearLatency(1, (0.02, 1e-4, 1e-8), (0.01, 1e-6, 1e-4), (0.01, 1e-6, 1e-4))
@@ -445,22 +447,38 @@ def test_decode_replicas_are_chosen_by_the_other_policies_too(policy: PolicyName
     assert counts == [100] * 3 if policy == "round_robin" else min(counts) > 60
 
 
+class KnowingPolicy(Policy):
+    """Knows the caches, as the simulated proxy does."""
+
+    def __init__(self, cached: CachedBytes) -> None:
+        super().__init__("prefix_aware")
+        self.known = cached
+
+    def cached_bytes(self, candidates: Iterable[Instance], query: RoutingQuery) -> CachedBytes:
+        """Returns the bytes of the prompt at each instance."""
+        return self.known
+
+
 class ComparedRoutes(Simulation):
     """Compares the route of each request at its arrival with the proxy's."""
 
     def __init__(self, deployment: Deployment, sample: WorkloadSample, rate: float) -> None:
         super().__init__(deployment, sample, rate, None, 0)
         self.routes: list[str] = []
+        self.spilled_by_prefix = 0  # to another D than by load alone
 
     def _decode_of_whole(self, now: float, r: int) -> Replica | None:
         prompt_bytes = BYTES_PER_TOKEN * self._requests.prompts[r]
-        route, expected = self._of_proxy(now, RoutingQuery(prompt_bytes))
+        route, expected = self._of_proxy(now, r, RoutingQuery(prompt_bytes))
         self.routes.append(route)
         found = super()._decode_of_whole(now, r)
         assert (found.number if found else None) == expected
+        if found and route == "spill":
+            idle = [decode for decode in self._decodes if not decode.aggregated_requests]
+            self.spilled_by_prefix += self._chooser.choose_decode(now, idle) is not found
         return found
 
-    def _of_proxy(self, now: float, query: RoutingQuery) -> tuple[str, int | None]:
+    def _of_proxy(self, now: float, r: int, query: RoutingQuery) -> tuple[str, int | None]:
         """Returns the proxy's route, in the order of `AttemptPlans.first_plan`."""
         deployment = self._deployment
         fleet = Fleet()
@@ -474,7 +492,13 @@ class ComparedRoutes(Simulation):
         for instance in fleet.instances:
             worker = WorkerInfo(f"{instance.url}.0", "tcp://a:1", "tcp://a:2")
             instance.on_probe_answered("m", EngineInfo(instance.url, "both", [worker], {}))
-        policy = Policy("least_loaded")
+        cached = {}
+        if prefixes := self._requests.prefixes:
+            replicas = (*self._prefills, *self._decodes)
+            for instance, replica in zip(fleet.instances, replicas, strict=True):
+                tokens = replica.cached_tokens(prefixes[r])
+                cached[instance.cache_identity] = BYTES_PER_TOKEN * tokens
+        policy = KnowingPolicy(cached)
         limit = deployment.handoff.concurrency
         decode: Instance | None = None
         route = "pair"
@@ -507,6 +531,23 @@ def test_whole_prompts_go_to_d_as_in_the_proxy(flags: tuple[int, bool]) -> None:
     assert (counts["spill"] > 10) == (counts["wait"] > 10) == flags[1]
     assert result.aggregated == (counts["short"] + counts["spill"]) / 300
     assert min(result.latency) > 0
+
+
+def test_a_prompt_is_spilled_to_the_d_that_has_its_prefix_as_in_the_proxy() -> None:
+    """Turns of 12 conversations of 20 blocks, and short prompts of their own between them."""
+    random = Random(1)
+    ids = []
+    for n in range(0, 300, 2):
+        conversation = 100 * random.randrange(12)
+        ids += [tuple(range(conversation, conversation + 20)), (10_000 + n,)]
+    prompts = [512 * len(blocks) for blocks in ids]
+    sample = WorkloadSample(prompts, [40] * 300, [0.0] + [1.0] * 299, ids)
+    prefill = ReplicaPool(1, PLAIN, 22_000, SchedulingRules(budget=2048))
+    decode = ReplicaPool(4, PLAIN, 60_000)
+    deployment = Deployment(prefill, decode, Handoff(concurrency=2), spill=True)
+    run = ComparedRoutes(deployment, sample, 4.0)
+    run.run()
+    assert run.routes.count("spill") > 50 and run.spilled_by_prefix > 10
 
 
 def test_a_whole_prompt_at_d_is_charged_as_on_a_colocated_replica() -> None:

@@ -94,8 +94,12 @@ def read(
     )
     if not args.requests:
         sample_size.check_attainment(scenario)
-    if (args.min_prompt_bytes or args.spill) and (reason := scenario.no_proxy_flags):
-        raise ConfigError(f"--min-prompt-bytes and --spill cannot be simulated: {reason}")
+    for name, is_given, reason in (
+        ("--min-prompt-bytes", args.min_prompt_bytes, scenario.no_min_prompt_bytes),
+        ("--spill", args.spill, scenario.no_proxy_flags),
+    ):
+        if is_given and reason:
+            raise ConfigError(f"{name} cannot be simulated: {reason}")
     return PlanInputs(scenario, known_models.servable_name(args.model or prefill.served), fits)
 
 

@@ -106,9 +106,10 @@ def _table(found: Advice, document: dict[str, Any]) -> list[str]:
 
 def _proxy_flags(found: Advice, document: dict[str, Any]) -> list[str]:
     """Formats what flags of the proxy do, one trial a line; no line where they were given."""
-    if found.flags_not_tried:
-        return [f"--min-prompt-bytes and --spill were not tried: {found.flags_not_tried}"]
     lines = []
+    if found.flags_not_tried:
+        names = "was" if found.flag_trials else "and --spill were"
+        lines.append(f"--min-prompt-bytes {names} not tried: {found.flags_not_tried}")
     for trial, row in zip(found.flag_trials, document["proxy_flags"]["tried"], strict=True):
         words = " ".join(trial.placement.proxy_flags)
         verdict = "taken" if row["taken"] else "not taken"

@@ -79,7 +79,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     considered: int
     missing: int  # requests that a sample needs; 0 if it has them
     flag_trials: Sequence[FlagTrial] = ()  # of the proxy's flags, best first
-    flags_not_tried: str = ""  # the reason
+    flags_not_tried: str = ""  # the reason; beside trials that of --min-prompt-bytes
 
     @property
     def is_sure(self) -> bool:
@@ -156,9 +156,11 @@ def advise(result: SearchResult, draws: bool = False) -> Advice:
 
 
 def _flags_not_tried(result: SearchResult) -> str:
-    """Returns why the proxy's flags were not tried; empty if they were, or were given."""
-    if not result.split or result.flag_trials or result.scenario.gives_proxy_flags:
+    """Returns why flags of the proxy were not tried; empty if they were, or were given."""
+    if not result.split or result.scenario.gives_proxy_flags:
         return ""
+    if result.flag_trials:
+        return result.scenario.no_min_prompt_bytes
     return reason_not_to_try(result)
 
 

@@ -111,6 +111,8 @@ def _tried(scenario: Scenario, plain: PlacementScore, progress: ProgressFactory)
 
 def _limits(scenario: Scenario) -> list[int]:
     """Lists the values of --min-prompt-bytes that are tried; none where prompts are equal."""
+    if scenario.no_min_prompt_bytes:
+        return []
     prompts = sorted(scenario.samples()[0].prompts)
     tokens = {prompts[int(share * len(prompts))] for share in SHORT_SHARES}
     return [BYTES_PER_TOKEN * n for n in sorted(tokens) if n > prompts[0]]

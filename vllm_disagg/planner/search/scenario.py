@@ -69,15 +69,18 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def no_proxy_flags(self) -> str:
         """The reason why those flags cannot be simulated; empty if they can."""
-        if self.distserve:
-            return "DistServe's rules have no such proxy"
+        return "DistServe's rules have no such proxy" if self.distserve else ""
+
+    @property
+    def no_min_prompt_bytes(self) -> str:
+        """The same of --min-prompt-bytes alone."""
         trace = self.workload.trace
         if trace and any(row.hash_ids for row in trace.requests):
             return (
                 "the trace has hash_ids: the proxy counts the bytes that D lacks of a prompt, and"
                 " here all bytes of it are counted"
             )
-        return ""
+        return self.no_proxy_flags
 
     def longer_sample(self) -> str:
         """Describes what gives samples of more requests."""

@@ -216,7 +216,7 @@ class Simulation:
         if not deployment.spill or any(p.active_legs < limit for p in self._prefills):
             return None
         idle = [decode for decode in self._decodes if not decode.aggregated_requests]
-        return self._chooser.choose_decode(now, idle) if idle else None
+        return self._chooser.choose_decode(now, idle, r) if idle else None
 
     def _submit_whole(self, now: float, r: int, decode: Replica) -> None:
         """Sends a request to a decode replica alone."""

@@ -168,6 +168,7 @@ def test_joined_traces_share_no_blocks() -> None:
     [
         (["--replay", "TRACE", "--gpus", "1"], "less than two instances"),
         (["--replay", "TRACE", "--rate", "0"], "--rate: 0.0 is not a rate"),
+        (["--replay", "TRACE", "--rate", "1e-6"], "at 1e-06 req/s take more than 30 days: give"),
         (["--replay", "TRACE", "--decode-gpu", "h100"], "alike"),
         (["--replay", "TRACE", "--gpus", "8", "--instance", "3x1"], "--instance: 3x1"),
         (["--replay", "nowhere"], "--replay nowhere"),

@@ -102,6 +102,7 @@ def test_llama_4_takes_its_layers_without_rope_from_a_list_or_an_interval() -> N
             {"model_type": "nemotron_h", "layers_block_type": ["conv"] * 32},
             "layers_block_type is not one of mamba, linear_attention, attention, full_attention",
         ),
+        ({"quantization_config": ["fp8"]}, "quantization_config is no JSON object"),
         ({"quantization_config": {"quant_method": "exl3"}}, "quant_method exl3 is not one of"),
         (
             {"quantization_config": {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}},

@@ -29,6 +29,8 @@ from . import flags, plan_inputs
 from .live import shape_of
 
 PAUSE_SECONDS = 1.0  # between two traces
+# The controller looks at the load every 2 s, also while there is none: 1.3 million times.
+MAX_REPLAY_SECONDS = 30 * 86_400
 
 
 def add_arguments(parser: Any) -> None:
@@ -119,7 +121,7 @@ def joined(parts: Sequence[Trace]) -> Trace:
 def sample_of(trace: Trace, rate: float | None) -> tuple[WorkloadSample, float]:
     """Returns all requests of a trace, and the rate at which they arrive in the mean.
 
-    Raises ConfigError if all arrive at once.
+    Raises ConfigError if all arrive at once, or in more than MAX_REPLAY_SECONDS.
     """
     count = len(trace.requests)
     seconds = trace.requests[-1].arrival - trace.requests[0].arrival
@@ -127,8 +129,13 @@ def sample_of(trace: Trace, rate: float | None) -> tuple[WorkloadSample, float]:
         raise ConfigError(
             "--replay: all requests of the trace arrive at once: give one with different times"
         )
-    sample = Workload("replay", trace=trace).sample(count, 0, Arrivals("trace"))
-    return sample, rate or (count - 1) / seconds
+    rate = rate or (count - 1) / seconds
+    if (count - 1) / rate > MAX_REPLAY_SECONDS:
+        raise ConfigError(
+            f"--replay: {count} requests at {rate:.3g} req/s take more than"
+            f" {MAX_REPLAY_SECONDS // 86_400} days: give a higher --rate"
+        )
+    return Workload("replay", trace=trace).sample(count, 0, Arrivals("trace")), rate
 
 
 def _auto(

@@ -70,8 +70,10 @@ def quantization_of(read: ConfigReader) -> Quantization:
         raise read.error(f"torch_dtype {dtype} is not one of {', '.join(PLAIN_DTYPES)}")
     quantization = read.value("quantization_config")
     is_flag_fp8 = read.text("kv_cache_dtype") == "fp8"  # of `vllm serve`
-    if not isinstance(quantization, dict):
+    if quantization is None:
         return Quantization(is_kv_fp8=is_flag_fp8)
+    if not isinstance(quantization, dict):
+        raise read.error("quantization_config is no JSON object")
     method = str(quantization.get("quant_method", ""))
     is_kv_fp8 = _has_fp8_kv(read, quantization) or is_flag_fp8
     head = PLAIN

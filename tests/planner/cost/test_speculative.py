@@ -84,6 +84,7 @@ def test_a_config_is_read_as_vllm_reads_it() -> None:
         ('{"num_speculative_tokens": 3}', 2.0, "method null is not known"),
         ('{"method": "mtp"}', 2.0, "num_speculative_tokens is null, not 1 or more"),
         ('{"method": "mtp", "num_speculative_tokens": true}', 2.0, "is true, not 1 or more"),
+        ('{"method": "mtp", "num_speculative_tokens": 1025}', 2.0, "is 1025, not 1 or more, up to"),
         (CONFIG, None, "goes with --acceptance-length"),
         (CONFIG, 0.9, "0.9 is not from 1 to 4"),
         (CONFIG, 4.1, "4.1 is not from 1 to 4"),

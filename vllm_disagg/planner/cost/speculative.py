@@ -17,6 +17,7 @@ from .roofline import RooflineLatency
 # Methods of vLLM that draft with one layer like the model's own, or without a layer.
 LAYER_METHODS = ("mtp", "eagle", "eagle3")
 NO_LAYER_METHODS = ("ngram",)
+MAX_DRAFTED = 1024  # tokens of a step; more overflow floats
 
 
 class SpeculativeDecoding(msgspec.Struct, frozen=True):
@@ -61,8 +62,11 @@ def parse(config: str, acceptance_length: float | None) -> SpeculativeDecoding:
             f" give one of {', '.join(known)}"
         )
     tokens = found.get("num_speculative_tokens")
-    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
-        raise ConfigError(f"{flag}: num_speculative_tokens is {json.dumps(tokens)}, not 1 or more")
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= MAX_DRAFTED:
+        raise ConfigError(
+            f"{flag}: num_speculative_tokens is {json.dumps(tokens)[:80]}, not 1 or more,"
+            f" up to {MAX_DRAFTED}"
+        )
     if acceptance_length is None:
         raise ConfigError(
             f"{flag} goes with --acceptance-length: the mean acceptance length that vLLM logs"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import socket
+import struct
 from collections.abc import Iterator
 
 import numpy as np
@@ -20,16 +22,18 @@ from vllm_disagg.transports.tcp import sender as module
 from vllm_disagg.transports.tcp.sender import TcpSender
 
 TCP_REPAIR = 19  # of Linux: a socket that is closed in this mode says nothing to its peer
+SO_ATTACH_FILTER = 26  # of Linux: a program that decides which packets a socket gets
+DROP_ALL = struct.pack("HBBI", 6, 0, 0, 0)  # the one instruction "return 0"
 
 
 class Opened:
     """A sender, and where it has asked the receiver d/0 to connect."""
 
-    def __init__(self) -> None:
+    def __init__(self, peer_timeout: float = 2.0) -> None:
         self.answers: list[bytes] = []
         port = DriverPort(
             name="p/0",
-            config=Config(transport="tcp"),
+            config=Config(transport="tcp", peer_timeout=peer_timeout),
             memory=HostMemory([[np.zeros((4, 1000), np.uint8)]], 16),
             counters=Counters(),
             poller=zmq.Poller(),
@@ -46,12 +50,25 @@ class Opened:
         assert isinstance(listening, notes.Listening)
         self.listening = listening
 
+    def accept(self) -> None:
+        """Takes the token of a receiver that has sent it."""
+        while not self.sender._receivers:
+            ready = {fd for fd, _ in self.poller.poll(60_000)}
+            assert ready and list(self.sender.poll_events(ready)) == []
+
+    def close(self) -> None:
+        self.sender.close()
+
+
+def piece(number: int) -> SendPiece:
+    return SendPiece("ab" * 16, "d/0", notes.address(1), number, Extent(0, 1, 0, 16), [number])
+
 
 @pytest.fixture
 def opened() -> Iterator[Opened]:
     made = Opened()
     yield made
-    made.sender.close()
+    made.close()
 
 
 def test_a_token_that_has_not_come_yet_is_waited_for(opened: Opened) -> None:
@@ -71,14 +88,12 @@ def test_a_token_that_has_not_come_yet_is_waited_for(opened: Opened) -> None:
 def test_a_receiver_whose_machine_has_vanished_is_given_up(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("KEEPALIVE_IDLE_SECONDS", "KEEPALIVE_INTERVAL_SECONDS", "KEEPALIVE_PROBES"):
+    for name in ("KEEPALIVE_IDLE_SECONDS", "KEEPALIVE_INTERVAL_SECONDS"):
         monkeypatch.setattr(module, name, 1)
     sender, listening = opened.sender, opened.listening
     with socket.create_connection((listening.host, listening.port), 5) as receiver:
         receiver.send(listening.token)
-        while not sender._receivers:
-            ready = {fd for fd, _ in opened.poller.poll(60_000)}
-            assert ready and list(sender.poll_events(ready)) == []
+        opened.accept()
         assert receiver.recv(10) == notes.ACCEPTED
         try:
             receiver.setsockopt(socket.IPPROTO_TCP, TCP_REPAIR, 1)
@@ -88,6 +103,30 @@ def test_a_receiver_whose_machine_has_vanished_is_given_up(
     ready = {fd for fd, _ in opened.poller.poll(60_000)}
     assert list(sender.poll_events(ready)) == [ConnectionLost("d/0")]
     assert not sender._receivers
+
+
+def test_a_connection_that_loses_all_packets_ends_in_peer_timeout() -> None:
+    """Its pieces have left the queue, so the kernel alone knows that they do not arrive.
+
+    The receiver may be frozen, so its blocks wait for its lease. It is told at once.
+    """
+    opened = Opened(peer_timeout=0.5)
+    sender, listening = opened.sender, opened.listening
+    with socket.create_connection((listening.host, listening.port), 5) as receiver:
+        receiver.send(listening.token)
+        opened.accept()
+        assert receiver.recv(10) == notes.ACCEPTED
+        program = ctypes.create_string_buffer(DROP_ALL)
+        filters = struct.pack("HP", 1, ctypes.addressof(program))
+        receiver.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, filters)
+        sender.send(piece(0))
+        assert list(sender.poll_events(())) == [piece(0).completed()]
+        assert sender.next_deadline() is None, "nothing is left to send"
+        ready = {fd for fd, _ in opened.poller.poll(60_000)}
+        assert list(sender.poll_events(ready)) == []
+        told = [notes.decode_sender_note(answer) for answer in opened.answers]
+        assert told == [notes.NotListening(notes.address(1))]
+    opened.close()
 
 
 def test_a_piece_that_cannot_be_read_is_lost_alone(
@@ -104,14 +143,9 @@ def test_a_piece_that_cannot_be_read_is_lost_alone(
         receiver.settimeout(60)
         receiver.connect(listening.path)
         receiver.send(listening.token)
-        while not sender._receivers:
-            ready = {fd for fd, _ in opened.poller.poll(60_000)}
-            assert ready and list(sender.poll_events(ready)) == []
+        opened.accept()
         assert receiver.recv(10) == notes.ACCEPTED
-        pieces = [
-            SendPiece("ab" * 16, "d/0", notes.address(1), number, Extent(0, 1, 0, 16), [number])
-            for number in range(2)
-        ]
+        pieces = [piece(0), piece(1)]
         with monkeypatch.context() as patched:
             patched.setattr(memory, "read", lack)
             sender.send(pieces[0])

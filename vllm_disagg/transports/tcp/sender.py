@@ -44,10 +44,9 @@ ACCEPTS_PER_TURN = 16  # of one listener: a flood must not keep the driver from 
 # Kernel buffer towards a receiver on this machine, at most net.core.wmem_max. TCP sizes its own.
 SEND_BUFFER_BYTES = 4 << 20
 # A receiver whose machine has vanished without a word: the kernel asks an idle connection after the
-# first of these, then at each of the second, and gives it up after so many without an answer.
+# first of these, and gives it up if no answer comes within the second.
 KEEPALIVE_IDLE_SECONDS = 30
 KEEPALIVE_INTERVAL_SECONDS = 10
-KEEPALIVE_PROBES = 3
 FRAMES_PER_TURN = 32  # frames sent to one receiver before the others have their turn
 EMPTY = memoryview(b"")
 
@@ -106,8 +105,7 @@ class TcpSender:
         # Also if the receiver has connected anew: it has requested its lost pieces again since.
         if receiver is None or piece.address != notes.address(receiver.attempt):
             self._complete(piece)
-            refusal = notes.encode(notes.NotListening(piece.address))
-            self._port.send_to_receiver(piece.reader, refusal)
+            self._refuse(piece.reader, piece.address)
             return
         # An idle connection makes no progress; its time counts from this piece on.
         if not receiver.queue:
@@ -261,7 +259,7 @@ class TcpSender:
         else:
             # A piece ends with a few bytes of checksum: they must not wait for an acknowledgement.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _keep_alive(connection)
+            _bound_silence(connection, self._port.config.peer_timeout)
         # A receiver connects anew only when its end of the old connection is closed.
         previous = self._receivers.get(receiver)
         if previous is not None:
@@ -290,7 +288,7 @@ class TcpSender:
         except BlockingIOError:
             self._push(receiver)
         except OSError as error:
-            self._close(receiver, str(error), is_lost=True)
+            self._close_broken(receiver, error)
 
     def _push(self, receiver: TcpReceiver) -> None:
         """Sends until the kernel's buffer is full, the queue is empty, or the turn is over."""
@@ -307,7 +305,7 @@ class TcpSender:
         except BlockingIOError:
             is_full = True
         except OSError as error:
-            self._close(receiver, str(error), is_lost=True)
+            self._close_broken(receiver, error)
             return
         # POLLOUT only while something is left: else an idle socket, which is always writable, would
         # wake the driver without end.
@@ -379,6 +377,11 @@ class TcpSender:
             if now > pending.deadline:
                 self._drop_pending(fd)
 
+    def _close_broken(self, receiver: TcpReceiver, error: OSError) -> None:
+        """Closes a connection whose socket has failed."""
+        # Any other error is the network's, or a frozen receiver's: its lease decides.
+        self._close(receiver, str(error), is_lost=isinstance(error, ConnectionError))
+
     def _close(self, receiver: TcpReceiver, reason: str, *, is_lost: bool = False) -> None:
         """Closes a connection. The receiver asks for its queued pieces again by another transport.
 
@@ -394,15 +397,26 @@ class TcpSender:
             self._complete(piece)
         if is_lost:
             self._events.append(ConnectionLost(receiver.name))
+        else:
+            # It may not see the end of the connection, and would wait until it asks again.
+            self._refuse(receiver.name, notes.address(receiver.attempt))
+
+    def _refuse(self, receiver: str, address: str) -> None:
+        """Tells a receiver that no pieces come to this address any more."""
+        self._port.send_to_receiver(receiver, notes.encode(notes.NotListening(address)))
 
 
-def _keep_alive(connection: socket.socket) -> None:
+def _bound_silence(connection: socket.socket, peer_timeout: float) -> None:
     """Has the kernel close a connection whose peer does not answer any more.
 
     The kernel alone asks, so an idle pair of workers still wakes no thread.
     """
+    # Pieces that the kernel has taken are in no queue here. After a cut of the network it would
+    # send them again at ever longer intervals, up to two minutes, and new pieces behind them.
+    milliseconds = round(peer_timeout * 1000)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
     # Needed at this end only: a receiver disconnects from a sender whose control link is down.
+    # Without a number of probes: beside a TCP_USER_TIMEOUT Linux does not use it.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_SECONDS)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)

@@ -39,6 +39,8 @@ if "--die" in sys.argv and role == "decode":
     print(prefix, "This can cause errors like `OSError: [Errno 24] Too many`")
     sys.exit(3)
 facts = json.loads({facts!r})[role]
+if "--differ" in sys.argv:
+    facts["layout"] = {{"dtype": role}}
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(503 if "--never" in sys.argv else 200)
@@ -458,6 +460,16 @@ def test_the_proxy_says_why_it_is_not_ready(up: Callable[..., Up]) -> None:
     code, said = running.end()
     assert code == 1
     assert "proxy is not ready after 1 s: " in said and "no decode instance can be used" in said
+    assert running.left() == []
+
+
+def test_instances_that_can_never_be_paired_are_not_waited_for(up: Callable[..., Up]) -> None:
+    running = up("--differ", ready_limit=10 * SECONDS)
+    code, said = running.end()
+    assert code == 1
+    (line,) = (line for line in said.splitlines() if "no two instances can be paired" in line)
+    assert line.startswith("vllm-disagg up: ") and line.endswith("; everything is stopped")
+    assert "do not fit: dtype is prefill on one side and decode on the other" in line
     assert running.left() == []
 
 

@@ -16,6 +16,7 @@ from ..errors import ConfigError, DisaggError
 from ..fleet import keys
 from ..proxy import flags as proxy_flags
 from ..proxy import settings as proxy_settings
+from ..proxy.routing.readiness import Readiness
 from . import config_file, flags, machine, model_check, plan, scrape_targets
 from .backoff import RestartBackoff
 from .flags import add_arguments
@@ -27,12 +28,17 @@ __all__ = ["add_arguments", "expand", "run"]
 POLL_SECONDS = 0.2
 PROGRESS_INTERVAL_SECONDS = 5.0  # between two progress lines
 READY_TIMEOUT_SECONDS = 60.0  # for the proxy to pair instances that are ready
+MAX_QUOTED_CHARACTERS = 1000  # of a child's answer
 KEY_FILE = "fleet.key"  # in printed commands
 ADMIN_KEY_FILE = "admin.key"  # in the run directory
 
 
 class StopRequested(Exception):
     """A signal has requested a stop."""
+
+
+class FleetMismatched(Exception):
+    """All instances answer, and no two of them can be paired."""
 
 
 class StopSignals:
@@ -128,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
             watch.run(output)
     except StopRequested:
         console.write_line("vllm-disagg up: stopped")
-    except (ChildExited, TimeoutError) as error:
+    except (ChildExited, FleetMismatched, TimeoutError) as error:
         console.write_line(f"vllm-disagg up: {error}; everything is stopped")
         return 1
     return 0
@@ -202,7 +208,8 @@ def _wait(
 ) -> None:
     """Waits until all children are ready, and prints progress lines.
 
-    Raises TimeoutError after `limit` seconds.
+    Raises TimeoutError after `limit` seconds, FleetMismatched once the proxy knows that waiting is
+    in vain.
     """
     started_at = time.monotonic()
     printed_at = started_at
@@ -217,6 +224,8 @@ def _wait(
                 if is_ready:
                     ready.add(command.name)
                     _say_ready(command, children, console)
+                elif command.name == plan.PROXY:
+                    _check_pairs(answers[command.name])
         if now - printed_at >= PROGRESS_INTERVAL_SECONDS and len(ready) < len(commands):
             printed_at = now
             states = []
@@ -226,7 +235,18 @@ def _wait(
             console.write_line(f"vllm-disagg up: {now - started_at:.0f} s: {', '.join(states)}")
         if now - started_at > limit and len(ready) < len(commands):
             late = next(c.name for c in commands if c.name not in ready)
-            raise TimeoutError(f"{late} is not ready after {limit:.0f} s: {answers[late]}")
+            answer = answers[late][:MAX_QUOTED_CHARACTERS]
+            raise TimeoutError(f"{late} is not ready after {limit:.0f} s: {answer}")
+
+
+def _check_pairs(answer: str) -> None:
+    """Raises FleetMismatched if the proxy's answer says that no two instances can be paired."""
+    try:
+        readiness = msgspec.json.decode(answer, type=Readiness)
+    except msgspec.DecodeError:  # it does not listen yet, or answers with an error
+        return
+    if readiness.mismatch:
+        raise FleetMismatched(f"no two instances can be paired: {readiness.mismatch}")
 
 
 def _phase(command: ChildCommand, children: ChildProcesses) -> str:

@@ -36,6 +36,7 @@ HARMLESS_PATTERN = re.compile(
     r'|^\{"time":[\d.]+,"id":'
 )
 LOCK_FILE = "up.pid"  # in --log-dir; locked by the `up` that writes there, and has its pid
+MAX_ANSWER_BYTES = 65536  # that a child's answer to a probe may have
 TROUBLE_PATTERN = re.compile(r"error|killed", re.IGNORECASE)
 
 
@@ -406,7 +407,7 @@ def probe(command: ChildCommand, timeout: float = 2.0) -> tuple[bool, str]:
     try:
         connection.request("GET", command.ready)
         answer = connection.getresponse()
-        return answer.status == 200, answer.read(1000).decode(errors="replace")
+        return answer.status == 200, answer.read(MAX_ANSWER_BYTES).decode(errors="replace")
     except (OSError, http.client.HTTPException) as error:
         return False, str(error)
     finally:

@@ -41,6 +41,17 @@ def test_instances_that_do_not_fit_degrade_the_fleet() -> None:
     found = judge_readiness(Fleet([prefill, up("decode")]), 0.0)
     assert found.is_ready("any") and not found.is_ready("pair")
     assert "one serves another model and the other m" in found.instances[prefill.url]
+    assert found.mismatch == found.instances[prefill.url]
+
+
+def test_an_instance_that_starts_may_still_be_paired() -> None:
+    prefill, second = up("prefill"), Instance("http://prefill:2", "prefill")
+    prefill.on_probe_answered("another model", None, nixl=True)
+    fleet = Fleet([prefill, second, up("decode")])
+    found = judge_readiness(fleet, 0.0)
+    assert found.degraded and not found.mismatch
+    second.on_probe_answered("another model", None, nixl=True)
+    assert judge_readiness(fleet, 0.0).mismatch
 
 
 def test_an_open_circuit_breaker_degrades_the_fleet() -> None:

@@ -28,6 +28,7 @@ class Readiness(msgspec.Struct, frozen=True, omit_defaults=True):
     decode: int  # decode instances that are up
     reason: str = ""  # why no request can be served
     degraded: str = ""  # why requests are served, but no prompt is computed by a prefill instance
+    mismatch: str = ""  # why no two instances can be paired, although all of them answer
     instances: dict[str, str] = {}  # why an instance is not used, or not used in full, by URL
 
     def is_ready(self, mode: ReadinessMode) -> bool:
@@ -45,7 +46,10 @@ def judge_readiness(fleet: Fleet, now: float) -> Readiness:
     if prefills or not _has_prefill(fleet):
         return found
     degraded = f"{_missing('prefill', fleet)}; decode instances compute all prompts"
-    return msgspec.structs.replace(found, degraded=degraded)
+    misfit = fleet.permanent_mismatch()
+    return msgspec.structs.replace(
+        found, degraded=degraded, mismatch=misfit.reason if misfit else ""
+    )
 
 
 def _is_paired(prefill: Instance, decodes: list[Instance], now: float) -> bool:

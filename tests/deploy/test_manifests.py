@@ -314,6 +314,18 @@ def test_logs_of_containers_have_an_end(folder: str) -> None:
         assert options.keys() == {"max-size", "max-file"}, name
 
 
+def test_the_proxys_container_sees_a_key_file_that_is_replaced() -> None:
+    """A file that is mounted alone stays the old one when another takes its name."""
+    compose = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())
+    service = compose["services"]["proxy"]
+    settings = parse(service["command"])
+    folders = {os.path.dirname(path) for path in (settings.key_file, settings.api_key_file)}
+    assert not service.keys() & {"secrets", "configs"}
+    assert {volume["target"] for volume in service["volumes"]} == folders
+    mounts = container("proxy")["volumeMounts"]
+    assert not any("subPath" in mount for mount in mounts)
+
+
 def test_containers_are_killed_behind_the_shutdown_timeout() -> None:
     compose = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())
     for role in ENGINES:

@@ -66,7 +66,8 @@ class Sink:
         want(self.driver, transfer, tokens, source.worker, first=count)
         return transfer
 
-    def outcome(self, seconds: float = 90.0) -> events.LoadResult:
+    def outcome(self, seconds: float = 150.0) -> events.LoadResult:
+        # A load that moves nothing ends after 60 s, and a read that it has posted 30 s later.
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if taken := self.driver.take():

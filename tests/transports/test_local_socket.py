@@ -17,6 +17,7 @@ from vllm_disagg.fleet.keys import KEY_BYTES, FleetKey
 from vllm_disagg.kv.memory import HostMemory
 from vllm_disagg.transports import local_socket
 from vllm_disagg.transports.base import Counters, DriverPort
+from vllm_disagg.transports.zmq import transport
 from vllm_disagg.transports.zmq.control import Control
 from vllm_disagg.transports.zmq.transport import ZmqTransport
 
@@ -51,13 +52,13 @@ def test_too_long_a_folder_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     longest = str(tmp_path) + "/" + "x" * (80 - len(str(tmp_path)))
     os.mkdir(longest)
     monkeypatch.setattr(tempfile, "tempdir", longest)
+    local_socket.check_path()
     with bound(local_socket.create_folder(), listens=False, age=0.0):
         pass
     os.mkdir(longest + "y")
     monkeypatch.setattr(tempfile, "tempdir", longest + "y")
     with pytest.raises(ConfigError, match=r"^TMPDIR .*y is 1 B too long for the UNIX sockets"):
-        local_socket.create_folder()
-    assert not os.listdir(longest + "y")
+        local_socket.check_path()
 
 
 def test_other_engines_dial_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,6 +91,35 @@ def test_sockets_of_other_machines_stay(tmp_path: Path, monkeypatch: pytest.Monk
     assert os.path.exists(folder)
 
 
+def control() -> Control:
+    return Control(Config(transport="zmq"), FleetKey(b"k" * KEY_BYTES), "p/0")
+
+
+def port_of(sockets: Control) -> DriverPort:
+    return DriverPort(
+        "p/0",
+        sockets.config,
+        HostMemory([[np.zeros((4, 64), np.uint8)]], 16),
+        Counters(),
+        sockets.poller,
+        send_to_receiver=lambda receiver, data: None,
+        send_to_sender=lambda sender, data: None,
+        send_unordered=lambda receiver, data: None,
+    )
+
+
+def test_too_long_a_folder_is_refused_at_start_whatever_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Links and TCP listen at a receiver's first note: there it ended the driver's thread."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 90)))
+    monkeypatch.setattr(transport, "has_few_descriptors", lambda: True)
+    sockets = control()
+    with pytest.raises(ConfigError, match="too long for the UNIX sockets"):
+        ZmqTransport(port_of(sockets), sockets)
+    sockets.close()
+
+
 def test_a_killed_worker_leaves_no_folder_to_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,20 +127,8 @@ def test_a_killed_worker_leaves_no_folder_to_the_next_one(
     killed = local_socket.create_folder()
     bound(killed, listens=True, age=9.0).close()  # its file stays, as after kill -9
     assert os.path.exists(killed)
-    config = Config(transport="zmq")
-    sockets = Control(config, FleetKey(b"k" * KEY_BYTES), "p/0")
-    memory = HostMemory([[np.zeros((4, 64), np.uint8)]], 16)
-    port = DriverPort(
-        "p/0",
-        config,
-        memory,
-        Counters(),
-        sockets.poller,
-        send_to_receiver=lambda receiver, data: None,
-        send_to_sender=lambda sender, data: None,
-        send_unordered=lambda receiver, data: None,
-    )
-    transport = ZmqTransport(port, sockets)
-    transport.close()
+    sockets = control()
+    made = ZmqTransport(port_of(sockets), sockets)
+    made.close()
     sockets.close()
     assert not os.path.exists(killed)

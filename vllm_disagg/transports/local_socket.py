@@ -28,20 +28,25 @@ DIGITS = 4  # of the machine, then of the folder; `dialling` allows no other nam
 YOUNG_SECONDS = 1.0
 
 
-def create_folder() -> str:
-    """Creates a folder that is accessible to this user alone, and returns its path.
+def check_path() -> None:
+    """Raises ConfigError if the path of a socket here would be too long.
 
-    Raises ConfigError if the path of its socket would be too long.
+    For the start: a listener that opens later has no operator who reads the reason.
     """
+    longest = path_in(f"{tempfile.gettempdir()}/{_prefix()}{'x' * DIGITS}")
+    excess = len(longest.encode()) - MAX_SOCKET_PATH_BYTES
+    if excess > 0:
+        raise ConfigError(
+            f"TMPDIR {tempfile.gettempdir()} is {excess} B too long for the UNIX sockets of"
+            " this engine: name a shorter folder"
+        )
+
+
+def create_folder() -> str:
+    """Creates a folder that is accessible to this user alone, and returns its path."""
     while True:
         suffix = _base32(secrets.token_bytes(5))
         path = f"{tempfile.gettempdir()}/{_prefix()}{suffix}"
-        excess = len(path_in(path).encode()) - MAX_SOCKET_PATH_BYTES
-        if excess > 0:
-            raise ConfigError(
-                f"TMPDIR {tempfile.gettempdir()} is {excess} B too long for the UNIX sockets of"
-                " this engine: name a shorter folder"
-            )
         with suppress(FileExistsError):
             os.mkdir(path, 0o700)
             return path

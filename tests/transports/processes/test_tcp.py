@@ -20,7 +20,6 @@ from kv_connectors import transports
 from vllm_disagg.config import Config
 from vllm_disagg.driver import Driver
 from vllm_disagg.errors import BadMessage, ConfigError
-from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.memory import HostMemory
 from vllm_disagg.protocol import events
 from vllm_disagg.protocol.receiver import Receiver
@@ -536,26 +535,3 @@ def by_tcp_once(p: Driver, d: Driver) -> tcp.TcpSource:
         want(d, transfer, 48, p.worker)
         assert outcome(d).reason is None and outcome(p)  # type: ignore[union-attr]
     return d._transports["tcp"]._sources[p.worker.name]  # type: ignore[attr-defined,no-any-return]
-
-
-def test_a_piece_that_takes_too_long_ends_at_both_ends(start: Callable[..., Driver]) -> None:
-    """Bytes that trickle in do not extend `piece_deadline`."""
-    p, d = start(memory(4096, 1)), start(memory(4096, None))
-    source = by_tcp_once(p, d)
-    sender = p._transports["tcp"]._sender  # type: ignore[attr-defined]
-    (reader,), now = sender._receivers.values(), time.monotonic()
-    assert (
-        tcp_notes.piece_deadline(now, 10**6, 2.0)
-        == now + 2.0 + 10**6 / tcp_notes.MIN_BYTES_PER_SECOND
-    )
-    reader.queue.append(events.SendPiece("t", "d", "tcp:1", 0, Extent(0, 1, 0, 16), [0]))
-    reader.last_progress, reader.piece_deadline = now + 5, now - 1
-    assert (
-        list(sender.poll_events(())) == [events.SendCompleted("t", "d", 0, "tcp:1")]
-        and not sender._receivers
-    )
-    stream = source.stream
-    assert stream is not None
-    stream.is_in_piece, stream.last_progress, stream.piece_deadline = True, now + 5, now - 1
-    d._transports["tcp"]._check_deadlines(source, now)  # type: ignore[attr-defined]
-    assert source.connection is None and source.state is tcp.TcpState.DOWN

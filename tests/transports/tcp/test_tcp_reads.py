@@ -228,3 +228,24 @@ def test_a_lack_of_memory_ends_the_read_of_one_piece(
     receiving.send(1)
     assert receiving.poll() == [completed(1, WRITTEN)]
     assert [receiving.block(number) for number in (0, 1)] == [0, 2]
+
+
+def test_a_piece_that_takes_too_long_ends(receiving: Receiving) -> None:
+    """Bytes that trickle in do not extend `piece_deadline`."""
+    assert notes.piece_deadline(5.0, 10**6, 2.0) == 5.0 + 2.0 + 10**6 / notes.MIN_BYTES_PER_SECOND
+    receiving.post(0)
+    receiving.send(0, 0, 500)
+    assert receiving.poll() == []
+    stream = receiving.source.stream
+    assert stream is not None
+    stream.piece_deadline = time.monotonic() - 1
+    assert receiving.poll() == [TransportChanged("p", "zmq:1"), completed(0, CANCELLED)]
+    assert receiving.source.state is TcpState.DOWN
+
+
+def test_a_connection_after_a_disconnect_has_an_address_of_its_own(receiving: Receiving) -> None:
+    """Else a late note that the earlier one has ended would close it."""
+    before = receiving.source.attempt
+    receiving.transport.disconnect("p")
+    receiving.transport.connect(WorkerInfo("p", "", ""))
+    assert receiving.transport._sources["p"].attempt not in (0, before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import socket
 import struct
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -127,6 +128,23 @@ def test_a_connection_that_loses_all_packets_ends_in_peer_timeout() -> None:
         told = [notes.decode_sender_note(answer) for answer in opened.answers]
         assert told == [notes.NotListening(notes.address(1))]
     opened.close()
+
+
+def test_a_piece_that_takes_too_long_ends_its_connection(opened: Opened) -> None:
+    """A receiver that takes a byte now and then makes progress."""
+    with socket.socket(socket.AF_UNIX) as receiver:
+        receiver.settimeout(60)
+        receiver.connect(opened.listening.path)
+        receiver.send(opened.listening.token)
+        opened.accept()
+        (reader,) = opened.sender._receivers.values()
+        reader.queue.append(piece(0))
+        now = time.monotonic()
+        reader.last_progress, reader.piece_deadline = now, now - 1
+        assert opened.sender.next_deadline() == reader.piece_deadline
+        assert list(opened.sender.poll_events(())) == [piece(0).completed()]
+        assert not opened.sender._receivers
+        assert receiver.recv(10) == notes.ACCEPTED and receiver.recv(10) == b""
 
 
 def test_a_piece_that_cannot_be_read_is_lost_alone(

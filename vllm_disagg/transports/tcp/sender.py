@@ -282,7 +282,7 @@ class TcpSender:
         # Reads in any case: `ready` does not hold whether the socket is readable or writable.
         try:
             if receiver.connection.recv(1):
-                self._close(receiver, "unexpected bytes from the receiver")
+                self._give_up(receiver, "unexpected bytes from the receiver")
             else:
                 self._close(receiver, "closed by the receiver", is_lost=True)
         except BlockingIOError:
@@ -372,15 +372,24 @@ class TcpSender:
             reason = "stalled"
             if now > receiver.piece_deadline:
                 reason = "too slow for a piece"
-            self._close(receiver, reason)
+            self._give_up(receiver, reason)
         for fd, pending in list(self._pending.items()):
             if now > pending.deadline:
                 self._drop_pending(fd)
 
     def _close_broken(self, receiver: TcpReceiver, error: OSError) -> None:
         """Closes a connection whose socket has failed."""
-        # Any other error is the network's, or a frozen receiver's: its lease decides.
-        self._close(receiver, str(error), is_lost=isinstance(error, ConnectionError))
+        if isinstance(error, ConnectionError):
+            self._close(receiver, str(error), is_lost=True)
+        else:
+            # The network has failed, or the receiver is frozen: its lease decides.
+            self._give_up(receiver, str(error))
+
+    def _give_up(self, receiver: TcpReceiver, reason: str) -> None:
+        """Closes a connection whose other end is open, and tells the receiver."""
+        self._close(receiver, reason)
+        # It may not see the end of the connection, and would wait until it asks again.
+        self._refuse(receiver.name, notes.address(receiver.attempt))
 
     def _close(self, receiver: TcpReceiver, reason: str, *, is_lost: bool = False) -> None:
         """Closes a connection. The receiver asks for its queued pieces again by another transport.
@@ -397,9 +406,6 @@ class TcpSender:
             self._complete(piece)
         if is_lost:
             self._events.append(ConnectionLost(receiver.name))
-        else:
-            # It may not see the end of the connection, and would wait until it asks again.
-            self._refuse(receiver.name, notes.address(receiver.attempt))
 
     def _refuse(self, receiver: str, address: str) -> None:
         """Tells a receiver that no pieces come to this address any more."""

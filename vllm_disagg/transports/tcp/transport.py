@@ -34,6 +34,7 @@ cost. `piece_stream.py` puts them into the blocks, `sender.py` is the sending ha
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import socket
@@ -113,6 +114,8 @@ class TcpTransport:
         self._port = port
         self._sender = TcpSender(port)
         self._sources: dict[str, TcpSource] = {}
+        # Of all sources: one that was forgotten and comes back must not get an earlier address.
+        self._attempts = itertools.count(1)
         # ZMQ's poller reports plain sockets by descriptor.
         self._by_fd: dict[int, TcpSource] = {}
         self._posted = PostedReads()
@@ -139,7 +142,7 @@ class TcpTransport:
             return
         # The first hello goes out in the next `poll_events`, where its repetitions do, too.
         source.state = TcpState.ASKING
-        source.attempt += 1
+        source.attempt = next(self._attempts)
         source.retry_at = now
         source.attempt_deadline = now + PAIRING_SECONDS
 

@@ -93,6 +93,8 @@ class ZmqTransport:
         self.endpoint, self._silent_connections = control.bind(self._router)
         # ZMQ takes up new connections, and sends the probes, only while the socket is polled.
         port.poller.register(self._router, zmq.POLLIN)
+        # Without a listener here, too: those of links and of TCP open at a receiver's first note.
+        local_socket.check_path()
         local_socket.remove_stale()
         self._socket_folder = ""
         self.local = ""

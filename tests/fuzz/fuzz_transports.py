@@ -508,6 +508,7 @@ class EndedJob:
         self.result = None
         self.error = ""
         self.started_at = 0.0
+        self.has_begun = True
         self.is_over = True
         try:
             self.result = do()

@@ -49,6 +49,7 @@ class HeldJob:
     def __init__(self, do: Callable[[], Any]) -> None:
         self._do = do
         self.started_at = time.monotonic()
+        self.has_begun = True
         self.is_over = False
         self.result: Any = None
         self.error = ""

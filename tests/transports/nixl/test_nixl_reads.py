@@ -92,12 +92,37 @@ def test_finish_waits_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> Non
     assert time.monotonic() - began < 20
 
 
+def lack(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_an_agent_is_closed_once_there_is_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The requests of its reads waited for ever."""
+    monkeypatch.setattr(nixl_reads, "THREAD_RETRY_SECONDS", 0.1)
+    closings = Closings()
+    closings.give_up(reads(lambda: None))
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", lack)
+        assert list(closings.ended_reads()) == []
+    now = time.monotonic()
+    (retry_at,) = closings.next_deadline(now)
+    assert 0 < retry_at - now <= 0.1
+    end = now + 60
+    while not (ended := list(closings.ended_reads())):
+        assert time.monotonic() < end
+    assert ended == [POSTED] and not closings.next_deadline(now)
+
+
+def test_finish_reports_reads_whose_agent_got_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    closings = Closings()
+    closings.give_up(reads(lambda: None))
+    monkeypatch.setattr(threading.Thread, "start", lack)
+    with pytest.raises(NixlError, match="1 reads may still write"):
+        closings.finish()
+
+
 def test_a_job_without_a_thread_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ended the thread of all transfers."""
-
-    def lack(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", lack)
         job = Job(lambda: 1)

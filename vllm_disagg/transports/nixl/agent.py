@@ -328,13 +328,14 @@ class Job(Generic[T]):
     """A slow call, made once by a thread started for it.
 
     After the end, either `result` is set, or `error` is the reason why not. `error` is text only: a
-    traceback would refer to the agent.
+    traceback would refer to the agent. `has_begun` is False where no thread could be started.
     """
 
     def __init__(self, do: Callable[[], T]) -> None:
         self.started_at = time.monotonic()
         self.result: T | None = None
         self.error = ""
+        self.has_begun = True
         # A daemon: a call into UCX that never returns must not keep the process from ending.
         self._thread = threading.Thread(
             target=self._run, args=(do,), name="vllm-disagg-nixl", daemon=True
@@ -343,6 +344,7 @@ class Job(Generic[T]):
             self._thread.start()
         except RuntimeError as error:  # this process may have no more threads
             self.error = str(error)
+            self.has_begun = False
 
     def _run(self, do: Callable[[], T]) -> None:
         try:

@@ -28,6 +28,7 @@ JOBS_SECONDS = 3.0
 MIN_BYTES_PER_SECOND = 20e6
 PAUSE_SECONDS = 1.0  # between two looks at reads; longer means that this process was paused
 POLL_SECONDS = 0.001  # between two looks at an open read
+THREAD_RETRY_SECONDS = 1.0  # until an agent is closed for which there was no thread
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,7 @@ class Closings:
         self._given_up: list[tuple[Agent, list[PostRead]]] = []
         self._closing: list[tuple[Job[None], list[PostRead]]] = []
         self._stuck = 0
+        self._start_at = 0.0  # not before: there was no thread
 
     def give_up(self, reads: Reads) -> None:
         """Closes this agent at the next `ended_reads`.
@@ -193,7 +195,8 @@ class Closings:
 
     def ended_reads(self) -> Iterator[PostRead]:
         """Starts closings, and yields each read of an agent that is gone."""
-        self._start()
+        if time.monotonic() >= self._start_at:
+            self._start()
         for closing in list(self._closing):
             job, posted = closing
             if not job.is_over:
@@ -216,6 +219,7 @@ class Closings:
         """
         # Agents that were given up since the last turn have no closing yet.
         self._start()
+        self._stuck += sum(len(posted) for _, posted in self._given_up)
         # One limit for all: they close at the same time, each in its own thread.
         end = time.monotonic() + CLOSE_SECONDS
         for job, posted in self._closing:
@@ -233,10 +237,17 @@ class Closings:
         """Returns when to look at each closing."""
         deadlines = [job.next_deadline(now) for job, _ in self._closing]
         if self._given_up:
-            deadlines.append(now)
+            deadlines.append(max(now, self._start_at))
         return deadlines
 
     def _start(self) -> None:
-        for agent, posted in self._given_up:
-            self._closing.append((Job(agent.close), posted))
-        self._given_up.clear()
+        waiting = self._given_up
+        self._given_up = []
+        for agent, posted in waiting:
+            job = Job(agent.close)
+            if job.has_begun:
+                self._closing.append((job, posted))
+            else:
+                # Tried again, because the requests of these reads wait for it.
+                self._given_up.append((agent, posted))
+                self._start_at = time.monotonic() + THREAD_RETRY_SECONDS

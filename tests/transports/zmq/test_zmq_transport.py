@@ -388,7 +388,9 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
 import numpy, zmq
 from vllm_disagg.config import Config
 from vllm_disagg.fleet.keys import FleetKey
+from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.memory import HostMemory
+from vllm_disagg.protocol.events import SendPiece
 from vllm_disagg.transports.base import Counters, DriverPort
 from vllm_disagg.transports.zmq.control import Control
 from vllm_disagg.transports.zmq.transport import ZmqTransport
@@ -398,9 +400,18 @@ memory = HostMemory([[numpy.zeros((8, 1000), numpy.uint8)]], 16)
 port = DriverPort("p/0", config, memory, Counters(), sockets.poller, print, print, print)
 transport = ZmqTransport(port, sockets)
 receiver = socket.socket(socket.AF_UNIX)
+link = sockets.socket(zmq.DEALER, 1 << 20, server=False, encrypt=False)
+link.routing_id = b"d"
+link.connect(transport.endpoint)
+while not link.poll(10):
+    sockets.poller.poll(10)
+    sockets.answer_zap()
 with socket.socket() as highest:
     lowest_free = highest.fileno()
 resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, 1024))
+transport.send(SendPiece("ab" * 16, "d/0", "zmq:d", 0, Extent(0, 1, 0, 16), [0]))
+while not list(transport.poll_events(())):
+    link.poll(10)
 if transport.local:
     receiver.connect(transport.local.removeprefix("ipc://"))
     time.sleep(5)  # libzmq's thread accepts
@@ -409,7 +420,10 @@ print(transport.endpoint, flush=True)
 
 
 def test_a_receiver_of_this_machine_ends_no_process_without_descriptors() -> None:
-    """libzmq asserts in its UNIX listener: the engine ended with SIGABRT."""
+    """libzmq asserts in its UNIX listener: the engine ended with SIGABRT.
+
+    And the first piece that was sent without descriptors ended the driver's thread.
+    """
     ended = subprocess.run(
         [sys.executable, "-c", FULL], capture_output=True, text=True, timeout=LIMIT_SECONDS
     )

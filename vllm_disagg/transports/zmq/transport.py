@@ -90,6 +90,9 @@ class ZmqTransport:
         self._router.sndhwm = 0  # bounded by the receivers' credits
         # A copied last frame would make ZMQ report all of a piece as sent.
         self._router.copy_threshold = 0
+        # The first frame that is not copied starts a thread of pyzmq, with sockets of its own. At
+        # the first piece there might be no descriptors for them, which would end the driver.
+        zmq.Frame(b"\0", copy=False)
         self.endpoint, self._silent_connections = control.bind(self._router)
         # ZMQ takes up new connections, and sends the probes, only while the socket is polled.
         port.poller.register(self._router, zmq.POLLIN)

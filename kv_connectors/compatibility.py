@@ -43,6 +43,10 @@ IMAGE_SETTINGS = (
 )
 # Kernels that leave activations in 16 bits, or emulate their rounding, where others quantize them.
 KERNELS_WITH_OTHER_NUMBERS = ("marlin", "humming", "emulation")
+# Kernels of linear layers in FP8 blocks that do not round the weights' scales, as DeepGEMM does.
+# Others are of DeepGEMM, or of no such layer, and then vLLM takes DeepGEMM.
+KERNELS_WITHOUT_ROUNDING = ("b12x", "cutlass", "torch", "triton")
+FP8_BLOCK_LINEAR = "fp8_block_w8a8"  # vLLM's name of such layers
 # Methods by which layers quantize activations where the GPU computes with such numbers, and else
 # leave them in 16 bits.
 FP8_BY_GPU = (
@@ -176,8 +180,10 @@ def _quantization(vllm_config: VllmConfig) -> str:
         fact += f", config {digest(settings)}"
     is_quantized = model.quantization is not None
     if is_quantized:
+        kernels = getattr(vllm_config, "kernel_config", None)
         fact += _formats_of_gpu(model)
-        fact += _kernels(getattr(vllm_config, "kernel_config", None))
+        fact += _kernels(kernels)
+        fact += _rounding(model, kernels)
     attention = getattr(vllm_config, "attention_config", None)
     for name in QUERY_SETTINGS:
         if getattr(attention, name, False):
@@ -266,6 +272,23 @@ def _kernels(kernels: Any) -> str:
         if chosen in KERNELS_WITH_OTHER_NUMBERS:
             flags += f", {chosen} for {scheme}"
     return flags
+
+
+def _rounding(model: Any, kernels: Any) -> str:
+    """Returns which layers in FP8 blocks have scales that are rounded by another rule than usual.
+
+    DeepGEMM's kernels have weights of which each scale is a power of two; vLLM makes them so.
+    """
+    if not (_formats(model).has_blocks and surroundings.rounds_scales()):
+        return ""
+    by_scheme = getattr(kernels, "linear_backend_per_quant", None) or {}
+    linear = by_scheme.get(FP8_BLOCK_LINEAR, getattr(kernels, "linear_backend", "auto"))
+    experts = getattr(kernels, "moe_backend", "auto")
+    prefers = experts == "auto" and surroundings.prefers_deep_gemm()
+    fact = ", linear layers without DeepGEMM" if linear in KERNELS_WITHOUT_ROUNDING else ""
+    if getattr(model, "is_moe", False) and (experts == "deep_gemm" or prefers):
+        fact += ", experts by DeepGEMM"
+    return fact
 
 
 def _load_format(load: Any) -> str:

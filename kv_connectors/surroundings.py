@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -22,10 +23,15 @@ NUMBER_VARIABLES: dict[str, Any] = {
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "",
 }
 # Likewise, of quantized weights only: with DeepGEMM vLLM rounds scales of FP8 up to powers of two.
+# The last one names kernels that vLLM may not take, of whatever precision.
 QUANTIZED_NUMBER_VARIABLES: dict[str, Any] = {
     "VLLM_USE_DEEP_GEMM": True,
     "VLLM_USE_DEEP_GEMM_E8M0": True,
+    "VLLM_MOE_USE_DEEP_GEMM": True,
+    "VLLM_DISABLED_KERNELS": [],
 }
+# If one of them is set, and neither is 0, vLLM takes DeepGEMM for experts, whatever it prefers.
+DEEP_GEMM_VARIABLES = ("VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM")
 LOGITS_PROCESSORS = "vllm.logits_processors"  # vLLM's group of entry points
 
 
@@ -66,9 +72,23 @@ def lacks_fp4() -> bool:
 
 def lacks_deep_gemm() -> bool:
     """Returns whether the GPU has no DeepGEMM, which would round scales of FP8 blocks up."""
-    if not (envs.VLLM_USE_DEEP_GEMM and envs.VLLM_USE_DEEP_GEMM_E8M0):
-        return False  # on each GPU
-    return bool(current_platform.is_cuda()) and not current_platform.support_deep_gemm()
+    return _may_round_scales() and not current_platform.support_deep_gemm()
+
+
+def rounds_scales() -> bool:
+    """Returns whether vLLM rounds scales of FP8 blocks up, in layers that DeepGEMM computes."""
+    return _may_round_scales() and bool(current_platform.support_deep_gemm())
+
+
+def _may_round_scales() -> bool:
+    may = envs.VLLM_USE_DEEP_GEMM and envs.VLLM_USE_DEEP_GEMM_E8M0
+    return bool(may) and bool(current_platform.is_cuda())
+
+
+def prefers_deep_gemm() -> bool:
+    """Returns whether variables have vLLM take DeepGEMM for experts in FP8 blocks."""
+    is_set = any(name in os.environ for name in DEEP_GEMM_VARIABLES)
+    return is_set and all(getattr(envs, name, True) for name in DEEP_GEMM_VARIABLES)
 
 
 def number_variables(is_quantized: bool) -> dict[str, Any]:

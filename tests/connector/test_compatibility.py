@@ -24,6 +24,7 @@ from transformers import GenerationConfig, LlamaConfig
 from vllm.config import ModelConfig, StructuredOutputsConfig
 from vllm.config.cache import CacheDType
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.platforms import PlatformEnum
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine.core import EngineCore
@@ -631,7 +632,9 @@ def test_variables_that_choose_the_numbers_of_layers_must_be_equal(
     assert not difference(layout(tmp_path), layout(tmp_path))
 
 
-@pytest.mark.parametrize("variable", ["VLLM_USE_DEEP_GEMM", "VLLM_USE_DEEP_GEMM_E8M0"])
+@pytest.mark.parametrize(
+    "variable", ["VLLM_USE_DEEP_GEMM", "VLLM_USE_DEEP_GEMM_E8M0", "VLLM_MOE_USE_DEEP_GEMM"]
+)
 def test_scales_that_deep_gemm_rounds_must_be_equal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
@@ -753,6 +756,74 @@ def test_without_deep_gemm_no_gpu_rounds_scales(
     monkeypatch.setenv(variable, "0")
     fact = layout(tmp_path, quantization="fp8_per_block")["quantization"]
     assert fact == f"fp8_per_block, {variable} False"
+
+
+@pytest.mark.parametrize(
+    ("kernels", "variables", "is_moe", "words"),
+    [
+        ({"linear_backend": "cutlass"}, {}, False, ", linear layers without DeepGEMM"),
+        ({"linear_backend": "deep_gemm"}, {}, False, ""),
+        ({"linear_backend": "flashinfer_cutlass"}, {}, False, ""),
+        (
+            {"linear_backend_per_quant": {"fp8_block_w8a8": "triton"}},
+            {},
+            False,
+            ", linear layers without DeepGEMM",
+        ),
+        ({"moe_backend": "deep_gemm"}, {}, True, ", experts by DeepGEMM"),
+        ({"moe_backend": "deep_gemm"}, {}, False, ""),
+        ({"moe_backend": "triton"}, {"VLLM_USE_DEEP_GEMM": "1"}, True, ""),
+        ({}, {"VLLM_USE_DEEP_GEMM": "1"}, True, ", experts by DeepGEMM"),
+        ({}, {"VLLM_MOE_USE_DEEP_GEMM": "1"}, True, ", experts by DeepGEMM"),
+        (
+            {},
+            {"VLLM_USE_DEEP_GEMM": "1", "VLLM_MOE_USE_DEEP_GEMM": "0"},
+            True,
+            ", VLLM_MOE_USE_DEEP_GEMM False",
+        ),
+        ({}, {}, True, ""),
+    ],
+)
+def test_layers_whose_scales_only_one_side_rounds_differ(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kernels: dict[str, Any],
+    variables: dict[str, str],
+    is_moe: bool,
+    words: str,
+) -> None:
+    """DeepGEMM's kernels get other weights from one checkpoint than CUTLASS' and Triton's."""
+    platform = surroundings.current_platform
+    monkeypatch.setattr(platform, "is_cuda", lambda: True)
+    monkeypatch.setattr(platform, "has_device_capability", lambda needed: needed <= 90)
+    monkeypatch.setattr(platform, "support_deep_gemm", lambda: True)
+    for name in surroundings.DEEP_GEMM_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    made = SimpleNamespace(**kernels)
+    blocks = {"quantization_config": {"weight_block_size": [128, 128]}}
+    quantized: dict[str, Any] = {"quantization": "fp8", "is_moe": is_moe, "kernel_config": made}
+    assert layout(tmp_path, hf=blocks, **quantized)["quantization"] == f"fp8{words}"
+    if "VLLM_MOE" not in words:
+        assert layout(tmp_path, **quantized)["quantization"] == "fp8", "one scale for each tensor"
+        monkeypatch.setattr(platform, "support_deep_gemm", lambda: False)
+        without = layout(tmp_path, hf=blocks, **quantized)["quantization"]
+        assert without == "fp8, a GPU without DeepGEMM", "no kernel rounds there"
+
+
+def test_vllms_own_kernels_that_do_not_round_scales_are_known() -> None:
+    """A new kernel of vLLM for FP8 in blocks would be taken for one that rounds as DeepGEMM."""
+    linear = pytest.importorskip("vllm.model_executor.kernels.linear")
+    by_backend = getattr(linear, "_LINEAR_BACKEND_KERNEL_MAP", None)
+    if by_backend is None:
+        pytest.skip("this vLLM has no such flag")
+    blocks = linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CUDA]
+    backends = {
+        backend for backend, kernels in by_backend.items() if not kernels.isdisjoint(blocks)
+    }
+    known = {*compatibility.KERNELS_WITHOUT_ROUNDING, *compatibility.KERNELS_WITH_OTHER_NUMBERS}
+    assert backends - known <= {"deep_gemm", "flashinfer_cutlass"}
 
 
 def test_queries_of_8_bits_must_be_equal(tmp_path: Path) -> None:

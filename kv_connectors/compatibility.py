@@ -47,14 +47,18 @@ KERNELS_WITH_OTHER_NUMBERS = ("marlin", "humming", "emulation")
 # Others are of DeepGEMM, or of no such layer, and then vLLM takes DeepGEMM.
 KERNELS_WITHOUT_ROUNDING = ("b12x", "cutlass", "torch", "triton")
 FP8_BLOCK_LINEAR = "fp8_block_w8a8"  # vLLM's name of such layers
+# Kernels of experts in MXFP4 whose activations, or weights, have other numbers than those that vLLM
+# takes without a flag where the GPU has MXFP8.
+MXFP4_KERNELS = ("deep_gemm", "flashinfer_moe_ep_cutedsl", "triton", "triton_unfused")
+DEEPSEEK_V4 = "deepseek_v4_fp8"
 # Methods by which layers quantize activations where the GPU computes with such numbers, and else
 # leave them in 16 bits.
 FP8_BY_GPU = (
-    *("fp8", "fbgemm_fp8", "deepseek_v4_fp8", "fp8_per_tensor", "fp8_per_block"),
+    *("fp8", "fbgemm_fp8", DEEPSEEK_V4, "fp8_per_tensor", "fp8_per_block"),
     *("fp8_per_channel", "modelopt"),
 )
 FP4_BY_GPU = (*("modelopt_fp4", "modelopt_mxfp8", "nvfp4_per_token", "mxfp8", "mxfp4", "fp_quant"),)
-FP8_BLOCKS = ("fp8_per_block", "deepseek_v4_fp8")  # whose weights have a scale for each block
+FP8_BLOCKS = ("fp8_per_block", DEEPSEEK_V4)  # whose weights have a scale for each block
 MODELOPT_BLOCKS = ("FP8_PB_WO", "FP8_BLOCK_SCALES")  # ModelOpt's names of such
 ANY_FORMAT = ("modelopt_mixed", "quark", "online")  # each layer may have another one
 # Settings of --attention-config: whether queries have 8 bits beside an fp8 KV cache.
@@ -182,7 +186,7 @@ def _quantization(vllm_config: VllmConfig) -> str:
     if is_quantized:
         kernels = getattr(vllm_config, "kernel_config", None)
         fact += _formats_of_gpu(model)
-        fact += _kernels(kernels)
+        fact += _kernels(model, kernels)
         fact += _rounding(model, kernels)
     attention = getattr(vllm_config, "attention_config", None)
     for name in QUERY_SETTINGS:
@@ -229,7 +233,15 @@ def _formats(model: Any) -> _Formats:
     if name == "gpt_oss_mxfp4":
         # Without such a flag vLLM leaves these activations in 16 bits on each GPU.
         return _Formats(has_fp4=getattr(model, "quantization_config", None) is not None)
-    return _Formats(name in FP8_BY_GPU, name in FP4_BY_GPU, _has_fp8_blocks(name, settings))
+    has_fp4 = name in FP4_BY_GPU or _has_mxfp4_experts(model)
+    return _Formats(name in FP8_BY_GPU, has_fp4, _has_fp8_blocks(name, settings))
+
+
+def _has_mxfp4_experts(model: Any) -> bool:
+    """Returns whether experts have weights in MXFP4; gpt-oss is left out, as its activations."""
+    if model.quantization == DEEPSEEK_V4:
+        return bool(getattr(model.hf_config, "expert_dtype", "fp4") == "fp4")
+    return bool(model.quantization == "mxfp4")
 
 
 def _has_fp8_blocks(name: str | None, settings: Mapping[str, Any]) -> bool:
@@ -260,12 +272,13 @@ def _formats_of_groups(groups: Mapping[str, Any]) -> _Formats:
     return found
 
 
-def _kernels(kernels: Any) -> str:
+def _kernels(model: Any, kernels: Any) -> str:
     """Returns the flags that choose kernels by which a quantized layer has other numbers."""
     flags = ""
     for name in ("moe_backend", "linear_backend"):
         chosen = getattr(kernels, name, "auto")
-        if chosen in KERNELS_WITH_OTHER_NUMBERS:
+        is_other = name == "moe_backend" and chosen in MXFP4_KERNELS and _has_mxfp4_experts(model)
+        if chosen in KERNELS_WITH_OTHER_NUMBERS or is_other:
             flags += f", --{name.replace('_', '-')} {chosen}"
     by_scheme = getattr(kernels, "linear_backend_per_quant", None) or {}
     for scheme, chosen in sorted(by_scheme.items()):
@@ -286,7 +299,8 @@ def _rounding(model: Any, kernels: Any) -> str:
     experts = getattr(kernels, "moe_backend", "auto")
     prefers = experts == "auto" and surroundings.prefers_deep_gemm()
     fact = ", linear layers without DeepGEMM" if linear in KERNELS_WITHOUT_ROUNDING else ""
-    if getattr(model, "is_moe", False) and (experts == "deep_gemm" or prefers):
+    has_experts = getattr(model, "is_moe", False) and not _has_mxfp4_experts(model)
+    if has_experts and (experts == "deep_gemm" or prefers):
         fact += ", experts by DeepGEMM"
     return fact
 

@@ -669,6 +669,18 @@ def test_kernels_that_leave_activations_in_16_bits_must_be_equal(
     assert layout(tmp_path, kernel_config=made)["quantization"] == "None"
 
 
+@pytest.mark.parametrize("backend", compatibility.MXFP4_KERNELS)
+def test_kernels_of_experts_in_mxfp4_must_be_equal(tmp_path: Path, backend: str) -> None:
+    """Without a flag vLLM gives such experts activations in MXFP8, and by Triton in 16 bits."""
+    made = SimpleNamespace(moe_backend=backend, linear_backend=backend)
+    facts: dict[str, Any] = {"quantization": "deepseek_v4_fp8", "kernel_config": made}
+    assert layout(tmp_path, **facts)["quantization"] == f"deepseek_v4_fp8, --moe-backend {backend}"
+    in_fp8 = layout(tmp_path, hf={"expert_dtype": "fp8"}, **facts)["quantization"]
+    assert in_fp8 == "deepseek_v4_fp8"
+    made = SimpleNamespace(moe_backend="flashinfer_trtllm")
+    assert layout(tmp_path, quantization="mxfp4", kernel_config=made)["quantization"] == "mxfp4"
+
+
 def group(num_bits: int, strategy: str, kind: str = "float", inputs: bool = True) -> dict[str, Any]:
     """Returns a checkpoint of compressed-tensors whose layers are alike."""
     weights = {"num_bits": num_bits, "type": kind, "strategy": strategy}
@@ -691,6 +703,8 @@ NO_FP8, NO_FP4, NO_BLOCKS = (f", a GPU without {name}" for name in ("FP8", "FP4"
             "",
         ),
         ("fp8_per_block", {}, NO_FP8 + NO_BLOCKS, NO_BLOCKS, ""),
+        ("deepseek_v4_fp8", {}, NO_FP8 + NO_FP4 + NO_BLOCKS, NO_FP4 + NO_BLOCKS, NO_FP4),
+        ("deepseek_v4_fp8", {"expert_dtype": "fp8"}, NO_FP8 + NO_BLOCKS, NO_BLOCKS, ""),
         ("modelopt_fp4", {}, NO_FP4, NO_FP4, NO_FP4),
         ("gptq_marlin", {}, "", "", ""),
         ("gpt_oss_mxfp4", {}, "", "", ""),

@@ -12,9 +12,10 @@ from enum import Enum, auto
 
 from ..kv.block_sums import BlockSums
 from ..kv.extents import Extent
-from ..kv.layout import LayerLayout
+from ..kv.layout import LayerLayout, RankLayout
 from . import messages
 from .lease import Lease
+from .reasons import Reason
 
 
 class SendState(Enum):
@@ -97,3 +98,45 @@ class OutgoingTransfer:
         # vLLM's own rule: it frees the blocks that end before the first token to which the next
         # token attends.  They may hold another request by now, and `Confirm` would vouch for them.
         return extent.token + kind.block_size > self.tokens_partial - kind.window + 1
+
+    def reason_unserved(self, receiver: ReceiverRecord) -> Reason | None:
+        """Returns why an active receiver cannot be served; None if it can."""
+        if self.is_recomputed:
+            return Reason.BLOCKS_REVOKED
+        # While WANTED the prompt is unknown; it is compared when vLLM schedules it.
+        if self.state is not SendState.WANTED and receiver.prompt != self.prompt:
+            return Reason.PROMPT_MISMATCH
+        return None
+
+    def next_deadline(self) -> float | None:
+        """Returns when the state may change by time alone; None if by events only."""
+        # The first lease of an active receiver decides; without one, the transfer's own deadline.
+        leases: list[float] = []
+        for receiver in self.receivers.values():
+            if receiver.is_active:
+                leases += receiver.lease.deadlines()
+        # COMPUTING ends by vLLM's events only, sends by SendCompleted only.
+        if leases or self.state is SendState.COMPUTING or self.is_sending():
+            return min(leases, default=None)
+        return self.deadline
+
+    def end_silent_receivers(self, now: float) -> None:
+        """Ends the part of each receiver whose lease has run out."""
+        # Silence for the lease is as good as an Abort.
+        for receiver in self.receivers.values():
+            receiver.lease.forgive_sleep(now)
+            if receiver.is_active and receiver.lease.has_run_out(now):
+                receiver.is_gone = True
+
+    def validate(self, layout: RankLayout) -> None:
+        """Raises AssertionError if the state contradicts itself.  `layout`: of this rank."""
+        assert (self.state is SendState.WANTED) == (not self.blocks), self
+        capacities = [0]  # by layer kind: tokens for which there are blocks
+        if self.blocks:
+            capacities = [len(self.blocks[kind.group]) * kind.block_size for kind in layout.kinds]
+        assert self.tokens_final <= self.tokens_partial <= min(capacities), self
+        assert self.layers_partial < len(layout.layers), self
+        for receiver in self.receivers.values():
+            assert len(receiver.sending) <= messages.MAX_PIECES_PER_RECEIVER, self
+        # Else no event would be left that releases the blocks before the lease runs out.
+        assert not (self.state is SendState.HELD and self.is_over()), self

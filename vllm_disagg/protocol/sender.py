@@ -51,6 +51,7 @@ from ..kv.layout import RankLayout
 from . import messages
 from .confirmed_sums import lacks_sums, layer_sums
 from .endings import Endings
+from .engine_steps import stalled_seconds
 from .events import (
     BlocksRevoked,
     BlocksScheduled,
@@ -71,12 +72,12 @@ from .events import (
 )
 from .lease import Lease
 from .outgoing_transfer import OutgoingTransfer, ReceiverRecord, SendState
+from .replies import Replies, abort
 from .served_blocks import ServedBlocks
 
 # Transfers known at a time.  A request for an unknown transfer makes an entry, so without a bound
 # one faulty receiver could fill the memory.
 MAX_TRANSFERS = 4096
-STEP_GAP_SECONDS = 1.0  # shorter gaps between two engine steps are not reported
 
 Actions = list[SenderAction]
 
@@ -105,6 +106,7 @@ class Sender:
         self.grace = grace
         self.sums_blocks = sums_blocks
         self.served = ServedBlocks(layout)
+        self.replies = Replies(name, self.served)
         self.transfers: dict[str, OutgoingTransfer] = {}
         self.endings = Endings()
         # Time of vLLM's last call into the driver, which sets it before each `handle`.
@@ -140,7 +142,7 @@ class Sender:
                 # Rule 4.  A restarted worker may have got the port of its predecessor.  The
                 # refusal comes in the predecessor's name, so the receiver fails without a timeout.
                 if event.source != self.name:
-                    return [_abort(event)]
+                    return [abort(event)]
         match event:
             case messages.TransferRequest():
                 return self._on_transfer_request(event, now)
@@ -157,7 +159,7 @@ class Sender:
         """Returns the time at which the next ClockTick is due; None if no time matters."""
         deadlines: list[float] = []
         for transfer in self.transfers.values():
-            deadline = self._deadline(transfer)
+            deadline = transfer.next_deadline()
             if deadline is not None:
                 deadlines.append(deadline)
         return min(deadlines, default=None)
@@ -186,7 +188,7 @@ class Sender:
         actions: Actions = []
         for name in t.active_receivers():
             if t.receivers[name].prompt != t.prompt:
-                refusal = self._refuse(event.transfer, t, name, Reason.PROMPT_MISMATCH)
+                refusal = self.replies.refuse(event.transfer, t, name, Reason.PROMPT_MISMATCH)
                 actions.append(refusal)
         return actions
 
@@ -208,7 +210,7 @@ class Sender:
             # Sums of these tokens came before, or they never come.
             actions += self._answer_waiting(t, now)
         for name in t.active_receivers():
-            actions.append(self._progress(event.transfer, t, name))
+            actions.append(self.replies.progress(event.transfer, t, name))
         return actions
 
     def _on_summed(self, event: BlocksSummed) -> Actions:
@@ -247,7 +249,7 @@ class Sender:
         t.is_recomputed = True
         actions: Actions = []
         for name in t.active_receivers():
-            actions.append(self._refuse(transfer, t, name, Reason.BLOCKS_REVOKED))
+            actions.append(self.replies.refuse(transfer, t, name, Reason.BLOCKS_REVOKED))
         return actions
 
     def _on_finished(self, transfer: str, now: float) -> Actions:
@@ -278,11 +280,9 @@ class Sender:
             return []
         # HELD blocks are vLLM's again only after ReleaseBlocks: it cannot take them earlier.
         assert t.state is not SendState.HELD, f"{transfer}: blocks revoked after they were held"
-        reason = Reason.BLOCKS_REVOKED.value
         actions: Actions = []
         for name in t.active_receivers():
-            abort = messages.Abort(transfer, self.name, name, reason)
-            actions.append(SendMessage(name, abort))
+            actions.append(self.replies.refuse(transfer, t, name, Reason.BLOCKS_REVOKED))
         return actions
 
     # Facts from transports ------------------------------------------------------------------------
@@ -317,7 +317,7 @@ class Sender:
         # An ended transfer never comes back: a new WANTED entry would only keep the receiver from
         # recomputing the prompt.
         if event.transfer in self.endings or is_full:
-            return [_abort(event)]
+            return [abort(event)]
         # The receiver's request may be quicker than vLLM's scheduler.
         if t is None:
             t = OutgoingTransfer(SendState.WANTED, now + self.lease)
@@ -331,7 +331,7 @@ class Sender:
         if receiver is None:
             # More receivers than announced: the plan of the other engine does not fit.
             if len(t.receivers) >= t.expected_receivers:
-                return [_abort(event)]
+                return [abort(event)]
             receiver = ReceiverRecord(
                 address=event.address,
                 prompt=event.prompt,
@@ -349,34 +349,23 @@ class Sender:
         # A complete receiver needs no answer: it repeats ReadComplete until it has the Confirm.
         # A refused one gets its Abort again, because the first may have been lost.
         if not receiver.is_active:
-            return [_abort(event)] if receiver.is_gone else []
-        refusal = self._refusal(t, receiver)
+            return [abort(event)] if receiver.is_gone else []
+        refusal = t.reason_unserved(receiver)
         if refusal is None:
-            stalled_seconds = self._stalled_seconds(now)
-            progress = self._progress(event.transfer, t, event.reader, stalled_seconds)
-            return [progress]
-        abort = self._refuse(event.transfer, t, event.reader, refusal)
+            return [self._answer(event, t, now)]
+        refused = self.replies.refuse(event.transfer, t, event.reader, refusal)
         # A refusal ends this receiver: held blocks need not wait for the lease if it was the last.
-        return [abort, *self._release_if_over(event.transfer, t)]
-
-    def _refusal(self, t: OutgoingTransfer, receiver: ReceiverRecord) -> Reason | None:
-        """Returns why an active receiver cannot be served; None if it can."""
-        if t.is_recomputed:
-            return Reason.BLOCKS_REVOKED
-        # Rule 5.  While WANTED the prompt is unknown; `_on_scheduled` compares then.
-        if t.state is not SendState.WANTED and receiver.prompt != t.prompt:
-            return Reason.PROMPT_MISMATCH
-        return None
+        return [refused, *self._release_if_over(event.transfer, t)]
 
     def _on_read_request(self, event: messages.ReadRequest, now: float) -> Actions:
         t = self.transfers.get(event.transfer)
         receiver = t.receivers.get(event.reader) if t else None
         if t is None or receiver is None or receiver.is_gone:
-            return [_abort(event)]
+            return [abort(event)]
         # Answered, not ignored: the receiver fails at once, and does not repeat the request until
         # it stalls.
         if not self.served.is_servable(t, event.extent):
-            return [_abort(event)]
+            return [abort(event)]
         receiver.lease.renew(now)
         # Complete: a delayed copy of a request, which must not hold the blocks any longer.  Too
         # many: the receiver asks again if it still needs the piece.
@@ -419,7 +408,7 @@ class Sender:
             # A repeated ReadComplete after the release gets the same answer as the first one.
             complete = self.endings.confirmed_receivers(event.transfer)
             valid = event.reader in complete
-            return [self._confirm(event, valid, complete.get(event.reader, []))]
+            return [self.replies.confirm(event, valid, complete.get(event.reader, []))]
         # The transfer is still here, so its blocks were held until now: the driver has handed in
         # all facts from vLLM before this message (rule 3).
         actions: Actions = []
@@ -428,8 +417,7 @@ class Sender:
                 receiver.waiting = event
                 receiver.lease.renew(now)
                 # Else this sender would seem dead: a step may last longer than `peer_timeout`.
-                stalled_seconds = self._stalled_seconds(now)
-                return [self._progress(event.transfer, t, event.reader, stalled_seconds)]
+                return [self._answer(event, t, now)]
             # Once: a repeated ReadComplete gets the sums of the first one.
             receiver.sums = layer_sums(t, event.extents, self.layout)
             if event.uncounted_bytes:
@@ -438,7 +426,7 @@ class Sender:
                 actions.append(CountSentBytes(size))
         # Complete receivers do not hold the blocks any longer; the last one releases them.
         receiver.is_complete = True
-        actions.append(self._confirm(event, True, receiver.sums))
+        actions.append(self.replies.confirm(event, True, receiver.sums))
         return actions + self._release_if_over(event.transfer, t)
 
     def _on_abort(self, event: messages.Abort) -> Actions:
@@ -453,18 +441,6 @@ class Sender:
         return self._release_if_over(event.transfer, t)
 
     # Time -----------------------------------------------------------------------------------------
-    def _deadline(self, t: OutgoingTransfer) -> float | None:
-        """Returns when the transfer's state may change by time alone; None if by events only."""
-        # The first lease of an active receiver decides; without one, the transfer's own deadline.
-        leases: list[float] = []
-        for receiver in t.receivers.values():
-            if receiver.is_active:
-                leases += receiver.lease.deadlines()
-        # COMPUTING ends by vLLM's events only, sends by SendCompleted only.
-        if leases or t.state is SendState.COMPUTING or t.is_sending():
-            return min(leases, default=None)
-        return t.deadline
-
     def _on_tick(self, now: float) -> Actions:
         actions: Actions = []
         # A copy of the names, because a transfer that ends leaves the dict.
@@ -474,14 +450,10 @@ class Sender:
 
     def _tick(self, transfer: str, now: float) -> Actions:
         t = self.transfers[transfer]
-        deadline = self._deadline(t)
+        deadline = t.next_deadline()
         if deadline is None or deadline > now:
             return []
-        # Silence for the lease is as good as an Abort.
-        for receiver in t.receivers.values():
-            receiver.lease.forgive_sleep(now)
-            if receiver.is_active and receiver.lease.has_run_out(now):
-                receiver.is_gone = True
+        t.end_silent_receivers(now)
         # A lease serves liveness, never safety: time alone takes no block from a running send.
         if t.active_receivers() or t.is_sending() or t.deadline > now:
             # All receivers that were expected may just have gone, before the transfer's deadline.
@@ -495,67 +467,15 @@ class Sender:
         return []
 
     # Parts ----------------------------------------------------------------------------------------
-    def _refuse(
+    def _answer(
         self,
-        transfer: str,
+        event: messages.TransferRequest | messages.ReadComplete,
         t: OutgoingTransfer,
-        receiver: str,
-        reason: Reason,
+        now: float,
     ) -> SendMessage:
-        """Ends the receiver's part in the transfer; returns the Abort for it."""
-        # The receiver does not answer an Abort: without this its lease would hold the blocks.
-        t.receivers[receiver].is_gone = True
-        abort = messages.Abort(transfer, self.name, receiver, reason.value)
-        return SendMessage(receiver, abort)
-
-    def _progress(
-        self,
-        transfer: str,
-        t: OutgoingTransfer,
-        receiver: str,
-        stalled_seconds: float = 0.0,
-    ) -> SendMessage:
-        progress = messages.Progress(
-            transfer=transfer,
-            source=self.name,
-            reader=receiver,
-            tokens_final=t.tokens_final,
-            tokens_partial=t.tokens_partial,
-            layers_partial=t.layers_partial,
-            seconds_without_step=stalled_seconds,
-            blocks=self.served.new_blocks(t, t.receivers[receiver]),
-        )
-        return SendMessage(receiver, progress)
-
-    def _stalled_seconds(self, now: float) -> float:
-        """Returns the seconds without an engine step while a prompt of ours is being computed.
-
-        An idle engine makes no steps either: without such a prompt the answer is 0.
-        """
-        # This thread outlives the engine's scheduler.  Its answers to keep-alives alone would let
-        # receivers wait for an engine that has stopped.
-        last_step = self.last_engine_step
-        if last_step is None or now < last_step + STEP_GAP_SECONDS:
-            return 0.0
-        # Any prompt, not only that of the receiver: its own may be queued in vLLM behind others.
-        if not any(t.state is SendState.COMPUTING for t in self.transfers.values()):
-            return 0.0
-        return now - last_step
-
-    def _confirm(
-        self,
-        complete: messages.ReadComplete,
-        valid: bool,
-        sums: list[int],
-    ) -> SendMessage:
-        confirm = messages.Confirm(
-            transfer=complete.transfer,
-            source=self.name,
-            reader=complete.reader,
-            valid=valid,
-            sums=sums,
-        )
-        return SendMessage(complete.reader, confirm)
+        """Returns the Progress for a receiver that has asked; it tells whether the engine steps."""
+        stalled = stalled_seconds(self.last_engine_step, self.transfers.values(), now)
+        return self.replies.progress(event.transfer, t, event.reader, stalled)
 
     def _release_if_over(self, transfer: str, t: OutgoingTransfer) -> Actions:
         # HELD only: before PrefillFinished the blocks are vLLM's, and it waits for no release.
@@ -573,30 +493,5 @@ class Sender:
     def validate(self) -> None:
         """Raises AssertionError if the state contradicts itself.  Tests call it at each event."""
         for name, t in self.transfers.items():
-            context = (name, t)
             assert name not in self.endings, name
-            assert (t.state is SendState.WANTED) == (not t.blocks), context
-            capacities = [0]  # by layer kind: tokens for which there are blocks
-            if t.blocks:
-                capacities = [
-                    len(t.blocks[kind.group]) * kind.block_size for kind in self.layout.kinds
-                ]
-            assert t.tokens_final <= t.tokens_partial <= min(capacities), context
-            assert t.layers_partial < len(self.layout.layers), context
-            for receiver in t.receivers.values():
-                assert len(receiver.sending) <= messages.MAX_PIECES_PER_RECEIVER, context
-            # Else no event would be left that releases the blocks before the lease runs out.
-            assert not (t.state is SendState.HELD and t.is_over()), context
-
-
-def _abort(message: messages.ToSender) -> SendMessage:
-    """Returns the Abort for a message about a transfer that is not, or no longer, served."""
-    reason = Reason.UNKNOWN_TRANSFER.value
-    # `message.source` and not our own name: the receiver accepts answers of its source only.
-    abort = messages.Abort(
-        transfer=message.transfer,
-        source=message.source,
-        reader=message.reader,
-        reason=reason,
-    )
-    return SendMessage(message.reader, abort)
+            t.validate(self.layout)

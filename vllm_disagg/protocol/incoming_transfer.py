@@ -16,7 +16,7 @@ from enum import Enum, auto
 from ..kv.extents import Extent
 from . import messages
 from .block_comparison import BlockComparison
-from .events import LoadRequested, LoadResult
+from .events import LoadRequested, LoadResult, SendMessage
 from .read_plan import ReadPlan
 from .reasons import Reason, Uncompared
 
@@ -86,6 +86,17 @@ class SourceRecord:
     tokens_partial: int = 0
     layers_partial: int = 0
 
+    def advance(self, event: messages.Progress) -> bool:
+        """Takes what is final by now; returns False if it was known."""
+        # Progress is cumulative, so a later message is never smaller than an earlier one.
+        progress = (event.tokens_final, event.tokens_partial, event.layers_partial)
+        if progress <= (self.tokens_final, self.tokens_partial, self.layers_partial):
+            return False
+        self.tokens_final = event.tokens_final
+        self.tokens_partial = event.tokens_partial
+        self.layers_partial = event.layers_partial
+        return True
+
     def add_blocks(self, added: list[messages.NewBlocks], token_end: int) -> None:
         """Adds block ids of the source to those that are known."""
         sizes = {plan.source_kind.group: plan.source_kind.block_size for plan in self.read_plans}
@@ -99,6 +110,17 @@ class SourceRecord:
                 count = -(-token_end // sizes[new.group])
                 later = new.ids[len(known) - new.first :]
                 known += later[: count - len(known)]
+
+    def read_complete(self, transfer: str, reader: str, token_end: int) -> SendMessage:
+        """Returns the message that all bytes are in place."""
+        complete = messages.ReadComplete(
+            transfer=transfer,
+            source=self.name,
+            reader=reader,
+            extents=self.comparison.extents(token_end),
+            uncounted_bytes=self.uncounted_bytes,
+        )
+        return SendMessage(self.name, complete)
 
 
 @dataclass
@@ -151,6 +173,13 @@ class IncomingTransfer:
         # Nothing could be requested meanwhile, so the missed time is no stall of theirs.
         self.last_progress = min(now, self.last_progress + now - self.retry_at)
 
+    def deadlines(self, peer_timeout: float) -> list[float]:
+        """Returns the times at which a tick is due; none in DRAINING."""
+        if not self.open_sources:
+            return []
+        silent = [source.last_seen + peer_timeout for source in self.open_sources]
+        return [self.retry_at, *silent]
+
     def reason_overdue(self, peer_timeout: float, now: float) -> Reason | None:
         """Returns why the load is given up by now; None if it goes on."""
         # One silent source is enough: without its layers or heads the load has no use.
@@ -181,6 +210,23 @@ class IncomingTransfer:
             uncompared=uncompared,
             detail=self.detail,
         )
+
+    def validate(self) -> None:
+        """Raises AssertionError if the state contradicts itself."""
+        if self.failure is not None:
+            # Else no event would be left that reports the transfer.
+            assert self.pieces, self
+            assert all(p.state is PieceState.POSTED for p in self.pieces.values()), self
+            return
+        # Else it would be settled, and reported before.
+        assert self.open_sources, self
+        for source in self.sources.values():
+            if source.state is SourceState.SETTLED and source.comparison.confirmed_sums:
+                assert source.comparison.sums == source.comparison.confirmed_sums, self
+            is_moving = source.state is SourceState.MOVING
+            has_pieces = any(p.source == source.name for p in self.pieces.values())
+            assert is_moving == bool(source.bytes_remaining), self
+            assert is_moving or not has_pieces, self
 
 
 def begin_load(

@@ -49,7 +49,6 @@ from ..kv.layout import RankLayout
 from . import messages
 from .compared_paths import ComparedPaths
 from .events import (
-    CancelReads,
     ClockTick,
     ConnectPeer,
     GiveUpPath,
@@ -64,16 +63,15 @@ from .events import (
     Reason,
     ReceiverAction,
     ReceiverEvent,
-    SendMessage,
     TransportChanged,
 )
 from .incoming_transfer import (
     IncomingTransfer,
-    PieceState,
     SourceRecord,
     SourceState,
     begin_load,
 )
+from .load_ends import LoadEnds
 from .lookup import Lookups
 from .piece_reads import PieceReads
 from .read_plan import read_plans
@@ -131,6 +129,9 @@ class Receiver:
         self.window = ReadWindow(window_bytes, peer_timeout)
         self.reads = PieceReads(name, address, piece_bytes, peer_timeout, self.window)
         self.repeated_aborts = RepeatedAborts(keepalive_interval)
+        self.ends = LoadEnds(
+            name, self.transfers, self.window, self.repeated_aborts, sums_blocks=sums_blocks
+        )
 
     def handle(self, event: ReceiverEvent, now: float) -> list[ReceiverAction]:
         """Applies one event at the monotonic time `now`; returns the actions that follow."""
@@ -176,10 +177,7 @@ class Receiver:
         # Pieces and the stall limit have no entry: they are checked with each keep-alive.  In
         # DRAINING only ReadCompleted matters; a deadline that no tick moves would be a busy loop.
         for t in self.transfers.values():
-            if t.open_sources:
-                deadlines.append(t.retry_at)
-            for source in t.open_sources:
-                deadlines.append(source.last_seen + self.peer_timeout)
+            deadlines += t.deadlines(self.peer_timeout)
         for deadline in (self.lookups.next_deadline(), self.repeated_aborts.next_deadline()):
             if deadline is not None:
                 deadlines.append(deadline)
@@ -215,7 +213,7 @@ class Receiver:
             # It has connected anew since.
             actions.append(GiveUpPath(source.name, _transport(address)))
         # A rank that reads nothing has no sources and is settled at once.
-        return actions + self._report_if_settled(event.transfer, t, now)
+        return actions + self.ends.report_if_settled(event.transfer, t, now)
 
     def _on_unknown_transfer(self, event: ReceiverEvent) -> list[ReceiverAction]:
         match event:
@@ -250,7 +248,7 @@ class Receiver:
         # not matter, because no byte of a failed load is used.
         if t.failure is not None:
             del t.pieces[event.number]
-            return self._report_if_drained(event.transfer, t, now)
+            return self.ends.report_if_drained(event.transfer, t, now)
         match event.status:
             case ReadStatus.WRITTEN:
                 return self._on_piece_written(event, t, now)
@@ -315,7 +313,9 @@ class Receiver:
         self.compared_paths.judge(source.name, source.transports, Reason.CORRUPT, is_equal=True)
         # For each source alone: it need not hold its blocks until the slowest source is done.
         source.state = SourceState.SETTLING
-        actions: list[ReceiverAction] = [self._read_complete(event.transfer, source)]
+        actions: list[ReceiverAction] = [
+            source.read_complete(event.transfer, self.name, t.token_end)
+        ]
         if source.comparison.plans:
             actions.append(source.comparison.sum_blocks(event.transfer, t.token_end))
         return actions + self.reads.post_queued(self.transfers, now)
@@ -369,15 +369,11 @@ class Receiver:
         # SETTLING: all pieces of this source were written, and a late Progress adds none.
         if source.state is SourceState.SETTLING:
             return []
-        # Progress is cumulative, so a later message is never smaller than an earlier one.
-        progress = (event.tokens_final, event.tokens_partial, event.layers_partial)
-        if progress <= (source.tokens_final, source.tokens_partial, source.layers_partial):
+        tokens_before = source.tokens_final
+        if not source.advance(event):
             return []  # repeated, or overtaken by a later one
-        if event.tokens_final >= t.token_end > source.tokens_final:
+        if event.tokens_final >= t.token_end > tokens_before:
             t.computed_at = now
-        source.tokens_final = event.tokens_final
-        source.tokens_partial = event.tokens_partial
-        source.layers_partial = event.layers_partial
         # Only here, not with each answer: a sender that lives but computes nothing must run into
         # `stall_timeout`.
         t.last_progress = now
@@ -438,7 +434,7 @@ class Receiver:
             t.detail = comparison.difference()
             return given_up + self._fail(name, Reason.KV_MISMATCH, now, informed=source.name)
         source.state = SourceState.SETTLED
-        return self._report_if_settled(name, t, now)
+        return self.ends.report_if_settled(name, t, now)
 
     # Time -----------------------------------------------------------------------------------------
     def _on_tick(self, now: float) -> list[ReceiverAction]:
@@ -473,7 +469,7 @@ class Receiver:
             # The ReadComplete or its Confirm may be lost.  A repeated one gets the same answer,
             # even after the source has released its blocks.
             if source.state is SourceState.SETTLING:
-                actions.append(self._read_complete(name, source))
+                actions.append(source.read_complete(name, self.name, t.token_end))
                 continue
             actions.append(self.reads.transfer_request(name, t, source))
             actions += self.reads.request_late(name, t, source.name, now)
@@ -481,98 +477,20 @@ class Receiver:
 
     # Ends -----------------------------------------------------------------------------------------
     def _fail(
-        self,
-        name: str,
-        reason: Reason,
-        now: float,
-        *,
-        informed: str = "",
+        self, name: str, reason: Reason, now: float, *, informed: str = ""
     ) -> list[ReceiverAction]:
         """Ends the whole transfer and aborts it at every open source but `informed`."""
-        t = self.transfers[name]
-        # The first reason counts: later ones often follow from it.
-        if t.failure is not None:
+        actions = self.ends.fail(name, reason, now, informed=informed)
+        if not actions:  # it had failed before
             return []
-        # Before `failure` is set, which closes all sources.
-        actions: list[ReceiverAction] = []
-        for source in t.open_sources:
-            if source.name != informed:
-                abort = messages.Abort(name, source.name, self.name, reason.value)
-                actions.append(SendMessage(source.name, abort))
-        if reason is Reason.PEER_TIMEOUT and actions:
-            # The connection may be broken, and these Aborts be lost with it.  For other reasons
-            # once is enough: no sender is known to be silent, and a lost Abort costs one lease.
-            self.repeated_aborts.add(actions, now)
-        t.failure = reason
-        # At once and not with each ReadCompleted: other transfers need not wait for the DRAINING.
-        for piece in t.pieces.values():
-            self.window.give_back(piece.source, piece.credit_in_use)
-        # Pieces without a posted read are dropped; the others keep the transfer in DRAINING.
-        t.pieces = {n: p for n, p in t.pieces.items() if p.state is PieceState.POSTED}
-        if t.pieces:
-            actions.append(CancelReads(name, list(t.pieces)))
-        actions += self._report_if_drained(name, t, now)
         return actions + self.reads.post_queued(self.transfers, now)
-
-    def _report_if_drained(
-        self,
-        name: str,
-        t: IncomingTransfer,
-        now: float,
-    ) -> list[ReceiverAction]:
-        # Rule 2.  After the report vLLM gives the blocks to other requests.
-        if t.pieces:
-            return []
-        return self._report(name, t.failure, now)
-
-    def _report_if_settled(
-        self,
-        name: str,
-        t: IncomingTransfer,
-        now: float,
-    ) -> list[ReceiverAction]:
-        # Rule 3.  No caller has a failed transfer, which would have no open source either.
-        if t.open_sources:
-            return []
-        return self._report(name, None, now)
-
-    def _report(self, name: str, reason: Reason | None, now: float) -> list[ReceiverAction]:
-        # Rule 1.  Late messages and completions find no transfer any more.
-        t = self.transfers.pop(name)
-        return [t.result(name, reason, now, sums_blocks=self.sums_blocks)]
-
-    # Messages -------------------------------------------------------------------------------------
-    def _read_complete(self, name: str, source: SourceRecord) -> SendMessage:
-        token_end = self.transfers[name].token_end
-        complete = messages.ReadComplete(
-            transfer=name,
-            source=source.name,
-            reader=self.name,
-            extents=source.comparison.extents(token_end),
-            uncounted_bytes=source.uncounted_bytes,
-        )
-        return SendMessage(source.name, complete)
 
     def validate(self) -> None:
         """Raises AssertionError if the state contradicts itself.  Tests call it at each event."""
         # A lookup beside its load would send keep-alives with an outdated address.
         assert not self.lookups.open.keys() & self.transfers.keys()
-        for name, t in self.transfers.items():
-            context = (name, t)
-            if t.failure is not None:
-                # Else no event would be left that reports the transfer.
-                assert t.pieces, context
-                assert all(p.state is PieceState.POSTED for p in t.pieces.values()), context
-                continue
-            # Else it would be settled, and reported before.
-            assert t.open_sources, context
-            for source in t.sources.values():
-                if source.state is SourceState.SETTLED and source.comparison.confirmed_sums:
-                    assert source.comparison.sums == source.comparison.confirmed_sums, context
-                is_moving = source.state is SourceState.MOVING
-                has_pieces = any(p.source == source.name for p in t.pieces.values())
-                assert is_moving == bool(source.bytes_remaining), context
-                assert is_moving or not has_pieces, context
+        for t in self.transfers.values():
+            t.validate()
         self.window.validate(self.transfers)
 
 

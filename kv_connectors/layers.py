@@ -9,11 +9,18 @@ Theory. The number of calls of a layer in earlier steps predicts that of this st
 as final once it has had the highest number of calls in any earlier step. Only a prefix of the
 layers, by number, is reported. If a reported layer is computed again, the report was wrong: the
 caller takes it back, and nothing is reported for the rest of the step.
+
+Final layers are announced in groups, so that messages stay few.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from vllm_disagg.kv.layout import RankLayout
+from vllm_disagg.protocol.events import BlocksScheduled
+
+PROGRESS_BYTES = 2 << 20  # of the layers in one group
 
 
 class FinalLayers:
@@ -60,3 +67,17 @@ class FinalLayers:
 
     def _is_final(self, number: int) -> bool:
         return self._calls[number] == self._expected_calls[number] > 0
+
+
+def layers_per_event(layout: RankLayout, scheduled: Sequence[BlocksScheduled]) -> int:
+    """Returns how many layers of a step hold `PROGRESS_BYTES`, by the largest layer kind.
+
+    `scheduled`: the prompts that the step computes.
+    """
+    layer_bytes = 0
+    for kind in layout.kinds:
+        blocks = sum(len(event.blocks[kind.group]) for event in scheduled)
+        layer_bytes = max(layer_bytes, sum(kind.block_bytes) * blocks)
+    if not layer_bytes:
+        return len(layout.layers) + 1  # none before the step's end
+    return -(-PROGRESS_BYTES // layer_bytes)

@@ -36,7 +36,7 @@ from vllm_disagg.protocol import events
 from vllm_disagg.transports.base import MakeTransport
 
 from . import compat, kv_layout, supported, transports
-from .layers import FinalLayers
+from .layers import FinalLayers, layers_per_event
 from .metadata import FailedProof, Handshake, StepMetadata, WorkerMetadata
 from .metrics import ConnectorStats
 
@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from .gpu.summing import ComputedSums, LoadedSums
 
 log = logging.getLogger("vllm_disagg.worker")
-
-PROGRESS_BYTES = 2 << 20  # layers are announced in groups of this size, so that messages stay few
 
 
 def kv_device(caches: Mapping[str, torch.Tensor]) -> str:
@@ -276,7 +274,7 @@ class WorkerSide:
         if self._computing_transfers:
             self._layers.begin_step()
             self._announced_layers = 0
-        self._layers_per_event = self._count_layers_per_event(scheduled)
+        self._layers_per_event = layers_per_event(self._layout, scheduled)
         if metadata.sender_events or metadata.receiver_events:
             sender_events = self._with_final_layers(metadata.sender_events)
             self._submit([*sender_events, *metadata.receiver_events])
@@ -311,16 +309,6 @@ class WorkerSide:
                 self._computing_transfers.append(event.transfer)
                 computed.append(event)
         return computed
-
-    def _count_layers_per_event(self, scheduled: list[events.BlocksScheduled]) -> int:
-        """Returns how many layers of this step hold `PROGRESS_BYTES`, by the largest layer kind."""
-        layer_bytes = 0
-        for kind in self._layout.kinds:
-            blocks = sum(len(event.blocks[kind.group]) for event in scheduled)
-            layer_bytes = max(layer_bytes, sum(kind.block_bytes) * blocks)
-        if not layer_bytes:
-            return len(self._layers) + 1  # none before the step's end
-        return -(-PROGRESS_BYTES // layer_bytes)
 
     def _with_final_layers(
         self, sender_events: list[events.ForSender]

@@ -35,8 +35,8 @@ from world_setup import MischiefLevels, WorldSetup, draw_setup
 
 from kv_connectors import admission as connector_admission
 from kv_connectors import compatibility
+from kv_connectors import layers as connector_layers
 from kv_connectors import scheduler as connector_scheduler
-from kv_connectors import worker as connector_worker
 from vllm_disagg.fleet.grants import REQUEST_KEY, Grant, mint
 from vllm_disagg.protocol import events
 from vllm_disagg.protocol.reasons import Reason
@@ -140,7 +140,7 @@ class SchedulerWorld:
         try:
             with (
                 mock.patch.object(connector_scheduler, "time", WorldClock(self)),
-                mock.patch.object(connector_worker, "PROGRESS_BYTES", 1),
+                mock.patch.object(connector_layers, "PROGRESS_BYTES", 1),
                 # For proxies. It reads files of each package, a quarter of a world's seconds.
                 mock.patch.object(compatibility, "answer_settings", lambda _: ""),
                 # From the seed, as all that is drawn.

@@ -12,8 +12,9 @@ from proxy_world import Call, answer_at_once, settle, until, world
 from vllm_disagg import __version__
 from vllm_disagg.proxy.requests.failover import FALLBACK_REASONS
 from vllm_disagg.proxy.routing.fleet import Fleet, Instance
+from vllm_disagg.proxy.telemetry.merged_metrics import merge
 from vllm_disagg.proxy.telemetry.meter import HistogramBuckets, TrafficCounters
-from vllm_disagg.proxy.telemetry.metrics import OUTCOMES, LatencyObjectives, Metrics, merge
+from vllm_disagg.proxy.telemetry.metrics import OUTCOMES, LatencyObjectives, Metrics
 
 USAGE = {
     "prompt_tokens": 7,

@@ -6,7 +6,6 @@ Every label has few values: roles, routes, reasons and the fleet's URLs.
 from __future__ import annotations
 
 import math
-import operator
 import platform
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from itertools import product
@@ -19,8 +18,6 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric,
 )
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
 
 from ... import __version__
 from ..http.endpoint_schema import SCHEMAS
@@ -28,7 +25,9 @@ from ..http.routes import GENERATING
 from ..routing.fleet import Fleet
 from ..routing.instance_report import working_pairs
 from ..routing.queues import Queues
-from .file_metrics import CERTIFICATE_END, FileMetrics
+from .computed_metrics import ComputedMetrics
+from .file_metrics import FileMetrics
+from .merged_metrics import merge
 from .meter import TOKEN_KINDS, HistogramBuckets, TrafficCounters, now
 from .sliding_window import fold, subdivide
 
@@ -93,17 +92,6 @@ _LABELLED_COUNTS = {
 # Labels of requests of generation: how they were served, and how they ended.
 MODES = ("disaggregated", "whole")
 OUTCOMES = ("ok", "client_error", "upstream_error", "timeout", "cancelled")
-
-# Gauges that are added over the proxy workers, and those whose least value counts; of the others
-# the largest counts.
-_ADDED_GAUGES = (
-    "vllm_disagg_waiting",
-    "process_resident_memory_bytes",
-    "process_virtual_memory_bytes",
-    "process_open_fds",
-    "process_max_fds",
-)
-_LEAST_GAUGES = (CERTIFICATE_END,)
 
 
 class LatencyObjectives(msgspec.Struct, frozen=True):
@@ -187,7 +175,7 @@ class Metrics:
         self.files = FileMetrics()
         views = [_build, self._instances, self._load, self._phases, self._counts, self._pairings]
         views.append(self.files.collect)
-        self._registry.register(_LiveGauges(views))
+        self._registry.register(ComputedMetrics(views))
         ProcessCollector(registry=self._registry)
 
     def follow(self, queues: Queues) -> None:
@@ -450,55 +438,9 @@ class Metrics:
         self._pairs = {pair: sums for pair, sums in self._pairs.items() if urls.issuperset(pair)}
 
 
-def merge(texts: list[str], gauges: bool = True) -> bytes:
-    """Merges the metrics of several workers, in Prometheus's text format.
-
-    Counters are added. Of gauges, which each worker measures of the same instance, the largest is
-    taken, except `_ADDED_GAUGES` and `_LEAST_GAUGES`. Without `gauges` only counters are returned.
-    """
-    families: dict[str, Metric] = {}
-    values: dict[tuple[str, str, tuple[tuple[str, str], ...]], float] = {}
-    for text in texts:
-        for family in text_string_to_metric_families(text):
-            if family.type == "gauge" and not gauges:
-                continue
-            families.setdefault(family.name, family)
-            combine = _combination(family)
-            for sample in family.samples:
-                key = (family.name, sample.name, tuple(sorted(sample.labels.items())))
-                known = values.get(key)
-                values[key] = sample.value if known is None else combine(known, sample.value)
-    for family in families.values():
-        family.samples = []
-    for (family_name, name, labels), value in values.items():
-        families[family_name].add_sample(name, dict(labels), value)
-    registry = CollectorRegistry()
-    registry.register(_LiveGauges([families.values]))
-    return generate_latest(registry)
-
-
-def _combination(family: Metric) -> Callable[[float, float], float]:
-    """Returns the function that makes one value of two workers' values."""
-    if family.type != "gauge" or family.name in _ADDED_GAUGES:
-        return operator.add
-    return min if family.name in _LEAST_GAUGES else max
-
-
 def _build() -> Iterator[Metric]:
     info = GaugeMetricFamily(
         "vllm_disagg_build_info", "Versions of this proxy; always 1.", labels=["version", "python"]
     )
     info.add_metric([__version__, platform.python_version()], 1)
     yield info
-
-
-class _LiveGauges(Collector):
-    """Collects metrics that are computed at each scrape."""
-
-    def __init__(self, views: Iterable[Callable[[], Iterable[Metric]]]) -> None:
-        self._views = list(views)
-
-    def collect(self) -> Iterable[Metric]:
-        """Yields the metrics of all views."""
-        for view in self._views:
-            yield from view()

@@ -31,7 +31,7 @@ import msgspec
 
 from ..membership.members import MembershipChange
 from ..membership.registry import MAX_INCARNATIONS, new_challenge
-from ..telemetry.metrics import merge
+from ..telemetry.merged_metrics import merge
 from . import shared_load
 from .bus import (
     TEXTS_TIMEOUT_SECONDS,

@@ -13,8 +13,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from command_outcomes import json_answer, refusal
 
-from vllm_disagg import cli
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.planner.commands import flags, live, plan_inputs
 from vllm_disagg.planner.cost import aiconfigurator, hardware
@@ -72,16 +72,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def _refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert cli.main(["plan", *words]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and "Traceback" not in err
-    return err.removeprefix("vllm-disagg plan: ").rstrip("\n")
+    return refusal(capsys, "plan", *words).removeprefix("vllm-disagg plan: ")
 
 
 def _answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert cli.main(["plan", *words, "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    return json_answer(capsys, "plan", *words)
 
 
 def test_without_the_package_the_command_that_installs_it_is_told(

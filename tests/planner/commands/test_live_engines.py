@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from command_outcomes import json_answer
 
 from vllm_disagg import cli
 from vllm_disagg.errors import ConfigError
@@ -144,11 +145,7 @@ def decode_page(**change: float) -> MetricSamples:
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    status = cli.main([*WORDS, "--json", *words])
-    out, err = capsys.readouterr()
-    assert status == 0, err
-    found: dict[str, Any] = json.loads(out)
-    return found
+    return json_answer(capsys, *WORDS, *words)
 
 
 def test_three_prefill_and_one_decode_are_wrong_by_the_engines_own_times(

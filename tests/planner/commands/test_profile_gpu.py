@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_outcomes import json_answer, refusal
 from profile_files import profile_file
 
-from vllm_disagg import cli
 from vllm_disagg.planner.cost import hardware
 
 A100 = "NVIDIA A100-SXM4-80GB"
@@ -22,17 +21,11 @@ COMMANDS = {
 
 
 def _refusal(capsys: pytest.CaptureFixture[str], command: str, *words: str) -> str:
-    """Returns the line that a command ends with; there is no other, and its status is 2."""
-    assert cli.main([*COMMANDS[command], *words, *QUICK]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and "Traceback" not in err
-    return err.rstrip("\n")
+    return refusal(capsys, *COMMANDS[command], *words, *QUICK)
 
 
 def _answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert cli.main([*COMMANDS["plan"], *words, *QUICK, "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    return json_answer(capsys, *COMMANDS["plan"], *words, *QUICK)
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,16 @@ import re
 import time
 from bisect import bisect_left
 
-_NUMBERS = {
-    "prompt": re.compile(rb'"(?:prompt|input)_tokens": *(\d+)'),
-    "completion": re.compile(rb'"(?:completion|output)_tokens": *(\d+)'),
-    "cached": re.compile(rb'"cached_tokens": *(\d+)'),
+TOKEN_KINDS = ("prompt", "completion", "cached")
+# By the name in an answer; OpenAI's endpoints and Anthropic's have names of their own.
+_KIND_OF_NAME = {
+    b"prompt": "prompt",
+    b"input": "prompt",
+    b"completion": "completion",
+    b"output": "completion",
+    b"cached": "cached",
 }
-TOKEN_KINDS = tuple(_NUMBERS)
+_NUMBER = re.compile(rb'"(prompt|input|completion|output|cached)_tokens": *(\d+)')
 _MAX_USAGE_BYTES = 1000  # of the answer's `usage`
 COLON = ord(":")
 now = time.monotonic
@@ -142,11 +146,9 @@ class TrafficCounters:
         start = tail.rfind(b'"usage":')
         if start < 0:
             return {}
-        counts = {}
-        for name, number in _NUMBERS.items():
-            match = number.search(tail, start, start + _MAX_USAGE_BYTES)
-            if match:
-                counts[name] = int(match[1])
+        counts: dict[str, int] = {}
+        for name, number in _NUMBER.findall(tail, start, start + _MAX_USAGE_BYTES):
+            counts.setdefault(_KIND_OF_NAME[name], int(number))  # details come behind
         return counts
 
     def tpot(self, usage: dict[str, int]) -> float | None:

@@ -1,6 +1,6 @@
 """The faults that `mutants.py` plants: what breaks, the file, its text, what replaces it, and the tests that see it.
 
-Without tests: those that `mutants.TESTS` names for the file.
+Without tests: those that `nearest_tests.TESTS` names for the file.
 """
 
 from __future__ import annotations

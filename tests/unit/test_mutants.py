@@ -8,21 +8,23 @@ import sys
 from pathlib import Path
 
 import mutants
+import nearest_tests
 import pytest
 import warm_pytest
-from mutants import Mutant, Outcome
+from mutants import Outcome
+from nearest_tests import Mutant
 from planting import ROOT
 from warm_pytest import Ended
 
 # In a process of its own: the forks must have imported nothing of this project.
 SCRIPT = """
 import json, sys
-import mutants, warm_pytest
+import mutants, nearest_tests, warm_pytest
 
 warm_pytest.WARM_MODULES = ("pytest",)
 warm_pytest.import_what_has_no_fault()
 health = mutants.Health()
-faults = [mutants.Mutant(*fault) for fault in json.load(sys.stdin)]
+faults = [nearest_tests.Mutant(*fault) for fault in json.load(sys.stdin)]
 tried = [mutants.try_mutant(fault, health) for fault in faults]
 verdicts = list(warm_pytest.run_procedures(tried, 2))
 found = {one.mutant.what: [one.outcome.value, one.test.partition("::")[2]] for one in verdicts}
@@ -193,10 +195,10 @@ def test_what_many_seeds_catch_must_pass_with_as_many() -> None:
     trying = mutants.try_mutant(
         Mutant("x", *VERSION, "tests/simulation/test_world.py"), mutants.Health()
     )
-    assert next(trying).seeds == mutants.FEW
-    assert trying.send(PASSED).seeds == mutants.MANY
+    assert next(trying).seeds == nearest_tests.FEW
+    assert trying.send(PASSED).seeds == nearest_tests.MANY
     control = trying.send(FAILED)
-    assert control.seeds == mutants.MANY and control.fault is None
+    assert control.seeds == nearest_tests.MANY and control.fault is None
     with pytest.raises(StopIteration) as ended:
         trying.send(PASSED)
     assert ended.value.value.outcome is Outcome.CAUGHT
@@ -224,7 +226,7 @@ def test_a_slow_test_does_not_hang() -> None:
     again = trying.send(Ended(0, "1 passed\n", 60.0, 1.0))
     assert again.fault is not None and again.test_limits is not None
     assert again.test_limits.of(slow.hung) == mutants.LIMIT_FACTOR * 60.0
-    assert again.test_limits.of("tests/x.py::test_other") == mutants.LIMIT_SECONDS
+    assert again.test_limits.of("tests/x.py::test_other") == nearest_tests.LIMIT_SECONDS
     # With the fault it hangs beyond that, too.
     assert trying.send(slow).fault is None
     with pytest.raises(StopIteration) as ended:
@@ -245,14 +247,14 @@ def test_each_test_of_a_run_without_a_fault_is_timed() -> None:
     limits = next_trial.test_limits
     assert limits is not None
     assert limits.of("tests/x.py::test_slow") == mutants.LIMIT_FACTOR * 40.0
-    assert limits.of("tests/x.py::test_it") == mutants.LIMIT_SECONDS
+    assert limits.of("tests/x.py::test_it") == nearest_tests.LIMIT_SECONDS
     assert limits.of("") == next_trial.limit_seconds == mutants.LIMIT_FACTOR * 50.0
 
 
 def test_tests_that_were_killed_are_timed_at_the_load_of_that_time() -> None:
     """Not by an earlier run of them or of their file, when the machine may have been idle."""
     health = mutants.Health(shared=frozenset({"tests/x.py"}))
-    health.seconds = {("tests/x.py", mutants.FEW, False): 0.1}
+    health.seconds = {("tests/x.py", nearest_tests.FEW, False): 0.1}
     trying = mutants.try_mutant(Mutant("x", *VERSION, "tests/x.py"), health)
     limit = next(trying).limit_seconds
     assert trying.send(Ended(None, "", limit, 1.0)).fault is None
@@ -303,13 +305,13 @@ def test_worlds_have_more_time(tests: str) -> None:
     """Some run for longer without a fault than others may with one, and none hangs."""
     limits = [
         mutants.Health().test_limits(run, is_cold=False).seconds
-        for run in mutants.runs(Mutant("x", *VERSION, tests))
+        for run in nearest_tests.runs(Mutant("x", *VERSION, tests))
     ]
-    assert limits[0] == mutants.WORLDS_LIMIT_SECONDS and limits[1] >= 10 * limits[0]
+    assert limits[0] == nearest_tests.WORLDS_LIMIT_SECONDS and limits[1] >= 10 * limits[0]
 
 
 def test_a_new_python_has_time_to_import() -> None:
-    run, health = mutants.Run(["tests/x.py"]), mutants.Health()
+    run, health = nearest_tests.Run(["tests/x.py"]), mutants.Health()
     cold, warm = (health.test_limits(run, is_cold=is_cold) for is_cold in (True, False))
     assert cold.seconds - warm.seconds == mutants.COLD_SECONDS
     assert cold.of("") - warm.of("") >= mutants.COLD_SECONDS

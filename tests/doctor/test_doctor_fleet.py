@@ -317,7 +317,7 @@ def test_a_frozen_instance(fault: str, key_file: str, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def keyless(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxy_world, "KEY", FleetKey(None, insecure=True))
+    monkeypatch.setattr(proxy_world.ScriptedEngine, "key", FleetKey(None, insecure=True))
 
 
 def test_a_fleet_of_nixl_connector(keyless: None) -> None:

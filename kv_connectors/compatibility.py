@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm_disagg.compatibility")
 
 INVARIANCE = "VLLM_BATCH_INVARIANT"  # the fact of this name; the proxy reads it
+QUANTIZATION = "quantization"  # the fact of this name, to which layers of experts add
 SCALES_OF_ENCODER = "mm_encoder_fp8_scale_path"
 IMAGE_SETTINGS = (
     "mm_processor_kwargs",
@@ -47,9 +48,6 @@ KERNELS_WITH_OTHER_NUMBERS = ("marlin", "humming", "emulation")
 # Others are of DeepGEMM, or of no such layer, and then vLLM takes DeepGEMM.
 KERNELS_WITHOUT_ROUNDING = ("b12x", "cutlass", "torch", "triton")
 FP8_BLOCK_LINEAR = "fp8_block_w8a8"  # vLLM's name of such layers
-# Kernels of experts in MXFP4 whose activations, or weights, have other numbers than those that vLLM
-# takes without a flag where the GPU has MXFP8.
-MXFP4_KERNELS = ("deep_gemm", "flashinfer_moe_ep_cutedsl", "triton", "triton_unfused")
 DEEPSEEK_V4 = "deepseek_v4_fp8"
 # Methods by which layers quantize activations where the GPU computes with such numbers, and else
 # leave them in 16 bits.
@@ -82,7 +80,7 @@ def layout(vllm_config: VllmConfig, compress: str = "off") -> dict[str, str]:
         "images": _images(model),
         "dtype": str(model.dtype),
         "KV cache dtype": str(vllm_config.cache_config.cache_dtype),
-        "quantization": _quantization(vllm_config),
+        QUANTIZATION: _quantization(vllm_config),
         "load format": _load_format(vllm_config.load_config),
         "LoRA": _lora(vllm_config.lora_config),
         "draft": _draft(vllm_config),
@@ -186,7 +184,7 @@ def _quantization(vllm_config: VllmConfig) -> str:
     if is_quantized:
         kernels = getattr(vllm_config, "kernel_config", None)
         fact += _formats_of_gpu(model)
-        fact += _kernels(model, kernels)
+        fact += _kernels(kernels)
         fact += _rounding(model, kernels)
     attention = getattr(vllm_config, "attention_config", None)
     for name in QUERY_SETTINGS:
@@ -197,7 +195,7 @@ def _quantization(vllm_config: VllmConfig) -> str:
     return fact
 
 
-class _Formats(NamedTuple):
+class Formats(NamedTuple):
     """Formats of quantized layers whose numbers depend on the GPU."""
 
     has_fp8: bool = False
@@ -207,18 +205,18 @@ class _Formats(NamedTuple):
 
 def _formats_of_gpu(model: Any) -> str:
     """Returns what the GPU does not compute of the formats by which a model quantizes."""
-    formats = _formats(model)
+    found = formats(model)
     missing = ""
-    if formats.has_fp8 and surroundings.lacks_fp8():
+    if found.has_fp8 and surroundings.lacks_fp8():
         missing += ", a GPU without FP8"
-    if formats.has_fp4 and surroundings.lacks_fp4():
+    if found.has_fp4 and surroundings.lacks_fp4():
         missing += ", a GPU without FP4"
-    if formats.has_blocks and surroundings.lacks_deep_gemm():
+    if found.has_blocks and surroundings.lacks_deep_gemm():
         missing += ", a GPU without DeepGEMM"
     return missing
 
 
-def _formats(model: Any) -> _Formats:
+def formats(model: Any) -> Formats:
     """Returns the formats of a model's layers; all that there may be where it is not known."""
     name = model.quantization
     settings = getattr(model.hf_config, "quantization_config", None)
@@ -229,12 +227,12 @@ def _formats(model: Any) -> _Formats:
     if name == "compressed-tensors" and isinstance(groups, dict):
         return _formats_of_groups(groups)
     if name in ("compressed-tensors", *ANY_FORMAT):
-        return _Formats(has_fp8=True, has_fp4=True, has_blocks=True)
+        return Formats(has_fp8=True, has_fp4=True, has_blocks=True)
     if name == "gpt_oss_mxfp4":
         # Without such a flag vLLM leaves these activations in 16 bits on each GPU.
-        return _Formats(has_fp4=getattr(model, "quantization_config", None) is not None)
+        return Formats(has_fp4=getattr(model, "quantization_config", None) is not None)
     has_fp4 = name in FP4_BY_GPU or _has_mxfp4_experts(model)
-    return _Formats(name in FP8_BY_GPU, has_fp4, _has_fp8_blocks(name, settings))
+    return Formats(name in FP8_BY_GPU, has_fp4, _has_fp8_blocks(name, settings))
 
 
 def _has_mxfp4_experts(model: Any) -> bool:
@@ -255,16 +253,16 @@ def _has_fp8_blocks(name: str | None, settings: Mapping[str, Any]) -> bool:
     return name in FP8_BLOCKS
 
 
-def _formats_of_groups(groups: Mapping[str, Any]) -> _Formats:
+def _formats_of_groups(groups: Mapping[str, Any]) -> Formats:
     """Returns the formats of the layers that a compressed-tensors checkpoint groups."""
-    found = _Formats()
+    found = Formats()
     for group in groups.values():
         weights = _setting(group, "weights")
         if not _setting(group, "input_activations") or _setting(weights, "type") != "float":
             continue  # 16 bits, or integers, which each GPU computes
         strategy = _setting(weights, "strategy")
         is_fp8 = _setting(weights, "num_bits") == FP8_BITS
-        found = _Formats(
+        found = Formats(
             found.has_fp8 or is_fp8,
             found.has_fp4 or not is_fp8 or strategy == "group",  # of MXFP8
             found.has_blocks or (is_fp8 and strategy == "block"),
@@ -272,13 +270,12 @@ def _formats_of_groups(groups: Mapping[str, Any]) -> _Formats:
     return found
 
 
-def _kernels(model: Any, kernels: Any) -> str:
+def _kernels(kernels: Any) -> str:
     """Returns the flags that choose kernels by which a quantized layer has other numbers."""
     flags = ""
     for name in ("moe_backend", "linear_backend"):
         chosen = getattr(kernels, name, "auto")
-        is_other = name == "moe_backend" and chosen in MXFP4_KERNELS and _has_mxfp4_experts(model)
-        if chosen in KERNELS_WITH_OTHER_NUMBERS or is_other:
+        if chosen in KERNELS_WITH_OTHER_NUMBERS:
             flags += f", --{name.replace('_', '-')} {chosen}"
     by_scheme = getattr(kernels, "linear_backend_per_quant", None) or {}
     for scheme, chosen in sorted(by_scheme.items()):
@@ -288,21 +285,16 @@ def _kernels(model: Any, kernels: Any) -> str:
 
 
 def _rounding(model: Any, kernels: Any) -> str:
-    """Returns which layers in FP8 blocks have scales that are rounded by another rule than usual.
+    """Returns whether linear layers in FP8 blocks have scales that are not rounded, as usual.
 
-    DeepGEMM's kernels have weights of which each scale is a power of two; vLLM makes them so.
+    DeepGEMM's kernels have weights of which each scale is a power of two; vLLM makes them so. The
+    workers tell it of layers of experts: see gpu/expert_numbers.py.
     """
-    if not (_formats(model).has_blocks and surroundings.rounds_scales()):
+    if not (formats(model).has_blocks and surroundings.rounds_scales()):
         return ""
     by_scheme = getattr(kernels, "linear_backend_per_quant", None) or {}
     linear = by_scheme.get(FP8_BLOCK_LINEAR, getattr(kernels, "linear_backend", "auto"))
-    experts = getattr(kernels, "moe_backend", "auto")
-    prefers = experts == "auto" and surroundings.prefers_deep_gemm()
-    fact = ", linear layers without DeepGEMM" if linear in KERNELS_WITHOUT_ROUNDING else ""
-    has_experts = getattr(model, "is_moe", False) and not _has_mxfp4_experts(model)
-    if has_experts and (experts == "deep_gemm" or prefers):
-        fact += ", experts by DeepGEMM"
-    return fact
+    return ", linear layers without DeepGEMM" if linear in KERNELS_WITHOUT_ROUNDING else ""
 
 
 def _load_format(load: Any) -> str:

@@ -11,7 +11,7 @@ import vllm
 
 from vllm_disagg.protocol.peers import EngineInfo
 
-from .compatibility import INVARIANCE
+from .compatibility import INVARIANCE, QUANTIZATION
 from .data_parallel import SharedServerRank
 from .metadata import Handshake
 
@@ -51,6 +51,11 @@ def describe(
     layout = dict(layout)
     if any(handshake.varies for handshake in handshakes):
         layout[INVARIANCE] = "1, but not in all layers"
+    # Tensor-parallel ranks have parts of the same layers.
+    unusual = {each for handshake in handshakes for each in handshake.expert_numbers.items()}
+    for numbers, count in sorted(Counter(numbers for _, numbers in unusual).items()):
+        # No fact of its own, so that engines without such layers pair with those of older versions.
+        layout[QUANTIZATION] += f", {count} layers of experts {numbers} (--moe-backend chooses)"
     digest = hashlib.sha256(" ".join(layer_numbers).encode()).hexdigest()[:12]
     forms = [f"{count} layers of {form}" for form, count in sorted(form_counts.items())]
     return EngineInfo(

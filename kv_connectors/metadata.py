@@ -37,6 +37,8 @@ class Handshake(KVConnectorHandshakeMetadata):
     layers: list[str]  # names, in the order of `worker.holds`
     gpu: str = ""  # UUID of the GPU with the KV; empty on a CPU
     varies: bool = False  # whether values depend on the batch: see gpu/batch_variance.py
+    # Unusual ones, by the name of the layer of experts: see gpu/expert_numbers.py.
+    expert_numbers: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -27,11 +26,8 @@ NUMBER_VARIABLES: dict[str, Any] = {
 QUANTIZED_NUMBER_VARIABLES: dict[str, Any] = {
     "VLLM_USE_DEEP_GEMM": True,
     "VLLM_USE_DEEP_GEMM_E8M0": True,
-    "VLLM_MOE_USE_DEEP_GEMM": True,
     "VLLM_DISABLED_KERNELS": [],
 }
-# If one of them is set, and neither is 0, vLLM takes DeepGEMM for experts, whatever it prefers.
-DEEP_GEMM_VARIABLES = ("VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM")
 LOGITS_PROCESSORS = "vllm.logits_processors"  # vLLM's group of entry points
 
 
@@ -83,12 +79,6 @@ def rounds_scales() -> bool:
 def _may_round_scales() -> bool:
     may = envs.VLLM_USE_DEEP_GEMM and envs.VLLM_USE_DEEP_GEMM_E8M0
     return bool(may) and bool(current_platform.is_cuda())
-
-
-def prefers_deep_gemm() -> bool:
-    """Returns whether variables have vLLM take DeepGEMM for experts in FP8 blocks."""
-    is_set = any(name in os.environ for name in DEEP_GEMM_VARIABLES)
-    return is_set and all(getattr(envs, name, True) for name in DEEP_GEMM_VARIABLES)
 
 
 def number_variables(is_quantized: bool) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from vllm_disagg.protocol import events
 from vllm_disagg.transports.base import MakeTransport
 
 from . import compat, kv_layout, supported, transports
+from .gpu.expert_numbers import expert_numbers
 from .layers import FinalLayers, layers_per_event
 from .metadata import FailedProof, Handshake, StepMetadata, WorkerMetadata
 from .metrics import ConnectorStats
@@ -122,7 +123,8 @@ class WorkerSide:
         )
         self._start_gpu_facts(self._driver)
         gpu = self._gpu.uuid if self._gpu is not None else ""
-        self.handshake = Handshake(self._driver.worker, names, gpu, self._varies(names))
+        numbers = expert_numbers(self._vllm_config) if self._gpu is not None else {}
+        self.handshake = Handshake(self._driver.worker, names, gpu, self._varies(names), numbers)
         compat.before_blocks_change(self._vllm_config, self._revoke_early)
         log.info(
             "worker %d: control channel for KV transfers at %s",

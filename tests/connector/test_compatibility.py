@@ -632,9 +632,7 @@ def test_variables_that_choose_the_numbers_of_layers_must_be_equal(
     assert not difference(layout(tmp_path), layout(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "variable", ["VLLM_USE_DEEP_GEMM", "VLLM_USE_DEEP_GEMM_E8M0", "VLLM_MOE_USE_DEEP_GEMM"]
-)
+@pytest.mark.parametrize("variable", ["VLLM_USE_DEEP_GEMM", "VLLM_USE_DEEP_GEMM_E8M0"])
 def test_scales_that_deep_gemm_rounds_must_be_equal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
@@ -667,18 +665,6 @@ def test_kernels_that_leave_activations_in_16_bits_must_be_equal(
     made = SimpleNamespace(**kernels)
     assert layout(tmp_path, quantization="fp8", kernel_config=made)["quantization"] == fact
     assert layout(tmp_path, kernel_config=made)["quantization"] == "None"
-
-
-@pytest.mark.parametrize("backend", compatibility.MXFP4_KERNELS)
-def test_kernels_of_experts_in_mxfp4_must_be_equal(tmp_path: Path, backend: str) -> None:
-    """Without a flag vLLM gives such experts activations in MXFP8, and by Triton in 16 bits."""
-    made = SimpleNamespace(moe_backend=backend, linear_backend=backend)
-    facts: dict[str, Any] = {"quantization": "deepseek_v4_fp8", "kernel_config": made}
-    assert layout(tmp_path, **facts)["quantization"] == f"deepseek_v4_fp8, --moe-backend {backend}"
-    in_fp8 = layout(tmp_path, hf={"expert_dtype": "fp8"}, **facts)["quantization"]
-    assert in_fp8 == "deepseek_v4_fp8"
-    made = SimpleNamespace(moe_backend="flashinfer_trtllm")
-    assert layout(tmp_path, quantization="mxfp4", kernel_config=made)["quantization"] == "mxfp4"
 
 
 def group(num_bits: int, strategy: str, kind: str = "float", inputs: bool = True) -> dict[str, Any]:
@@ -773,57 +759,34 @@ def test_without_deep_gemm_no_gpu_rounds_scales(
 
 
 @pytest.mark.parametrize(
-    ("kernels", "variables", "is_moe", "words"),
+    ("kernels", "words"),
     [
-        ({"linear_backend": "cutlass"}, {}, False, ", linear layers without DeepGEMM"),
-        ({"linear_backend": "deep_gemm"}, {}, False, ""),
-        ({"linear_backend": "flashinfer_cutlass"}, {}, False, ""),
+        ({"linear_backend": "cutlass"}, ", linear layers without DeepGEMM"),
+        ({"linear_backend": "deep_gemm"}, ""),
+        ({"linear_backend": "flashinfer_cutlass"}, ""),
         (
             {"linear_backend_per_quant": {"fp8_block_w8a8": "triton"}},
-            {},
-            False,
             ", linear layers without DeepGEMM",
         ),
-        ({"moe_backend": "deep_gemm"}, {}, True, ", experts by DeepGEMM"),
-        ({"moe_backend": "deep_gemm"}, {}, False, ""),
-        ({"moe_backend": "triton"}, {"VLLM_USE_DEEP_GEMM": "1"}, True, ""),
-        ({}, {"VLLM_USE_DEEP_GEMM": "1"}, True, ", experts by DeepGEMM"),
-        ({}, {"VLLM_MOE_USE_DEEP_GEMM": "1"}, True, ", experts by DeepGEMM"),
-        (
-            {},
-            {"VLLM_USE_DEEP_GEMM": "1", "VLLM_MOE_USE_DEEP_GEMM": "0"},
-            True,
-            ", VLLM_MOE_USE_DEEP_GEMM False",
-        ),
-        ({}, {}, True, ""),
+        ({"moe_backend": "deep_gemm"}, ""),  # the workers tell which layers have it
     ],
 )
 def test_layers_whose_scales_only_one_side_rounds_differ(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kernels: dict[str, Any],
-    variables: dict[str, str],
-    is_moe: bool,
-    words: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: dict[str, Any], words: str
 ) -> None:
     """DeepGEMM's kernels get other weights from one checkpoint than CUTLASS' and Triton's."""
     platform = surroundings.current_platform
     monkeypatch.setattr(platform, "is_cuda", lambda: True)
     monkeypatch.setattr(platform, "has_device_capability", lambda needed: needed <= 90)
     monkeypatch.setattr(platform, "support_deep_gemm", lambda: True)
-    for name in surroundings.DEEP_GEMM_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
     made = SimpleNamespace(**kernels)
     blocks = {"quantization_config": {"weight_block_size": [128, 128]}}
-    quantized: dict[str, Any] = {"quantization": "fp8", "is_moe": is_moe, "kernel_config": made}
+    quantized: dict[str, Any] = {"quantization": "fp8", "kernel_config": made}
     assert layout(tmp_path, hf=blocks, **quantized)["quantization"] == f"fp8{words}"
-    if "VLLM_MOE" not in words:
-        assert layout(tmp_path, **quantized)["quantization"] == "fp8", "one scale for each tensor"
-        monkeypatch.setattr(platform, "support_deep_gemm", lambda: False)
-        without = layout(tmp_path, hf=blocks, **quantized)["quantization"]
-        assert without == "fp8, a GPU without DeepGEMM", "no kernel rounds there"
+    assert layout(tmp_path, **quantized)["quantization"] == "fp8", "one scale for each tensor"
+    monkeypatch.setattr(platform, "support_deep_gemm", lambda: False)
+    without = layout(tmp_path, hf=blocks, **quantized)["quantization"]
+    assert without == "fp8, a GPU without DeepGEMM", "no kernel rounds there"
 
 
 def test_vllms_own_kernels_that_do_not_round_scales_are_known() -> None:

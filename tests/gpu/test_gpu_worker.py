@@ -20,7 +20,7 @@ from kv_connectors import kv_layout
 from kv_connectors.gpu import machine, proof
 from kv_connectors.gpu.facts import GpuFacts
 from kv_connectors.layers import FinalLayers
-from kv_connectors.metadata import StepMetadata
+from kv_connectors.metadata import Handshake, StepMetadata
 from kv_connectors.worker import WorkerSide
 from vllm_disagg.config import Config
 from vllm_disagg.fleet import keys
@@ -139,6 +139,8 @@ def test_a_worker_with_kv_on_a_gpu_starts_the_thread_and_ends_it(
     monkeypatch.setattr(proof, "prove", lambda *_: None)  # of memory that is none here
     monkeypatch.setattr(WorkerSide, "_prepare_sums", lambda *_: None)
     monkeypatch.setattr(kv_layout, "kv_heads", lambda model_config: {1})
+    numbers = {"experts": "by DeepGEMM"}
+    monkeypatch.setattr("kv_connectors.worker.expert_numbers", lambda _: numbers)
     key = keys.FleetKey(b"k" * keys.KEY_BYTES)
     vllm_config: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
@@ -149,6 +151,8 @@ def test_a_worker_with_kv_on_a_gpu_starts_the_thread_and_ends_it(
     worker = WorkerSide(Config(transport="zmq"), key, 0, vllm_config, caches)
     tensor: Any = SimpleNamespace(device=torch.device("cuda", 0))
     worker.register_kv_caches({"a": tensor})
+    assert isinstance(worker.handshake, Handshake)
+    assert worker.handshake.expert_numbers == numbers, "the scheduler tells other engines"
     assert worker._gpu_facts is not None
     assert worker._gpu_facts._thread.is_alive()
     load = events.LoadRequested("ab" * 16, [], ReshardPlan([[]], []), [], 16, 1.0)

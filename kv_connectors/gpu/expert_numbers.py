@@ -74,7 +74,8 @@ def _numbers(layer: Any, *, has_fp8: bool, has_fp4: bool) -> str:
     if fp8 is not None:
         if fp8.value in DEEP_GEMM_KERNELS and activations != MXFP8:
             return ROUNDED if surroundings.rounds_scales() else ""
-        return _in(activations) if has_fp8 and activations is None else ""
+        # Online MXFP8, which counts among the formats of FP4's GPUs, has its kernel here, too.
+        return _in(activations) if (has_fp8 or has_fp4) and activations is None else ""
     is_small = hasattr(method, "mxfp8_backend") or hasattr(method, "nvfp4_backend")
     return _in(activations) if is_small and has_fp4 and activations is None else ""
 

@@ -208,6 +208,52 @@ def test_a_pause_follows_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     made.close()
 
 
+@pytest.mark.parametrize("started", [0, 1, 2])
+def test_an_engine_without_threads_registers_by_fewer(
+    started: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = iter(range(started))
+    start = threading.Thread.start
+
+    def start_some(thread: threading.Thread) -> None:
+        if next(left, None) is None:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(Registration, "_post", lambda *_: (200, {}))
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start_some)
+        if not started:
+            with pytest.raises(RuntimeError):
+                Registration("http://proxy", FleetKey(b"k" * 32), "i", "decode", "http://d")
+            return
+        made = Registration("http://proxy", FleetKey(b"k" * 32), "i", "decode", "http://d")
+    assert f"no more than {started} threads: can't start new thread" in caplog.text
+    made.close()
+    assert made._has_left.is_set()
+
+
+def test_the_number_of_the_announcement_is_the_highest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A note whose number was drawn later, and which finds the engine alive, would undo it."""
+    monkeypatch.setattr(Registration, "_post", lambda *_: (200, {}))
+    made = Registration("http://proxy", FleetKey(b"k" * 32), "i", "decode", "http://d")
+    made.close()
+    sent: list[int] = []
+    monkeypatch.setattr(Registration, "_post", lambda _, data: sent.append(len(data)) or (200, {}))
+
+    class Numbers:
+        """Closes the registration as a number is drawn."""
+
+        def __next__(self) -> int:
+            made._closing.set()
+            return 9
+
+    made._closing.clear()
+    made._numbers = Numbers()  # type: ignore[assignment]
+    made._register(leaving=False)
+    assert not sent
+
+
 def test_no_note_follows_the_announcement_of_a_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
     """A note that waits for its challenge then would register the engine that has left."""
     key = FleetKey(b"k" * 32)

@@ -126,6 +126,8 @@ def test_activations_of_16_bits_on_a_gpu_without_others_are_usual(
     assert of(model_of("modelopt_mxfp8"), by_marlin) == IN_16_BITS
     by_marlin = fp8_method(Fp8MoeBackend.MARLIN, name="nvfp4_backend")
     assert of(model_of("modelopt_fp4"), by_marlin) == IN_16_BITS
+    # `--quantization mxfp8`, whose method has the name of FP8's kernels.
+    assert of(model_of("mxfp8"), fp8_method(Fp8MoeBackend.MARLIN)) == IN_16_BITS
 
 
 DEEPSEEK_V4 = model_of("deepseek_v4_fp8")

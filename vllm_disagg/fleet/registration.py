@@ -147,8 +147,15 @@ class Registration:
         self._has_left = threading.Event()
         self._last_logged = ""
         self._has_warned = False  # of challenges that change
-        for _ in range(MAX_PENDING_NOTES):
-            threading.Thread(target=self._run, name="vllm-disagg-register", daemon=True).start()
+        for number in range(MAX_PENDING_NOTES):
+            thread = threading.Thread(target=self._run, name="vllm-disagg-register", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # this process may have no more threads
+                if not number:
+                    raise
+                log.warning("registration: no more than %d threads: %s", number, error)
+                break
 
     def close(self) -> None:
         """Announce the shutdown and stop the threads; waits at most TIMEOUT_SECONDS."""
@@ -179,12 +186,14 @@ class Registration:
     def _register(self, leaving: bool) -> None:
         """Send one note, and once more if the proxy answers with a challenge."""
         for _ in range(MAX_TRIES):
+            # Before the question: a number above that of the announcement finds the engine closing.
+            number = next(self._numbers)
             if self._closing.is_set() and not leaving:
                 return  # behind the announcement of the shutdown a note would undo it
             note = RegistrationNote(
                 self._challenge,
                 self._incarnation,
-                next(self._numbers),
+                number,
                 self._role,
                 self._url,
                 leaving,

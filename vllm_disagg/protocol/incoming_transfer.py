@@ -211,22 +211,22 @@ class IncomingTransfer:
             detail=self.detail,
         )
 
-    def validate(self) -> None:
-        """Raises AssertionError if the state contradicts itself."""
+    def validate(self, name: str) -> None:
+        """Raises AssertionError if the state contradicts itself.  `name`: of the transfer."""
         if self.failure is not None:
             # Else no event would be left that reports the transfer.
-            assert self.pieces, self
-            assert all(p.state is PieceState.POSTED for p in self.pieces.values()), self
+            assert self.pieces, (name, self)
+            assert all(p.state is PieceState.POSTED for p in self.pieces.values()), (name, self)
             return
         # Else it would be settled, and reported before.
-        assert self.open_sources, self
+        assert self.open_sources, (name, self)
         for source in self.sources.values():
             if source.state is SourceState.SETTLED and source.comparison.confirmed_sums:
-                assert source.comparison.sums == source.comparison.confirmed_sums, self
+                assert source.comparison.sums == source.comparison.confirmed_sums, (name, self)
             is_moving = source.state is SourceState.MOVING
             has_pieces = any(p.source == source.name for p in self.pieces.values())
-            assert is_moving == bool(source.bytes_remaining), self
-            assert is_moving or not has_pieces, self
+            assert is_moving == bool(source.bytes_remaining), (name, self)
+            assert is_moving or not has_pieces, (name, self)
 
 
 def begin_load(

@@ -3,6 +3,8 @@
 settled   every source has confirmed its blocks                           LoadResult
 failed    every open source gets an Abort, and posted reads are cancelled
           when none of them is posted any more                            LoadResult(reason)
+
+Rules 1 to 3 of `receiver.py` are kept here.
 """
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ class LoadEnds:
     def fail(
         self, transfer: str, reason: Reason, now: float, *, informed: str
     ) -> list[ReceiverAction]:
-        """Ends the whole transfer and aborts it at every open source but `informed`."""
+        """Ends the whole transfer and aborts it at every open source but `informed`.
+
+        Empty if it has failed before, and only then.
+        """
         t = self._transfers[transfer]
         # The first reason counts: later ones often follow from it.
         if t.failure is not None:

@@ -128,15 +128,18 @@ class OutgoingTransfer:
             if receiver.is_active and receiver.lease.has_run_out(now):
                 receiver.is_gone = True
 
-    def validate(self, layout: RankLayout) -> None:
-        """Raises AssertionError if the state contradicts itself.  `layout`: of this rank."""
-        assert (self.state is SendState.WANTED) == (not self.blocks), self
+    def validate(self, name: str, layout: RankLayout) -> None:
+        """Raises AssertionError if the state contradicts itself.  `layout`: of this rank.
+
+        `name`: of the transfer, for the message.
+        """
+        assert (self.state is SendState.WANTED) == (not self.blocks), (name, self)
         capacities = [0]  # by layer kind: tokens for which there are blocks
         if self.blocks:
             capacities = [len(self.blocks[kind.group]) * kind.block_size for kind in layout.kinds]
-        assert self.tokens_final <= self.tokens_partial <= min(capacities), self
-        assert self.layers_partial < len(layout.layers), self
+        assert self.tokens_final <= self.tokens_partial <= min(capacities), (name, self)
+        assert self.layers_partial < len(layout.layers), (name, self)
         for receiver in self.receivers.values():
-            assert len(receiver.sending) <= messages.MAX_PIECES_PER_RECEIVER, self
+            assert len(receiver.sending) <= messages.MAX_PIECES_PER_RECEIVER, (name, self)
         # Else no event would be left that releases the blocks before the lease runs out.
-        assert not (self.state is SendState.HELD and self.is_over()), self
+        assert not (self.state is SendState.HELD and self.is_over()), (name, self)

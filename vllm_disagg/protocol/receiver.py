@@ -489,8 +489,8 @@ class Receiver:
         """Raises AssertionError if the state contradicts itself.  Tests call it at each event."""
         # A lookup beside its load would send keep-alives with an outdated address.
         assert not self.lookups.open.keys() & self.transfers.keys()
-        for t in self.transfers.values():
-            t.validate()
+        for name, t in self.transfers.items():
+            t.validate(name)
         self.window.validate(self.transfers)
 
 

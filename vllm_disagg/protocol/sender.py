@@ -494,4 +494,4 @@ class Sender:
         """Raises AssertionError if the state contradicts itself.  Tests call it at each event."""
         for name, t in self.transfers.items():
             assert name not in self.endings, name
-            t.validate(self.layout)
+            t.validate(name, self.layout)

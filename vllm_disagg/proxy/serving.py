@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack
 from functools import partial
 
 from ..errors import ConfigError
@@ -117,7 +118,7 @@ async def serve(
     )
     files.follow_signal(on_renewal)
     try:
-        async with asyncio.TaskGroup() as tasks:
+        async with asyncio.TaskGroup() as tasks, AsyncExitStack() as ends:
             running = [
                 tasks.create_task(source)
                 for source in (
@@ -130,6 +131,9 @@ async def serve(
                 )
             ]
             running.append(members.start(tasks))
+            ends.callback(_end, running, members)
+            # First: a collector of spans may take 30 s, and the bus answers pings meanwhile.
+            ends.push_async_callback(recorder.shut)
             stop = stop or asyncio.Event()
             if bus:
                 running += _start_bus(tasks, bus, members, registry, stop)
@@ -139,10 +143,8 @@ async def serve(
                 ready(port)
             await stop.wait()
             await _drain(server, feed, settings.shutdown_timeout)
-            _end(running, members)
     finally:
         members.close()
-        await recorder.shut()
 
 
 def _queues(settings: ProxySettings, fleet: Fleet, policy: Policy) -> Queues:

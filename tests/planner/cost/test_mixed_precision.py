@@ -130,3 +130,23 @@ def test_mixed_precision_that_would_be_read_in_part_is_refused(
     grouped["quantized_layers"]["model.layers.0.mlp.up_proj"]["group_size"] = 32
     with pytest.raises(ConfigError, match=r"group_size of model.layers.0.mlp.up_proj is 32"):
         _quantized(**grouped)
+
+
+@pytest.mark.parametrize(
+    "named", [("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"), ("down_proj",)]
+)
+def test_parts_of_experts_may_be_named(named: tuple[str, ...]) -> None:
+    qwen = next(one for one in MODELS if one.name == "Qwen3-Next-80B-A3B").config
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    inputs = {"num_bits": 8, "type": "float", "dynamic": True}
+    targets = [f"re:.*experts.*{part}" for part in named]
+    group = {"targets": targets, "weights": weights, "input_activations": inputs}
+    quantization = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    config = {**qwen, "quantization_config": quantization}
+    if named == ("down_proj",):
+        with pytest.raises(ConfigError, match="experts of two formats"):
+            families.parse("m", config)
+        return
+    found = families.parse("m", config)
+    assert (found.expert_bytes, found.expert_dtype) == (1.0, "fp8")
+    assert [group.stored_bytes / group.parameters for group in found.products] == [2.0]

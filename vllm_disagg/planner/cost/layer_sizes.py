@@ -179,15 +179,28 @@ class LayerSizes:
         if not self._experts or not self._active:
             raise read.error(f"experts without one of {', '.join(fields)} and of {', '.join(used)}")
         self._expert = float(len(layers) * matrices * (latent or self.hidden) * width)
-        formats = self._quantization.formats(f"{root}.0.down_proj", layers)
-        if len(formats) > 1:
-            raise read.error(
-                f"quantization_config skips the experts of {formats[PLAIN]} layers, not all"
-                if PLAIN in formats
+        self._stored_experts = self._format_of_experts(layers, f"{root}.0", has_gate=matrices > 2)
+        self._add(PLAIN, len(layers) * self.hidden * (self._experts + 2 * latent))
+
+    def _format_of_experts(
+        self, layers: Sequence[int], root: str, *, has_gate: bool
+    ) -> WeightFormat:
+        """Returns the one format of routed experts; raises ConfigError if they have two.
+
+        `root`: one of them, which stands for all.
+        """
+        formats = self._quantization.formats
+        down = formats(f"{root}.down_proj", layers)
+        found = {*down, *formats(f"{root}.up_proj", layers)}
+        if has_gate:
+            found.update(formats(f"{root}.gate_proj", layers))
+        if len(found) > 1:
+            raise self._read.error(
+                f"quantization_config skips the experts of {down[PLAIN]} layers, not all"
+                if PLAIN in down
                 else "quantization_config has experts of two formats"
             )
-        self._stored_experts = next(iter(formats), PLAIN)
-        self._add(PLAIN, len(layers) * self.hidden * (self._experts + 2 * latent))
+        return next(iter(found), PLAIN)
 
     def costs(self, name: str, tied_by_default: bool, norm_reduces: int) -> ModelCosts:
         """Returns the sizes of the model."""

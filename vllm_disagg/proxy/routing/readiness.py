@@ -28,7 +28,7 @@ class Readiness(msgspec.Struct, frozen=True, omit_defaults=True):
     decode: int  # decode instances that are up
     reason: str = ""  # why no request can be served
     degraded: str = ""  # why requests are served, but no prompt is computed by a prefill instance
-    mismatch: str = ""  # why no two instances can be paired, although all of them answer
+    mismatch: str = ""  # why no two instances of now can be paired, although all answer
     instances: dict[str, str] = {}  # why an instance is not used, or not used in full, by URL
 
     def is_ready(self, mode: ReadinessMode) -> bool:

@@ -269,7 +269,9 @@ class BusHub:
     def _remember_note(self, message: BusMessage, now: float) -> None:
         self._forget_old_notes(now)
         self._notes[message.text] = now
-        self._numbers.update(message.numbers)
+        for incarnation, number in message.numbers.items():
+            # Notes of several threads of an engine may come through two workers, in any order.
+            self._numbers[incarnation] = max(number, self._numbers.get(incarnation, 0))
         if len(self._numbers) > MAX_INCARNATIONS:
             # One for all: an engine's notes reach any worker.
             self._numbers.clear()
@@ -355,7 +357,9 @@ async def _keep_running(
     while True:
         status = await _run_process(worker, hub, command, place, stop)
         if stop.is_set():
-            return 0 if status in (0, -signal.SIGTERM) else status
+            if status in (0, -signal.SIGTERM):
+                return 0
+            return status if status > 0 else 1  # killed, as one that gives no sign of life
         was_ready = worker.ready.is_set()
         if not place.restarted and (status == REFUSED_EXIT_STATUS or not was_ready):
             if status != REFUSED_EXIT_STATUS:  # such a worker has printed why

@@ -60,6 +60,7 @@ def worker(policy: str = "recompute", **settings: Any) -> WorkerSide:
         model_config=None,
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy=policy),
         speculative_config=None,
+        compilation_config=SimpleNamespace(static_forward_context={}),
     )
     caches: Any = SimpleNamespace(kv_cache_groups=[], num_blocks=16)
     return WorkerSide(Config(insecure=True, **settings), KEY, 0, vllm_config, caches)

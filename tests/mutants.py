@@ -220,11 +220,9 @@ def try_mutant(mutant: Mutant, health: Health) -> Procedure[Verdict]:
     """Plant a fault. Caught: a test fails. Skipped: no test of it can run here."""
     began = time.monotonic()
     outcome = Outcome.SKIPPED
-    # A fork has faults of modules only.
-    in_forks = runs(mutant) if mutant.file.endswith(".py") else []
-    # At last those that need no luck in a copy of the tree, where all sees the fault.
+    # At last those that need no luck by a new Python, in which all sees the fault.
     again = [run for run in runs(mutant) if run.seeds < MORE]
-    for is_cold, run in [*((False, run) for run in in_forks), *((True, run) for run in again)]:
+    for is_cold, run in [*((False, run) for run in runs(mutant)), *((True, run) for run in again)]:
         found, test = yield from plant_once(mutant, run, health, is_cold=is_cold)
         if found is Outcome.CAUGHT:
             return Verdict(mutant, found, time.monotonic() - began, test)

@@ -1,8 +1,9 @@
 """Runs pytest in forked processes of a parent that has imported all but this project.
 
 A fork costs milliseconds; a new process imports vLLM and torch for ten seconds. A fault is planted
-in a fork while it imports the project's modules (`planting.py`), or in a copy of the tree in which
-a new Python runs: for what no import shows, and for tests that do not run in a fork.
+in a fork while it imports the project's modules (`planting.py`). One in another file is planted in
+a copy of the tree, from which the fork imports. In such a copy a new Python runs for what no fork
+shows, and for tests that do not run in a fork.
 """
 
 from __future__ import annotations
@@ -60,6 +61,11 @@ class Fault(NamedTuple):
     path: Path
     old: str
     new: str
+
+    @property
+    def is_in_module(self) -> bool:
+        """Returns whether an import meets it."""
+        return self.path.suffix == ".py"
 
 
 class TestLimits(NamedTuple):
@@ -212,7 +218,8 @@ def _start(trial: Trial) -> Child:
     number, name = tempfile.mkstemp(prefix="mutants-")
     progress_number, progress = tempfile.mkstemp(prefix="mutants-")
     os.close(progress_number)
-    folder = Path(tempfile.mkdtemp(prefix="mutants-")) if trial.is_cold else None
+    needs_copy = trial.is_cold or (trial.fault is not None and not trial.fault.is_in_module)
+    folder = Path(tempfile.mkdtemp(prefix="mutants-")) if needs_copy else None
     sys.stdout.flush()
     pid = os.fork()
     if not pid:
@@ -238,10 +245,14 @@ def _run_here(trial: Trial, folder: Path | None, output: int) -> None:
         os.environ["SEEDS"] = str(trial.seeds)
         plugins = ["-p", "no:cacheprovider", "-p", trial_progress.__name__]
         arguments = ["-x", *plugins, "-W", IMPORTED_BEFORE, *trial.tests]
-        if folder is None:
-            status = _run_pytest(arguments, trial.fault)
-        else:
-            _run_copy(arguments, trial.fault, folder)
+        if folder is not None:
+            _change_copy(trial.fault, folder)
+        elif trial.fault is not None:
+            plant(*trial.fault)
+            plant_in_children(*trial.fault)
+        if trial.is_cold:
+            os.execv(sys.executable, [sys.executable, "-m", "pytest", *arguments])
+        status = _run_pytest(arguments, folder or ROOT)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -250,12 +261,9 @@ def _run_here(trial: Trial, folder: Path | None, output: int) -> None:
         os._exit(3)
 
 
-def _run_pytest(arguments: list[str], fault: Fault | None) -> int:
-    if fault is not None:
-        plant(*fault)
-        plant_in_children(*fault)
-    os.chdir(ROOT)
-    sys.path[:0] = [str(ROOT)]  # as `python -m pytest` does
+def _run_pytest(arguments: list[str], root: Path) -> int:
+    os.chdir(root)
+    sys.path[:0] = [str(root), str(root / "tests")]  # as `python -m pytest` and its settings do
     pytest = importlib.import_module("pytest")
     return int(pytest.main(arguments))
 
@@ -271,8 +279,8 @@ def copy_tree(folder: Path) -> None:
             (folder / entry.name).symlink_to(entry)
 
 
-def _run_copy(arguments: list[str], fault: Fault | None, folder: Path) -> None:
-    """Runs pytest in a copy of the tree, in a new Python in this process's place."""
+def _change_copy(fault: Fault | None, folder: Path) -> None:
+    """Copies the tree with a fault, and has this process and the Pythons it starts use the copy."""
     copy_tree(folder)
     if fault is not None:
         path = folder / fault.path.relative_to(ROOT)
@@ -281,4 +289,3 @@ def _run_copy(arguments: list[str], fault: Fault | None, folder: Path) -> None:
         path.write_text(path.read_text().replace(fault.old, fault.new))
     os.chdir(folder)
     os.environ["PYTHONPATH"] = f"{folder}:{folder}/tests"
-    os.execv(sys.executable, [sys.executable, "-m", "pytest", *arguments])

@@ -135,6 +135,44 @@ def test_a_test_that_hangs_is_killed_at_its_own_limit(tmp_path: Path, where: str
     assert found == [None, "test_hanging.py::test_that_hangs", ["test_hanging.py::test_first"]]
 
 
+READING = """
+import sys
+from pathlib import Path
+def test_it():
+    assert "warm_pytest" in sys.modules, "a new Python, which takes ten seconds"
+    assert "Restart=no" in Path("deploy/systemd/vllm-disagg-proxy.service").read_text()
+"""
+PLANTING = """
+import sys
+import warm_pytest
+from warm_pytest import ROOT, Fault, Trial
+
+warm_pytest.WARM_MODULES = ("pytest",)
+warm_pytest.import_what_has_no_fault()
+file = ROOT / "deploy/systemd/vllm-disagg-proxy.service"
+
+def procedure():
+    fault = Fault(file, "Restart=on-failure", "Restart=no")
+    return (yield Trial((sys.argv[1],), 100, 600.0, fault))
+
+[ended] = warm_pytest.run_procedures([procedure()], 1)
+print(ended.output)
+sys.exit(ended.status)
+"""
+
+
+def test_a_fork_sees_a_fault_that_is_in_no_module(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -q\n")
+    (tmp_path / "test_reading.py").write_text(READING)
+    done = subprocess.run(
+        [sys.executable, "-c", PLANTING, str(tmp_path / "test_reading.py")],
+        capture_output=True,
+        text=True,
+        env={"PATH": "", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 FAILED = Ended(1, "FAILED tests/x.py::test_it[a b] - x - y\n1 failed\n", 0.1, 0.1)
 PASSED = Ended(0, "1 passed\n", 0.1, 0.1)
 

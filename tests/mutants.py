@@ -270,14 +270,18 @@ def plant_once(
     return found, f"{test or 'all tests together'}: killed at its limit"
 
 
+def mixed(mutants: list[Mutant]) -> list[Mutant]:
+    """Return the mutants in an order in which tests that wait are beside tests that compute."""
+    return Random(0).sample(mutants, len(mutants))
+
+
 def part_of(mutants: list[Mutant], parts: int, part: int | None) -> list[Mutant]:
-    """Return one part of the mutants, mixed, and print how to repeat it. None: by the commit."""
+    """Return one part of the mixed mutants, and print how to repeat it. None: by the commit."""
     key = ""
     if part is None:
         key = commit_or_day()
         part = int(hashlib.sha256(key.encode()).hexdigest(), 16) % parts
-    mixed = Random(0).sample(mutants, len(mutants))
-    chosen = mixed[part::parts]
+    chosen = mixed(mutants)[part::parts]
     by_key = f", by {key}" if key else ""
     print(f"mutants: {len(chosen)} of {len(mutants)}{by_key}: --parts {parts} --part {part}")
     return chosen
@@ -330,7 +334,7 @@ def report(by_outcome: dict[Outcome, list[str]], seconds: float, health: Health)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     # Most tests wait.
-    parser.add_argument("-j", "--jobs", type=int, default=2 * (os.cpu_count() or 1))
+    parser.add_argument("-j", "--jobs", type=int, default=3 * (os.cpu_count() or 1))
     parser.add_argument("--parts", type=int, default=1, help="plant one of so many parts")
     parser.add_argument("--part", type=int, help="which one, from 0; without it by the commit")
     parser.add_argument(
@@ -352,6 +356,8 @@ def main() -> None:
     ]
     if args.parts > 1:
         mutants = part_of(mutants, args.parts, args.part)
+    else:
+        mutants = mixed(mutants)
     status = plant_all(mutants, args.jobs)
     sys.stdout.flush()
     # Without the page about leaks that Triton's C++ writes at an ordinary end.

@@ -574,6 +574,7 @@ def test_two_agents_made_at_once_are_both_kept_to_the_loopback(
         monkeypatch.delenv(name, raising=False)
     ours = memory(8, 1)
     told: list[str | None] = []
+    has_settings = threading.Event()  # of the first one, in the environment
     waiting = threading.Semaphore(0)  # how many have come as far as the lock
 
     class Lock:
@@ -588,6 +589,7 @@ def test_two_agents_made_at_once_are_both_kept_to_the_loopback(
 
     def make_agent(name: str, config: object) -> object:
         if not told:  # the first waits until the second wants to begin
+            has_settings.set()
             assert all(waiting.acquire(timeout=60) for _ in range(2))
         told.append(os.environ.get("UCX_NET_DEVICES"))
         return SimpleNamespace(backends=["UCX"], register_memory=lambda *_: None)
@@ -597,8 +599,9 @@ def test_two_agents_made_at_once_are_both_kept_to_the_loopback(
     monkeypatch.setattr(nixl_agent.importlib, "import_module", lambda _: api)
     make = lambda: nixl_agent.Agent("a", Config(), ours)  # noqa: E731
     jobs = [threading.Thread(target=make) for _ in range(2)]
-    for job in jobs:
-        job.start()
+    jobs[0].start()
+    assert has_settings.wait(60)
+    jobs[1].start()
     for job in jobs:
         job.join(60)
     assert told == ["lo", "lo"] and "UCX_NET_DEVICES" not in os.environ

@@ -19,7 +19,9 @@ pytest.importorskip("vllm")
 
 import torch
 from vllm.config import KVTransferConfig
+from vllm.config.lora import LoRAConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -154,10 +156,12 @@ class Decode:
         priority: int = 0,
         length: int = LENGTH,
         outputs: StructuredOutputsParams | None = None,
+        adapter: LoRARequest | None = None,
+        answer: int = 2,
     ) -> None:
-        """Adds a request with a prompt of its own."""
+        """Adds a request with a prompt of its own. `answer`: its tokens."""
         sampling = SamplingParams(
-            max_tokens=2, temperature=0, ignore_eos=True, structured_outputs=outputs
+            max_tokens=answer, temperature=0, ignore_eos=True, structured_outputs=outputs
         )
         if leg:
             assert self.side.engine is not None
@@ -174,7 +178,15 @@ class Decode:
             }
         prompt = [first, *range(10, 9 + length)]
         hasher = get_request_block_hasher(BLOCK, sha256)
-        request = Request(name, prompt, sampling, None, block_hasher=hasher, priority=priority)
+        request = Request(
+            name,
+            prompt,
+            sampling,
+            None,
+            block_hasher=hasher,
+            priority=priority,
+            lora_request=adapter,
+        )
         self.vllm.add_request(request)
 
     def step(self, *, failed: set[str] = NOBODY, loaded: set[str] = NOBODY) -> SchedulerOutput:
@@ -293,6 +305,38 @@ def test_a_prompt_without_room_lets_loads_behind_it_run(
     for _ in range(30):
         d.step(loaded=d.loading())
     assert set(d.answered) == {"first", *(f"leg{at}" for at in range(12))}
+
+
+def adapter(folder: Path, number: int) -> LoRARequest:
+    """Makes the files of an adapter."""
+    path = folder / f"adapter{number}"
+    path.mkdir()
+    (path / "adapter_config.json").write_text("{}")
+    (path / "adapter_model.safetensors").write_bytes(bytes([number]))
+    return LoRARequest(path.name, number, str(path))
+
+
+@pytest.mark.parametrize("is_good", [True, False])
+def test_loads_do_not_wait_for_one_whose_adapter_has_no_place(
+    is_good: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM passes over its request for as long as others have all places of adapters."""
+    d = Decode(tmp_path, 400, "fcfs", monkeypatch, has_windows=False)
+    d.vllm.lora_config = LoRAConfig(max_loras=1)
+    runs, waits = adapter(tmp_path, 1), adapter(tmp_path, 2)
+    d.ask("runs", 1, adapter=runs, answer=100)
+    d.ask("waits", 2, adapter=waits)
+    d.step()
+    d.step(loaded={"runs"})
+    d.step(**{"loaded" if is_good else "failed": {"waits"}})
+    d.ask("of the model", 3)
+    d.ask("of the adapter that runs", 4, adapter=runs)
+    for _ in range(20):
+        d.step(loaded=d.loading())
+    assert set(d.answered) == {"of the model", "of the adapter that runs"}
+    for _ in range(100):
+        d.step()
+    assert d.answered[2:] == ["runs", "waits"]
 
 
 @EACH_MODEL

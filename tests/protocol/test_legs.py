@@ -456,17 +456,25 @@ LOOKUP = events.LookupRequested("back", [OTHER], PLAN, "digest")
 
 
 @pytest.mark.parametrize("turn", ["has blocks", "is aborted"])
-def test_no_load_begins_before_a_request_whose_load_has_ended(turn: str) -> None:
+def test_after_an_empty_step_no_load_begins_before_a_request_whose_load_has_ended(
+    turn: str,
+) -> None:
     d = decode()
     d.add_decode(facts("later", transfer="u"), 0.0)
     d.on_load_finished("r")
+    d.on_step_scheduled(0.0, is_empty=True)
+    assert d.tokens_to_load("later", 64, 0.0) is None, "each request yields one turn"
+    d.on_step_scheduled(0.0, is_empty=True)
     assert d.tokens_to_load("later", 0, 0.0) is None
     assert d.tokens_to_load("later", 64, 0.0) == 0, "a prompt that is not loaded does not wait"
+    d.on_step_scheduled(0.0, is_empty=False)
+    assert d.tokens_to_load("later", 0, 0.0) == 70, "it may wait for something else than room"
     if turn == "has blocks":
         d.on_blocks_allocated("r", FIVE, 0)
     else:
         d.on_finished("r", is_normal=False)
     d.validate()
+    d.on_step_scheduled(0.0, is_empty=True)
     assert d.tokens_to_load("later", 0, 0.0) == 70
 
 

@@ -27,7 +27,8 @@ Rules, checked by `validate` and in the seeded worlds; of rule 9 these check the
   3. The workers get no event about blocks after their BlocksRevoked.
   4. Blocks that vLLM has taken back are revoked in the very next step, before they are reused.
   5. No leg waits without a limit: a lookup has a deadline, and the workers bound each load.
-  6. No load begins while a request whose load has ended waits for its turn.
+  6. After a step that computes nothing, no load begins while a request whose load has ended waits
+     for its turn.
   7. After a step that computes nothing, while a request whose load has ended waits for its turn,
      each request yields its own turn once.
   8. Handed-over prompts together hold at most `max_handover_blocks`; one alone may hold more.
@@ -71,6 +72,7 @@ class EngineLegs:
         self._lookups: dict[str, PrefillLeg] = {}
         # Requests whose load has ended, until vLLM gives them blocks for the next step.
         self._awaiting_turn: set[str] = set()
+        self._is_idle = False  # the last step has computed nothing
         self._yields_turns = False  # in vLLM's next scan of its queue
         self._has_yielded = False  # any request, in the last scan
         # Blocks of finished prompts that were handed over, by request; and the prompts by block,
@@ -150,8 +152,9 @@ class EngineLegs:
         # Rule 6.  After a failed load vLLM goes on reserving blocks for the request, and a new load
         # must fit beside them.  If it does not, vLLM stops its scan there.  With priorities the
         # failed request may be behind, and no request would ever run again.  None lets the scan
-        # go on.
-        if tokens and self._awaiting_turn:
+        # go on.  While steps compute, the request may wait for something else than room, such as
+        # the place of another adapter, for as long as that one is used.
+        if tokens and self._awaiting_turn and self._is_idle:
             return None
         return tokens
 
@@ -259,6 +262,7 @@ class EngineLegs:
 
     def on_step_scheduled(self, now: float, *, is_empty: bool) -> None:
         """Notes whether a step computes anything, and has P keep prompts that wait here."""
+        self._is_idle = is_empty
         if not is_empty:
             self._computed_at = now
         self._expect_loads(now)

@@ -32,6 +32,10 @@ REFUSED_SIBLINGS = {
     "HiSparseConnector": "keeps a part of the KV in a pool of its own",
     "MultiConnector": _IS_NESTED,
     "DecodeBenchConnector": "fills the cache with numbers that no model computed",
+    # In the step that computes the rest. vLLM computes again what a failed load has spoiled, and
+    # no connector hears of that. P has handed the spoiled KV over by then.
+    "LMCacheConnectorV1": "loads KV in the step that hands it over (LMCacheMPConnector does not)",
+    "FlexKVConnectorV1": "writes over the reports of other connectors",
 }
 
 

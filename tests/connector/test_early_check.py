@@ -224,6 +224,8 @@ def test_settings_of_another_shape_are_a_line(extra: object, words: str) -> None
         ("MultiConnector", "MultiConnector may not be inside another MultiConnector"),
         ("DisaggConnector", "DisaggConnector may be there only once"),
         ("DecodeBenchConnector", "numbers that no model computed"),
+        ("LMCacheConnectorV1", "loads KV in the step that hands it over"),
+        ("FlexKVConnectorV1", "writes over the reports of other connectors"),
     ],
 )
 def test_siblings_that_serve_the_same_requests_are_refused(
@@ -250,7 +252,7 @@ def test_a_multi_connector_within_another_is_refused(depth: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "sibling", ["OffloadingConnector", "LMCacheConnectorV1", "MooncakeStoreConnector", "TheirOwn"]
+    "sibling", ["OffloadingConnector", "LMCacheMPConnector", "MooncakeStoreConnector", "TheirOwn"]
 )
 def test_stores_of_kv_are_accepted_as_siblings(sibling: str) -> None:
     extra = {"connectors": [{"kv_connector": sibling}, CHILD]}

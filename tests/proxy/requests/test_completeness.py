@@ -401,6 +401,47 @@ async def test_an_engine_that_drains_cuts_no_tools_call(path: str, stream: bool)
         assert not w.d.refused, "it needs no check"
 
 
+@pytest.mark.parametrize("drains", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_the_best_beam_may_be_that_of_a_search_that_was_cut(
+    path: str, stream: bool, drains: bool
+) -> None:
+    """Each step of a search is a new request, which a draining engine aborts, too."""
+    kind = "text" if path == "/v1/completions" else "delta" if stream else "message"
+
+    def drain(w: World) -> None:
+        for engine in w.decodes:
+            engine.drains = drains
+
+    async with world(decode=2, prepare=drain) as w:
+        engines = Stopping(w)
+
+        async def tell(call: Call) -> None:
+            choice = {"index": 0, kind: "a", "finish_reason": "stop"}
+            if not stream:
+                await as_vllm(call, {"who": call.engine.name, "choices": [choice]})
+                return
+            await call.stream()
+            await call.event({"choices": [choice]})
+            await call.event("[DONE]")
+            await call.end()
+
+        engines.tell = tell  # type: ignore[method-assign]
+        searching = body(stream=stream, use_beam_search=True, prompt="x", temperature=0)
+        reply = await w.ask("POST", path, searching)
+        first, *others = (call.engine for call in engines.asked)
+        assert first is engines.victim
+        if stream:
+            assert reply.complete and b'"error"' in reply.body and not others
+        else:
+            assert [reply.json()["who"]] == [other.name for other in others]
+            assert others[0] is not first, "another one has searched anew"
+        asked = len(engines.asked)
+        await w.ask("POST", path, body(stream=stream, use_beam_search=False, prompt="x"))
+        assert len(engines.asked) == asked
+
+
 @pytest.mark.parametrize(("version", "is_cut"), [("0.32.0+cpu", False), ("0.30.0", True)])
 @pytest.mark.parametrize("path", TOOL_STREAMS)
 async def test_vllm_031_shows_aborts_in_streams(path: str, version: str, is_cut: bool) -> None:

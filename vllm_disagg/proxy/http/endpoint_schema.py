@@ -68,9 +68,10 @@ _KEEP_FIRST_TOKEN = frozenset(
 _OFF = frozenset(("echo", "return_token_ids", "use_beam_search"))
 _UNSET = (b"null", b"false")
 _SAMPLE_COUNTS = frozenset(("n", "best_of"))  # fields
+_BEAM_SEARCH = "use_beam_search"
 # Fields of any endpoint that, when set, ask for several sequences or for more of the prompt than
 # its KV.
-_WHOLE = frozenset(("use_beam_search", "echo", "prompt_logprobs", "prompt_embeds"))
+_WHOLE = frozenset((_BEAM_SEARCH, "echo", "prompt_logprobs", "prompt_embeds"))
 
 
 class _ToolKind(msgspec.Struct):
@@ -140,6 +141,11 @@ class EndpointSchema:
         if self.list_of_texts:
             return "" if _is_one_prompt(prompt) else self.prompt
         return self._unsplittable(fields, prompt)
+
+    def uses_beam_search(self, fields: Fields, sampling: Fields) -> bool:
+        """Whether the engine searches by beams, each step of which is a request of its own."""
+        found = (bytes(values.get(_BEAM_SEARCH, b"null")) for values in (fields, sampling))
+        return any(value not in _UNSET for value in found)
 
     def has_several_choices(self, fields: Fields, sampling: Fields) -> bool:
         """Whether the answer may have several choices, for several samples or prompts."""

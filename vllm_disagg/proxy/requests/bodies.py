@@ -105,6 +105,16 @@ class Body:
         return self._schema.has_several_choices(self._fields, self._sampling)
 
     @property
+    def uses_beam_search(self) -> bool:
+        """Whether its answer is the best of several that the engine has begun."""
+        return self._schema.uses_beam_search(self._fields, self._sampling)
+
+    @property
+    def may_end_unseen(self) -> bool:
+        """Whether a stream of its answer may hide that the engine has aborted a part of it."""
+        return self.has_several_choices or self.uses_beam_search
+
+    @property
     def has_previous_response(self) -> bool:
         """Whether it continues a response, which one instance alone has stored."""
         return bytes(self._fields.get("previous_response_id", b"null")) != b"null"

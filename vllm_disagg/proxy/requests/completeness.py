@@ -5,7 +5,9 @@ new ones. Most endpoints report an abort. A cut answer looks complete
 
 * in `END_MARKS`,
 * behind a tool's call in a whole answer; before vLLM 0.31 in a stream, too,
-* where a stream of several choices lacks one that has no token.
+* where a stream of several choices lacks one that has no token,
+* where it is the best beam of a search. Each step of a search is a new request, so that a draining
+  engine aborts it, too. vLLM then gives the best of all beams, which may have ended long before.
 
 But a stopping engine takes no new request. So one more token from it, requested *after* an answer,
 proves that the answer was whole. Such answers are held until then: for about one step of the
@@ -68,7 +70,7 @@ _SHOWS_ABORTS_IN_STREAMS = Version("0.31")
 # In the last events of a chat, unless vLLM's `--fingerprint-mode` leaves it out.
 _FINGERPRINT = re.compile(rb'"system_fingerprint":"vllm-([^"-]+)-')
 
-# By path: matches the event that ends a stream of several choices.
+# By path: matches the event that ends a stream of several choices, or of a search by beams.
 CHOICES_END_MARKS = dict.fromkeys(("/v1/completions", "/v1/chat/completions"), _DONE)
 
 # Paths whose streams end in an event for that. A stream without it was cut off. A killed process
@@ -83,10 +85,10 @@ class _CompleteAnswer(msgspec.Struct):
 _decode_answer = msgspec.json.Decoder(_CompleteAnswer).decode
 
 
-def end_mark_of(path: str, has_several_choices: bool = False) -> re.Pattern[bytes] | None:
+def end_mark_of(path: str, may_end_unseen: bool = False) -> re.Pattern[bytes] | None:
     """Returns what matches the first event that a stream's end is held from; None to hold none."""
     end_mark = END_MARKS.get(path) or TOOL_MARKS.get(path)
-    return CHOICES_END_MARKS.get(path, end_mark) if has_several_choices else end_mark
+    return CHOICES_END_MARKS.get(path, end_mark) if may_end_unseen else end_mark
 
 
 def doubtful(path: str, answer: bytes, engine: EngineInfo | None = None) -> bool:
@@ -107,13 +109,13 @@ def doubtful(path: str, answer: bytes, engine: EngineInfo | None = None) -> bool
 
 
 def doubtful_stream(
-    path: str, has_several_choices: bool, end: bytes, engine: EngineInfo | None
+    path: str, may_end_unseen: bool, end: bytes, engine: EngineInfo | None
 ) -> bool:
     """Whether a stream may have been cut off, although it has an end.
 
     `end`: its events from the one of `end_mark_of` on; empty if it needs none.
     """
-    if path not in TOOL_MARKS or has_several_choices:
+    if path not in TOOL_MARKS or may_end_unseen:
         return bool(end)
     if not end or (engine and engine.drains):
         return False

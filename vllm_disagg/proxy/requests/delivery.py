@@ -117,8 +117,8 @@ class Delivery:
             may_end = path not in PATHS_WITH_LAST_EVENT
             if not (may_end or compressed or recorder.has_ended):
                 return attempt.record_failure(leg, "reset", CUT_OFF_DETAIL)
-            several = attempt.context.body.has_several_choices
-            is_doubtful = doubtful_stream(path, several, bytes(recorder.held), server.engine)
+            unseen = attempt.context.body.may_end_unseen
+            is_doubtful = doubtful_stream(path, unseen, bytes(recorder.held), server.engine)
             if is_doubtful and not await self._completeness.is_engine_running(server):
                 return attempt.record_failure(leg, "stopping", STOPPING_DETAIL)
             if not recorder.finish():
@@ -137,7 +137,7 @@ class Delivery:
             and not compressed
             and any(decode is not attempt.server for decode in decodes)
         )
-        end_mark = end_mark_of(path, context.body.has_several_choices)
+        end_mark = end_mark_of(path, context.body.may_end_unseen)
         return StreamRecorder(context.client.write, record, end_mark, path)
 
 

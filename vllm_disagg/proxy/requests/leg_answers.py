@@ -93,7 +93,10 @@ def may_be_cut_off(attempt: Attempt, instance: Instance, answer: UpstreamRespons
     """Whether an answer for the client is whole and looks complete, but may have been cut off."""
     if answer.status != 200 or answer.is_stream or instance is not attempt.server:
         return False
-    return doubtful(attempt.context.request.path, answer.peek(), instance.engine)
+    context = attempt.context
+    if context.body.uses_beam_search:
+        return True
+    return doubtful(context.request.path, answer.peek(), instance.engine)
 
 
 def _error_detail(event: bytes) -> str:

@@ -19,7 +19,7 @@ EVENT = b'data: {"id":"x","object":"c","created":1,"choices":[{"index":0,"delta"
 ROLE = EVENT % (b'{"role":"assistant","content":""}', b"")
 ENDINGS = {
     "abort": EVENT % (b'{"content":""}', b',"finish_reason":"abort"'),
-    "error": b'data: {"error":{"message":"EngineCore died","code":500}}\n\n',
+    "error": b'data: {"error":{"message":"EngineCore encountered an issue","code":500}}\n\n',
 }
 
 
@@ -47,7 +47,7 @@ async def test_a_failed_stream_that_came_in_one_piece_is_no_answer(ending: bytes
         messages = [{"role": "user", "content": "a"}]
         reply = await w.post("/v1/chat/completions", messages=messages, stream=True, temperature=0)
         assert sum(len(d.calls) for d in w.decodes) == 2, "nobody else was asked"
-        assert b"abort" not in reply.body and b"EngineCore died" not in reply.body
+        assert b"abort" not in reply.body and b"EngineCore encountered an issue" not in reply.body
 
 
 @pytest.mark.parametrize(

@@ -411,7 +411,7 @@ def test_memory_is_bounded() -> None:
 
 def test_an_engine_that_reports_its_failure_is_cut_off() -> None:
     first = Script("A").completion()
-    error = b'data: {"error": {"message": "EngineCore died", "type": "InternalServerError", "code": 500}}\n\n'
+    error = b'data: {"error": {"message": "EngineCore encountered an issue", "type": "InternalServerError", "code": 500}}\n\n'
     for at in range(1, len(first)):
         wire = Wire()
         assert wire.play(b"".join(first[:at]) + error + DONE)
@@ -673,7 +673,7 @@ async def test_two_answers_are_never_mixed() -> None:
 
 async def test_an_engines_error_event_reaches_the_client_at_the_end() -> None:
     async with world(decode=2) as w:
-        error = {"error": {"message": "EngineCore died", "code": 500}}
+        error = {"error": {"message": "EngineCore encountered an issue", "code": 500}}
 
         async def script(call: Call) -> None:
             if call.leg == "prefill":
@@ -699,7 +699,9 @@ async def test_an_engine_that_fails_before_its_first_token() -> None:
         async def script(call: Call) -> None:
             if call.leg != "prefill" and not call.engine.others:  # type: ignore[attr-defined]
                 await call.stream()
-                await call.event({"error": {"message": "EngineCore died", "code": 500}})
+                await call.event(
+                    {"error": {"message": "EngineCore encountered an issue", "code": 500}}
+                )
                 await call.event("[DONE]")
                 await call.end()
             else:
@@ -851,7 +853,7 @@ def test_the_short_way_is_only_for_one_more_text(last: str) -> None:
     event = first[9]
     bad = {
         "abort": event.replace(b'"finish_reason":null', b'"finish_reason":"abort"'),
-        "error": b'data: {"error":{"message":"EngineCore died","code":500}}\n\n',
+        "error": b'data: {"error":{"message":"EngineCore encountered an issue","code":500}}\n\n',
         "part": event[:-9],
         "two": event + first[10],
     }[last]

@@ -36,7 +36,7 @@ TOOL = typed(
     index=0,
     content_block={"type": "tool_use", "id": "t", "name": "look", "input": {}},
 )
-DEAD = 'data: {"error": {"message": "EngineCore died", "type": "InternalServerError", "param": null, "code": 500}}\n\n'
+DEAD = 'data: {"error": {"message": "EngineCore encountered an issue", "type": "InternalServerError", "param": null, "code": 500}}\n\n'
 DEAD_MESSAGE = typed("error", error={"type": "internal_error", "message": "1 validation error"})
 CASES = [
     ("/v1/completions", [], NOT_YET),

@@ -335,7 +335,10 @@ def test_nothing_but_comments_is_no_beginning() -> None:
 def test_an_engine_that_reports_its_failure_is_cut_off(kind: Kind) -> None:
     first, again = kind("A", THINKING).events(), kind("B", THINKING, 2).events()
     error = frame(
-        {"type": "error", "error": {"type": "internal_error", "message": "EngineCore died"}}
+        {
+            "type": "error",
+            "error": {"type": "internal_error", "message": "EngineCore encountered an issue"},
+        }
     )
     for at in range(1, len(first)):
         wire = Wire(path=kind.path)
@@ -352,7 +355,12 @@ def test_an_engine_that_reports_its_failure_is_cut_off(kind: Kind) -> None:
 def test_a_block_that_ends_because_its_engine_failed_goes_on(keep: bool, step: int) -> None:
     """vLLM 0.33 ends the open block, of thoughts with a signature, before it reports a failure."""
     first, again = Messages("A", THINKING).events(), Messages("B", THINKING, 2).events()
-    error = frame({"type": "error", "error": {"type": "api_error", "message": "EngineCore died"}})
+    error = frame(
+        {
+            "type": "error",
+            "error": {"type": "api_error", "message": "EngineCore encountered an issue"},
+        }
+    )
     signature = {"type": "signature_delta", "signature": "of half a thought"}
     signed = frame({"type": "content_block_delta", "index": 0, "delta": signature})
     for at in (3, 4):  # events of the first block

@@ -275,6 +275,11 @@ DEAD_OF_33 = "The server had an error while processing your request."  # as of v
 ENGINE_DEAD_OF_33 = {"error": {"message": DEAD_OF_33, "type": "InternalServerError", "code": 500}}
 # vLLM 0.32 fails so what its pooling models have begun or get, when they stop.
 NO_WORDS = {"error": {"message": "", "type": "InternalServerError", "code": 500}}
+# Of a client that names an image at such a URL, whose server answers 503; the second one quotes.
+THEIR_WORDS, THEIR_QUOTES = (
+    {"error": {"message": f"503, url='http://a/{words}'", "code": 500}}
+    for words in ("EngineCore encountered an issue", '"message":"EngineCore encountered an issue')
+)
 FULL = {"error": {"message": "full", "code": 429}}
 
 
@@ -284,6 +289,8 @@ FULL = {"error": {"message": "full", "code": 429}}
         (ENGINE_DEAD, 500, "died"),
         (ENGINE_DEAD_OF_33, 500, "died"),
         (NO_WORDS, 500, "5xx"),
+        (THEIR_WORDS, 500, "5xx"),
+        (THEIR_QUOTES, 500, "5xx"),
         (FULL, 503, "5xx"),
         (FULL, 429, None),
     ],

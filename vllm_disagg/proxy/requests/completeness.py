@@ -108,9 +108,7 @@ def doubtful(path: str, answer: bytes, engine: EngineInfo | None = None) -> bool
         return True  # has no status
 
 
-def doubtful_stream(
-    path: str, may_end_unseen: bool, end: bytes, engine: EngineInfo | None
-) -> bool:
+def doubtful_stream(path: str, may_end_unseen: bool, end: bytes, engine: EngineInfo | None) -> bool:
     """Whether a stream may have been cut off, although it has an end.
 
     `end`: its events from the one of `end_mark_of` on; empty if it needs none.

@@ -45,8 +45,12 @@ _PART_ENDS = {
         rb'event: content_block_stop\n|event: content_block_delta\n.*"type":"signature_delta"'
     ),
 }
-# What vLLM's API server answers after its engine's death: before 0.33, and as of 0.33.
-DEATH_WORDS = (b"EngineCore", b"The server had an error while processing your request.")
+# How messages of vLLM's API server begin after its engine's death: before 0.33, and as of 0.33.
+# No client's text can look so: within JSON its quotes are escaped.
+_DEATH = re.compile(
+    rb'"message": ?"(?:EngineCore encountered an issue'
+    rb"|The server had an error while processing your request)"
+)
 # Of the events that are held back: those that end a text, its part, its item and the answer. Each
 # may be as large as an event can be, since vLLM repeats the text in all, in three its logprobs.
 MAX_HELD_EVENTS = 4
@@ -158,7 +162,7 @@ def failure_in(content: bytes) -> Reason:
 
     vLLM's API server outlives its engine for a moment, and reports the engine's death.
     """
-    return "died" if any(words in content for words in DEATH_WORDS) else "5xx"
+    return "died" if _DEATH.search(content) else "5xx"
 
 
 def _is_empty(events: bytes) -> bool:

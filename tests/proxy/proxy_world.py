@@ -69,10 +69,10 @@ class Call:
     def raw_write(self, text: str) -> None:
         self.writer.write(text.encode())
 
-    async def stream(self) -> None:
+    async def stream(self, more_headers: str = "") -> None:
         self.raw_write(
             "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
-            "transfer-encoding: chunked\r\n\r\n"
+            f"{more_headers}transfer-encoding: chunked\r\n\r\n"
         )
         await self.writer.drain()
 
@@ -456,6 +456,7 @@ class Reply:
     def __init__(self) -> None:
         self.status = 0
         self.headers: dict[str, str] = {}
+        self.header_names: list[str] = []  # one that came twice is here twice
         self.parts: list[bytes] = []
         self.complete = False
 
@@ -465,6 +466,7 @@ class Reply:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.headers[name.decode().lower()] = value.decode()
+        self.header_names.append(name.decode().lower())
 
     def on_body(self, body: bytes) -> None:
         self.parts.append(body)

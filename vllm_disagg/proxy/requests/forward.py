@@ -12,6 +12,7 @@ loaded the adapter that the request names.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from ..http.connection_pool import ConnectionPool, pool_of
 from ..http.error_replies import RequestFailed
 from ..http.headers import Headers, end_to_end, find
 from ..http.reasons import CUT_OFF_DETAIL, STOPPING_DETAIL, Reason
-from ..http.request import HttpRequest
+from ..http.request import REQUEST_ID_HEADER, HttpRequest
 from ..http.response import JSON, error_body
 from ..http.upstream_response import Unreachable, UpstreamResponse
 from ..http.websocket import join
@@ -38,6 +39,8 @@ from .failover import CHARGED_REASONS, RetryBudget
 from .streams import StreamRecorder, aborted, failure_in
 
 MAX_RETRIES = 2
+# When a client of these leaves, vLLM aborts all requests that have the client's id.
+AUDIO_PATHS = "/v1/audio/"
 
 
 class _ServedModel(msgspec.Struct):
@@ -158,9 +161,12 @@ class Forwarder:
         with _counted(instance):
             answer: UpstreamResponse | None = None
             try:
-                headers = end_to_end(request.headers, request=True)
                 answer = await pool_of(self._pools, instance.url).send(
-                    request.method, request.target, headers, request.body, request.upgrade
+                    request.method,
+                    request.target,
+                    _headers_for_engine(request),
+                    request.body,
+                    request.upgrade,
                 )
                 if answer.status == 101:
                     await join(client, answer)
@@ -178,7 +184,7 @@ class Forwarder:
             finally:
                 if answer:
                     answer.close()
-            client.answer(answer.status, end_to_end(answer.headers), content)
+            client.answer(answer.status, _headers_for_client(request.path, answer), content)
             await client.drained()
             return answer.status
 
@@ -199,7 +205,7 @@ class Forwarder:
         self, client: Connection, instance: Instance, answer: UpstreamResponse
     ) -> int:
         await answer.first_byte()
-        client.start(answer.status, end_to_end(answer.headers))
+        client.start(answer.status, _headers_for_client(client.path, answer))
         end_mark = END_MARKS.get(client.path)
         recorder = StreamRecorder(client.write, record=False, end_mark=end_mark)
         client.on_pause = answer.pause_reading
@@ -269,6 +275,25 @@ class Forwarder:
         finally:
             if answer:
                 answer.close()
+
+
+def _headers_for_engine(request: HttpRequest) -> Headers:
+    """Returns a request's headers, with an id that no other request has where that matters."""
+    headers = end_to_end(request.headers, request=True)
+    if not request.path.startswith(AUDIO_PATHS):
+        return headers
+    suffix = b"-" + os.urandom(8).hex().encode()
+    return [
+        (name, value + suffix if name == REQUEST_ID_HEADER else value) for name, value in headers
+    ]
+
+
+def _headers_for_client(path: str, answer: UpstreamResponse) -> Headers:
+    """Returns an answer's headers; without the engine's id where the client has another one."""
+    headers = end_to_end(answer.headers)
+    if not path.startswith(AUDIO_PATHS):
+        return headers
+    return [header for header in headers if header[0] != REQUEST_ID_HEADER]
 
 
 def _failure_reason(status: int, content: bytes) -> Reason | None:

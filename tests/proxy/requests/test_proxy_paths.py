@@ -250,6 +250,31 @@ async def test_forms_are_passed_as_they_are() -> None:
         assert w.d.calls[0].raw == form
 
 
+async def test_a_score_of_a_stopping_engine_is_made_by_another() -> None:
+    """Its request was aborted, and vLLM takes that for a bad request."""
+    message = "No logprobs available for item 0. This might indicate an issue with logprobs."
+    theirs = "Unknown label 'No logprobs available for item 0'"
+
+    async with world(decode=2, probe_interval=60.0) as w:
+
+        async def refuse(call: Call) -> None:
+            said = theirs if b"theirs" in call.raw else message
+            await call.json({"error": {"message": said, "code": 400}}, 400)
+
+        async def fine(call: Call) -> None:
+            await call.json({"by": call.engine.name})
+
+        w.decodes[0].script = refuse
+        w.decodes[1].script = fine
+        assert (await w.ask("POST", "/generative_scoring", b"{}")).json() == {"by": "d1"}
+        (row,) = [row for row in await w.instances() if row["url"] == w.decodes[0].url]
+        assert row["last_failure"]["reason"] == "stopping"
+    async with world(prefill=0) as w:
+        w.d.script = refuse
+        assert (await w.ask("POST", "/generative_scoring", b'{"a":"theirs"}')).status == 400
+        assert (await w.ask("POST", "/generative_scoring", b"{}")).status == 502
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_no_two_transcriptions_have_one_id(stream: bool) -> None:
     """When the client of one leaves, vLLM aborts all that have its id."""

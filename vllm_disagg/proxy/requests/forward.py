@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,6 +42,8 @@ from .streams import StreamRecorder, aborted, failure_in
 MAX_RETRIES = 2
 # When a client of these leaves, vLLM aborts all requests that have the client's id.
 AUDIO_PATHS = "/v1/audio/"
+# What vLLM answers with status 400 to a score by labels' probabilities whose request was aborted.
+_CUT_SCORE = re.compile(rb'"message": ?"No logprobs available for item ')
 
 
 class _ServedModel(msgspec.Struct):
@@ -176,7 +179,7 @@ class Forwarder:
                 if answer.status == 200 and answer.is_stream:
                     return await self._forward_stream(client, instance, answer)
                 content = await answer.read()
-                if answer.status == 200 and await self._is_cut_off(request, instance, content):
+                if await self._is_cut_off(request, instance, answer.status, content):
                     raise Unreachable("stopping", STOPPING_DETAIL)
                 reason = _failure_reason(answer.status, content)
                 if skip_failed and reason and self._can_afford(reason):
@@ -192,8 +195,12 @@ class Forwarder:
         """Pays for a repeat; returns False if the retry budget is exhausted."""
         return reason not in CHARGED_REASONS or self._retry_budget.spend(time.monotonic())
 
-    async def _is_cut_off(self, request: HttpRequest, instance: Instance, content: bytes) -> bool:
-        """Whether an answer with status 200 was cut off by the engine's end."""
+    async def _is_cut_off(
+        self, request: HttpRequest, instance: Instance, status: int, content: bytes
+    ) -> bool:
+        """Whether an answer, which is no failure by its status, was cut off by the engine's end."""
+        if status != 200:
+            return status == 400 and bool(_CUT_SCORE.search(content))
         # /derender answers with text that the client sent, which may look like an abort.
         if aborted(content) and not request.path.endswith("/derender"):
             return True

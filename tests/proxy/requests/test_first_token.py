@@ -696,7 +696,8 @@ def test_the_form_of_an_opening(form: str, text: str) -> None:
         chunk({"index": 0, "text": "a", "logprobs": {}}),
         chunk({"index": 0, "text": "a"}, usage={"prompt_tokens": 3}),
         chunk({"index": 0, "text": "a"}, prompt_token_ids=[1]),
-        # A field that a continuation does not know.
+        # A value, or a field, that a continuation does not know.
+        chunk({"index": False, "text": "a"}),
         chunk({"index": 0, "text": "a", "unknown": False}),
         chunk({"index": 0, "delta": {"content": "a", "unknown": 0}}),
         chunk({**ROLE, "unknown": ""}) + b"\n\n" + chunk({"index": 0, "delta": {"content": "a"}}),

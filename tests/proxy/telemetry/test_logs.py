@@ -104,8 +104,14 @@ async def test_each_error_of_the_proxy_has_the_id(tmp_path: Path) -> None:
         broken = await w.raw(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx y: z\r\n\r\n")
         minted = broken.headers["x-request-id"]
         assert broken.status == 400 and broken.json()["error"]["request_id"] == minted
+        # Refused by its head, which is whole.
+        coded = await w.raw(
+            b"POST /v1/completions HTTP/1.1\r\nhost: a\r\nx-request-id: id-coded\r\n"
+            b"transfer-encoding: gzip\r\n\r\n"
+        )
+        assert coded.status == 400 and coded.json()["error"]["request_id"] == "id-coded"
     ids = {json.loads(line)["id"] for line in path.read_text().splitlines()}
-    assert {minted, *(f"id-{at}" for at in range(len(asked)))} <= ids
+    assert {minted, "id-coded", *(f"id-{at}" for at in range(len(asked)))} <= ids
 
 
 async def test_failed_requests_are_limited_to_a_summary(caplog: pytest.LogCaptureFixture) -> None:

@@ -157,6 +157,8 @@ class RequestReader:
         refused = HttpRequest(request.method, request.path)
         refused.keep_alive = False
         refused.refusal = (status, message)
+        if request.first_values:  # its head is complete, and may have the client's id
+            refused.set_headers(request.headers)
         self.ready.append(refused)
 
     def refuse_more(self) -> None:

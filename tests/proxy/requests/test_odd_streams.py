@@ -163,7 +163,7 @@ def test_an_event_without_end_is_an_error(monkeypatch: pytest.MonkeyPatch, again
         sink(b"x" * 10_000)
     assert not stopped
     sink(b"x")
-    assert [reason for reason, _ in stopped] == ["garbled"] and bytes(out) == begin
+    assert [reason for reason, _ in stopped] == ["too_large"] and bytes(out) == begin
 
 
 LARGE = f"data: {chunk('x' * sse.PARSED_LIMIT_BYTES)}\n\n".encode()
@@ -321,3 +321,27 @@ def test_an_event_of_another_answer_is_odd() -> None:
         (f"data: {chunk('a')}\n\n" + f"data: {chunk('b')}\n\n".replace("c-1", "c-2")).encode()
     )
     assert not recorder.resumable
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/audio/transcriptions"])
+async def test_an_event_that_is_too_large_is_asked_of_one_instance(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request asks for it, as by logprobs of a long prompt: any instance would make it."""
+    monkeypatch.setattr(sse, "EVENT_LIMIT_BYTES", 1000)
+    async with world(prefill=0, decode=3, probe_interval=60.0) as w:
+
+        async def tell(call: Call) -> None:
+            await call.stream()
+            await call.event({"choices": [{"index": 0, "text": "a"}]})
+            await call.chunk(b'data: {"choices":[{"index":0,"text":"' + b"x" * 2000)
+            await call.forever()
+
+        for engine in w.decodes:
+            engine.script = tell
+        asked = json.dumps({"model": "m", "prompt": "x", "stream": True, "temperature": 0})
+        for count in (1, 2, 3):
+            reply = await w.ask("POST", path, asked.encode())
+            assert b"an event of more than" in reply.body or not reply.complete
+            assert sum(len(engine.calls) for engine in w.decodes) == count
+        assert not any(row["last_failure"] for row in await w.instances())

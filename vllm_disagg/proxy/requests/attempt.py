@@ -22,7 +22,7 @@ import msgspec
 
 from ..http.connection import Connection
 from ..http.headers import Headers
-from ..http.reasons import Reason
+from ..http.reasons import SAME_ELSEWHERE, Reason
 from ..http.request import HttpRequest
 from ..http.upstream_response import UpstreamResponse
 from ..routing.fleet import Fleet, Instance
@@ -220,6 +220,6 @@ class Attempt:
         if reason == "5xx":
             # The request itself may be the cause: see `blame_suspects`.
             self.progress.suspects.append(SuspectLeg(leg, now))
-        elif reason != "diverged":
+        elif reason not in SAME_ELSEWHERE:
             self._fleet.on_leg_failed(leg.instance, reason, now, leg.sent_at)
         return AttemptFailure(leg.name, reason, detail, answer)

@@ -26,7 +26,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from ..http.reasons import Reason
+from ..http.reasons import SAME_ELSEWHERE, Reason
 
 # The connection broke; the API server reports its engine's death; the engine makes no steps.
 DEATH_REASONS = frozenset(("reset", "died", "stalled"))
@@ -118,7 +118,9 @@ def next_step(
     """
     if history.answer_started and not history.answer_resumable:
         return NextStep.GIVE_UP
-    if history.attempts >= MAX_ATTEMPTS or history.deaths >= MAX_DEATHS or reason == "diverged":
+    if reason in SAME_ELSEWHERE:
+        return NextStep.GIVE_UP
+    if history.attempts >= MAX_ATTEMPTS or history.deaths >= MAX_DEATHS:
         return NextStep.GIVE_UP
     # Other Ps would decline it, too.
     may_pair = alternatives.pair and reason != "declined"

@@ -25,7 +25,7 @@ from ..http.connection import Connection
 from ..http.connection_pool import ConnectionPool, pool_of
 from ..http.error_replies import RequestFailed
 from ..http.headers import Headers, end_to_end, find
-from ..http.reasons import CUT_OFF_DETAIL, STOPPING_DETAIL, Reason
+from ..http.reasons import CUT_OFF_DETAIL, SAME_ELSEWHERE, STOPPING_DETAIL, Reason
 from ..http.request import REQUEST_ID_HEADER, HttpRequest
 from ..http.response import JSON, error_body
 from ..http.upstream_response import Unreachable, UpstreamResponse
@@ -145,7 +145,7 @@ class Forwarder:
         now = time.monotonic()
         if reason == "5xx":  # the request itself may be the cause: see `blame_suspects`
             progress.suspects.append(SuspectLeg(leg, now))
-        elif reason != "busy":
+        elif reason != "busy" and reason not in SAME_ELSEWHERE:
             self.fleet.on_leg_failed(leg.instance, reason, now, leg.sent_at)
 
     async def _try_instance(

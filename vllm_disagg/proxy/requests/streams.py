@@ -310,7 +310,7 @@ class StreamRecorder:
         try:
             events = self._splitter.feed(data)
         except sse.EventTooLarge as error:
-            self._stop("garbled", str(error))
+            self._stop("too_large", str(error))
             return
         if events:
             self._feed_events(events)

@@ -354,10 +354,8 @@ def main() -> None:
     mutants = [
         m for m in every if not args.words or any(word in "\n".join(m) for word in args.words)
     ]
-    if args.parts > 1:
-        mutants = part_of(mutants, args.parts, args.part)
-    else:
-        mutants = mixed(mutants)
+    one_part = args.parts > 1
+    mutants = part_of(mutants, args.parts, args.part) if one_part else mixed(mutants)
     status = plant_all(mutants, args.jobs)
     sys.stdout.flush()
     # Without the page about leaks that Triton's C++ writes at an ordinary end.

@@ -118,9 +118,8 @@ def next_step(
     """
     if history.answer_started and not history.answer_resumable:
         return NextStep.GIVE_UP
-    if reason in SAME_ELSEWHERE:
-        return NextStep.GIVE_UP
-    if history.attempts >= MAX_ATTEMPTS or history.deaths >= MAX_DEATHS:
+    is_exhausted = history.attempts >= MAX_ATTEMPTS or history.deaths >= MAX_DEATHS
+    if is_exhausted or reason in SAME_ELSEWHERE:
         return NextStep.GIVE_UP
     # Other Ps would decline it, too.
     may_pair = alternatives.pair and reason != "declined"

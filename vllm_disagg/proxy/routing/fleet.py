@@ -229,11 +229,11 @@ class Instance:
             return
         self.last_failure = reason
         self.last_failure_at = now
+        if self.up and reason in SERVER_DEATHS:
+            self.state_since = now  # requests wait from then on
         if reason == "refused":
             self.mark_down(REFUSES)
         elif reason == "no_connection":
-            if self.up:
-                self.state_since = now  # requests wait from then on
             self.mark_down(NO_CONNECTION)
         elif reason == "died":
             self.mark_down("its engine died")
@@ -388,6 +388,7 @@ class Fleet:
         for other in self.instances:
             if other.server == instance.server and other.up:
                 other.mark_down(instance.unavailable_reason)
+                other.state_since = instance.state_since
 
     def with_other_ranks(self, instances: Iterable[Instance]) -> list[Instance]:
         """Returns these instances and all other data parallel ranks of their servers."""

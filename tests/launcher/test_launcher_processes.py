@@ -41,6 +41,10 @@ if "--die" in sys.argv and role == "decode":
 facts = json.loads({facts!r})[role]
 if "--differ" in sys.argv:
     facts["layout"] = {{"dtype": role}}
+if "--off" in sys.argv and role == "prefill":
+    facts = None
+    if "--silent" not in sys.argv:
+        print("ERROR 11-22 05:03:51 [c.py:9] KV transfers are off: layer a; it serves", flush=True)
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(503 if "--never" in sys.argv else 200)
@@ -470,6 +474,23 @@ def test_instances_that_can_never_be_paired_are_not_waited_for(up: Callable[...,
     (line,) = (line for line in said.splitlines() if "no two instances can be paired" in line)
     assert line.startswith("vllm-disagg up: ") and line.endswith("; everything is stopped")
     assert "do not fit: dtype is prefill on one side and decode on the other" in line
+    assert running.left() == []
+
+
+@pytest.mark.parametrize("more", [(), ("--silent",)])
+def test_an_engine_without_transfers_is_not_waited_for(
+    more: tuple[str, ...], up: Callable[..., Up]
+) -> None:
+    running = up("--off", *more, ready_limit=10 * SECONDS)
+    code, said = running.end()
+    assert code == 1
+    (line,) = (line for line in said.splitlines() if "no two instances can be paired" in line)
+    reason = line.removeprefix("vllm-disagg up: no two instances can be paired: ")
+    if more:  # as an engine whose line was lost
+        assert "KV transfers are off" in reason and reason.startswith("http://127.0.0.1:")
+    else:
+        words = "KV transfers are off: layer a; it serves; everything is stopped"
+        assert reason == f"prefill-0: {words}"
     assert running.left() == []
 
 

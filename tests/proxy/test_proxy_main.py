@@ -493,11 +493,15 @@ async def test_a_misfit_ends_no_proxy_that_has_served(
     assert "no prefill and decode instance can be paired" in caplog.text
 
 
-async def test_transfers_that_an_engine_has_turned_off_end_no_proxy() -> None:
+async def test_transfers_that_an_engine_has_turned_off_end_no_proxy(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """They are no mistake of the operator, and D serves all requests."""
     fleet = misfits()
     fleet.instances[0].on_probe_answered("m", None, refusal=TRANSFERS_OFF)
     await serving._refuse_misfit(fleet, 0.001)
+    (record,) = caplog.records
+    assert f"http://p serves no KV transfers: {TRANSFERS_OFF}" in record.getMessage()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from ..errors import ConfigError, DisaggError
 from ..fleet import keys
 from ..proxy import flags as proxy_flags
 from ..proxy import settings as proxy_settings
+from ..proxy.routing.fleet import TRANSFERS_OFF
 from ..proxy.routing.readiness import Readiness
 from . import config_file, flags, machine, model_check, plan, scrape_targets
 from .backoff import RestartBackoff
@@ -225,7 +226,7 @@ def _wait(
                     ready.add(command.name)
                     _say_ready(command, children, console)
                 elif command.name == plan.PROXY:
-                    _check_pairs(answers[command.name])
+                    _check_pairs(answers[command.name], children)
         if now - printed_at >= PROGRESS_INTERVAL_SECONDS and len(ready) < len(commands):
             printed_at = now
             states = []
@@ -239,14 +240,17 @@ def _wait(
             raise TimeoutError(f"{late} is not ready after {limit:.0f} s: {answer}")
 
 
-def _check_pairs(answer: str) -> None:
+def _check_pairs(answer: str, children: ChildProcesses) -> None:
     """Raises FleetMismatched if the proxy's answer says that no two instances can be paired."""
     try:
         readiness = msgspec.json.decode(answer, type=Readiness)
     except msgspec.DecodeError:  # it does not listen yet, or answers with an error
         return
-    if readiness.mismatch:
-        raise FleetMismatched(f"no two instances can be paired: {readiness.mismatch}")
+    reason = readiness.mismatch
+    if TRANSFERS_OFF in reason:  # the engine knows more than the proxy
+        reason = children.transfers_off() or reason
+    if reason:
+        raise FleetMismatched(f"no two instances can be paired: {reason}")
 
 
 def _phase(command: ChildCommand, children: ChildProcesses) -> str:

@@ -37,6 +37,7 @@ HARMLESS_PATTERN = re.compile(
 )
 LOCK_FILE = "up.pid"  # in --log-dir; locked by the `up` that writes there, and has its pid
 MAX_ANSWER_BYTES = 65536  # that a child's answer to a probe may have
+TRANSFERS_OFF_PATTERN = re.compile(r"KV transfers are off: .*")
 TROUBLE_PATTERN = re.compile(r"error|killed", re.IGNORECASE)
 
 
@@ -212,6 +213,7 @@ class ChildProcess:
         self.name = command.name
         self.started_at = time.monotonic()
         self.progress = StartProgress(self.started_at)
+        self.transfers_off = ""  # the engine's line about that
         self._log_path = log_path
         self._cause = ExitCause()
         self.process = subprocess.Popen(
@@ -250,6 +252,8 @@ class ChildProcess:
                 lines.write_line(line)
                 self._cause.add(line)
                 self.progress.on_line(line, time.monotonic())
+                if not self.transfers_off and (found := TRANSFERS_OFF_PATTERN.search(line)):
+                    self.transfers_off = found[0]
         lines.close()
 
 
@@ -342,6 +346,11 @@ class ChildProcesses:
     def child(self, name: str) -> ChildProcess:
         """Returns the child of this name."""
         return next(child for child in self._children if child.name == name)
+
+    def transfers_off(self) -> str:
+        """Returns the line of an engine that has turned its KV transfers off; "" without one."""
+        off = (f"{c.name}: {c.transfers_off}" for c in self._children if c.transfers_off)
+        return next(off, "")
 
     def drop(self, child: ChildProcess) -> None:
         """Ends the rest of the group of a child that has ended, and forgets it."""

@@ -420,7 +420,8 @@ async def _refuse_misfit(fleet: Fleet, interval: float) -> None:
     A wrong key or role is the operator's mistake. It is reported at start, instead of serving
     without transfers. Later, or once requests are served, it is one line of the log: an instance
     that comes must not end those that serve. So is a difference of versions, flags or weights: a
-    proxy may be restarted amid a roll-out.
+    proxy may be restarted amid a roll-out. So are transfers that an engine has turned off: a
+    restart of it may help, and D serves all requests.
     """
     loop = asyncio.get_running_loop()
     refused_until = loop.time() + _MISFIT_SECONDS
@@ -430,7 +431,7 @@ async def _refuse_misfit(fleet: Fleet, interval: float) -> None:
     if not found:
         return
     is_start = loop.time() <= refused_until and not fleet.has_served
-    if is_start and not found.may_be_rollout:
+    if is_start and not found.may_pass:
         raise ConfigError(found.reason)
     log.error(
         "proxy: no prefill and decode instance can be paired, decode instances compute all"

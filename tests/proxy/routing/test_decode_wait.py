@@ -28,8 +28,11 @@ def waits(*instances: Instance, patience: float = 9.0, most: int = 9) -> DecodeW
     return DecodeWait(Fleet(list(instances)), most, patience)
 
 
-async def began(waiting: DecodeWait, query: RoutingQuery = QUERY) -> asyncio.Task[None]:
-    task = asyncio.create_task(waiting.wait(query))
+async def began(
+    waiting: DecodeWait, query: RoutingQuery = QUERY, failed: tuple[Instance, ...] = ()
+) -> asyncio.Task[bool]:
+    now = asyncio.get_running_loop().time()
+    task = asyncio.create_task(waiting.wait(query, now, failed))
     await asyncio.sleep(0.01)
     return task
 
@@ -71,6 +74,73 @@ async def test_waits_for_nothing_else() -> None:
         task.cancel()
 
 
+def restarting(seconds: float = 60.0) -> Instance:
+    """Returns a decode instance that has ended so many seconds ago."""
+    found = instance("http://e", "refuses connections: it has ended")
+    found.state_since -= seconds
+    return found
+
+
+async def test_one_that_ended_earlier_may_come_back_when_the_last_one_ends() -> None:
+    last = instance("http://d")
+    last.state_since -= 3600.0
+    waiting = waits(last, restarting())
+    now = asyncio.get_running_loop().time()
+    waiting._fleet.on_leg_failed(last, "stopping", now)
+    task = await began(waiting)
+    assert not task.done()
+    waiting._fleet.instances[1].up = True
+    waiting.wake()
+    assert await task
+    assert not await waiting.wait(QUERY, now)
+
+
+async def test_the_wait_for_one_that_may_come_back_is_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    last = instance("http://d", "it is being stopped")
+    waiting = waits(last, restarting(), patience=600.0)
+    monkeypatch.setattr(decode_wait, "RESTART_SECONDS", 0.05)
+    for failed in ((), (last,)):
+        await asyncio.wait_for(waiting.wait(QUERY, last.state_since, failed), 20.0)
+        await asyncio.sleep(0.01)  # a timer may be early by a millisecond
+        assert not await waiting.wait(QUERY, last.state_since, failed), "it was given up"
+    assert (await began(waiting)).done(), "from the end of the last one on"
+
+
+async def test_those_that_end_together_are_not_waited_for() -> None:
+    for others in ([], [restarting(0.5)]):
+        assert (await began(waits(instance("http://d", "it is being stopped"), *others))).done()
+
+
+async def test_ranks_of_one_server_end_together() -> None:
+    ranks = [instance(f"http://d@{rank}") for rank in range(2)]
+    for rank in ranks:
+        rank.state_since -= 3600.0
+    waiting = waits(*ranks)
+    waiting._fleet.on_leg_failed(ranks[0], "refused", asyncio.get_running_loop().time())
+    assert not ranks[1].up
+    assert (await began(waiting)).done()
+    assert (await began(waiting, failed=(ranks[0],))).done()
+
+
+@pytest.mark.parametrize("reason", ["", SILENT])
+async def test_a_query_waits_for_none_that_has_failed_it(
+    reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one may be up in the proxy's eyes: its connections were reset."""
+    last, other = instance("http://d", reason), restarting()
+    waiting = waits(last, other, patience=600.0)
+    assert (await began(waiting, failed=(last, other))).done()
+    task = await began(waiting, failed=(last,))
+    assert not task.done()
+    task.cancel()
+    monkeypatch.setattr(decode_wait, "RESTART_SECONDS", 0.05)
+    other.unavailable_reason = SILENT
+    other.state_since = last.state_since
+    await asyncio.wait_for(await began(waiting, failed=(last,)), 20.0)
+
+
 async def test_another_models_instance_is_no_alternative() -> None:
     fleet = (instance("http://d", SILENT, "a"), instance("http://e", "", "b"))
     query = RoutingQuery(0, model="a")
@@ -89,12 +159,13 @@ async def test_a_model_that_no_instance_serves_may_be_that_of_one_not_probed_yet
     monkeypatch.setattr(decode_wait, "UNKNOWN_MODEL_SECONDS", 600.0)
     new = instance("http://d", NOT_PROBED)
     new.models = frozenset()
-    waiting = waits(new, instance("http://e", "", "b"), patience=600.0)
+    waiting = waits(new, instance("http://f", "", "b"), restarting(), patience=600.0)
     for model in ("b", ""):
         assert (await began(waiting, RoutingQuery(0, model=model))).done()
     task = await began(waiting, RoutingQuery(0, model="a"))
     assert not task.done()
     new.unavailable_reason = SILENT  # an unknown name must not wait for each dead address
+    assert (await began(waiting, RoutingQuery(0, model="a"))).done()
     waiting.wake()
     await asyncio.wait_for(task, 20.0)
 
@@ -137,7 +208,7 @@ async def test_who_leaves_and_who_is_too_many() -> None:
     waiting = waits(instance("http://d", SILENT), most=1)
     task = await began(waiting)
     with pytest.raises(QueueFull):
-        await waiting.wait(QUERY)
+        await waiting.wait(QUERY, asyncio.get_running_loop().time())
     task.cancel()
     await asyncio.wait({task})
     assert len(waiting) == 0

@@ -14,6 +14,7 @@ RESTARTS = int(os.environ.get("RESTARTS", "12"))  # of engines, two at a time
 CLIENTS = 8
 EVENTS = 5
 EVENT_SECONDS = 0.02
+START_SECONDS = 1.5  # more than `decode_wait.MIN_START_SECONDS`
 LOOKS = 24  # connections of which one surely reaches the worker that has noticed a restart last
 OTHERS = 8  # connections of health checks and of the test that come and go
 
@@ -23,6 +24,7 @@ class RestartingEngine(ScriptedEngine):
 
     running = 0
     lives = 1
+    start_seconds = 0.0
 
     async def serve(self, call: Call) -> None:
         """Answers with the prompt, slowly enough for a restart to meet some requests."""
@@ -45,6 +47,7 @@ class RestartingEngine(ScriptedEngine):
         self.is_stopping = True
         await until(lambda: not self.running)
         await self.stop()
+        await asyncio.sleep(self.start_seconds)
         self.lives += 1
         self.incarnation = f"{self.name}-{self.lives}"
         self.is_stopping = False
@@ -120,6 +123,25 @@ async def test_restarts_lose_no_request_and_leave_nothing(tmp_path: Path) -> Non
         await until(lambda: is_idle(world))
         assert await settled(proxy, world) < before + OTHERS
         assert not any(engine.running for engine in made)
+
+
+async def test_restarts_that_heed_no_proxy_lose_no_request(tmp_path: Path) -> None:
+    """The next instance ends as soon as the last one is back, before all workers have probed it."""
+    made = [RestartingEngine("p0", "prefill")]
+    made += [RestartingEngine(name, "decode") for name in ("d0", "d1")]
+    for engine in made:
+        engine.script = engine.serve
+        engine.start_seconds = START_SECONDS
+    async with engines(*made) as world, whole_proxy(tmp_path, world):
+        load = Load(world)
+        async with asyncio.TaskGroup() as clients:
+            for client in range(CLIENTS):
+                clients.create_task(load.run(client))
+            for at in range(RESTARTS // 2):
+                answered = load.answered
+                await made[1 + at % 2].restart()
+                assert load.answered > answered
+            load.is_over = True
 
 
 async def is_idle(world: World) -> bool:

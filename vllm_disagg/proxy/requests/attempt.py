@@ -173,9 +173,7 @@ class Attempt:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._prefill_leg:
-            self._prefill_leg.cancel()
-        self.release_prefill_place()
+        self.end_prefill_leg()
         self.decode.remove_request(self.context.query.prompt_bytes)
         for answer in self._open_answers:
             answer.close()
@@ -189,6 +187,12 @@ class Attempt:
         self._unstarted_pair = None
         task.add_done_callback(lambda _: self._prefill_queue.release(pair))
         return task
+
+    def end_prefill_leg(self) -> None:
+        """Ends the prefill leg, and so gives back its place; it has no effect on one that ended."""
+        if self._prefill_leg:
+            self._prefill_leg.cancel()
+        self.release_prefill_place()
 
     def prompt_computed(self, pair: InstancePair) -> None:
         """Counts a prompt that P has computed, for the estimate of P's rate."""

@@ -1,9 +1,10 @@
 """Chooses the instances of each attempt, and takes their places.
 
-    first_plan   a wait, if the only decode instance is silent; then
+    first_plan   a wait, if no decode instance is up and one may come back (`decode_wait.py`); then
                  a pair from the prefill queue; or one decode instance, where two legs cannot serve
                  the request, do not pay, or find no pair
-    next_plan    after a failure: the step that `failover.py` decides, within the retry budget
+    next_plan    after a failure: the step that `failover.py` decides, within the retry budget;
+                 a short wait before it, if only a decode instance is missing
 
 A next plan is chosen while the failed attempt still has its places, and takes its own after these
 were given back. So a request in the prefill queue gets a place that becomes free first.
@@ -12,8 +13,10 @@ were given back. So a request in the prefill queue gets a place that becomes fre
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 from ..http.error_replies import RequestFailed
+from ..http.reasons import SERVER_DEATHS
 from ..routing.fleet import Fleet, Instance
 from ..routing.pairing import (
     Choice,
@@ -40,6 +43,9 @@ from .failover import (
     RetryBudget,
     next_step,
 )
+
+# Of an instance that has ended, or soon will.
+ENDING_REASONS = DEATH_REASONS | SERVER_DEATHS
 
 
 class AttemptPlans:
@@ -71,26 +77,32 @@ class AttemptPlans:
         Raises RequestFailed.
         """
         self._retry_budget.earn()
-        if not self._fleet.has_decode_for(context.query.model):
-            await self._wait_for_decode(context)
+        came_at = time.monotonic()
+        await self._wait_for_decode(context, came_at)
         if self._needs_one_instance(context):
             return self._take_any_decode(context)
         idle = self._spill_instance(context) if self._spill else None
         if idle:
             self.take_places(context, idle)
             return idle
-        pair = await self._wait_for_pair(context)
+        pair = await self._wait_for_pair(context, came_at)
         if pair:
             return pair
         return self._take_any_decode(context)
 
-    async def _wait_for_decode(self, context: RequestContext) -> None:
-        """Waits while no decode instance serves the request and a silent one may come back."""
+    async def _wait_for_decode(self, context: RequestContext, came_at: float) -> bool:
+        """Waits while no decode instance serves the request and one may come back.
+
+        Returns whether it has waited.
+        """
+        if self._fleet.has_decode_for(context.query.model):
+            return False
         try:
-            await self._decode_wait.wait(context.query)
+            has_waited = await self._decode_wait.wait(context.query, came_at)
         except QueueFull as error:
             raise RequestFailed(429, str(error), retry_after=1) from None
         context.meter.queue_seconds = time.monotonic() - context.meter.began
+        return has_waited
 
     def _needs_one_instance(self, context: RequestContext) -> bool:
         """Whether one decode instance serves the request alone."""
@@ -110,10 +122,13 @@ class AttemptPlans:
             self._metrics.fell_back("prefill_full")
         return idle
 
-    async def _wait_for_pair(self, context: RequestContext) -> InstancePair | None:
+    async def _wait_for_pair(self, context: RequestContext, came_at: float) -> InstancePair | None:
         """Returns a pair with its places taken; None if no two instances fit."""
         try:
             pair = await self._prefill_queue.acquire(context.query, context.request.priority)
+            # The last decode instance may have gone down meanwhile.
+            if not pair and await self._wait_for_decode(context, came_at):
+                pair = await self._prefill_queue.acquire(context.query, context.request.priority)
         except QueueFull as error:
             raise RequestFailed(429, str(error), retry_after=1) from None
         except QueueTimeout as error:
@@ -136,11 +151,39 @@ class AttemptPlans:
 
     # -- after a failure ---------------------------------------------------------------------------
 
-    def next_plan(self, attempt: Attempt, failure: AttemptFailure) -> AttemptPlan | None:
+    async def next_plan(self, attempt: Attempt, failure: AttemptFailure) -> AttemptPlan | None:
         """Returns the next attempt's plan, whose places `take_places` takes; None to give up."""
         context = attempt.context
         progress = attempt.progress
         progress.on_attempt_failed(failure, context.client.started)
+        step, plan = self._choose_next(attempt, failure)
+        if step is NextStep.GIVE_UP and _lacks_decode(progress.history, failure):
+            attempt.end_prefill_leg()  # nobody would read it
+            with suppress(QueueFull):
+                failed = progress.failed_instances
+                await self._decode_wait.wait(context.query, time.monotonic(), failed)
+            step, plan = self._choose_next(attempt, failure)
+        if step is NextStep.GIVE_UP or not self._can_afford(failure, time.monotonic()):
+            if failure.reason not in REFUSALS:
+                self._metrics.failed_over("none")
+                context.request.rung = "none"
+            return None
+        context.request.rung = step.value
+        if failure.reason == "declined":
+            # All others may refuse it, too: `on_served` counts.
+            progress.declined_rung = step.value
+            progress.declined_reason = _fallback_reason(failure, progress.history)
+        else:
+            self._metrics.failed_over(step.value)
+            self._metrics.fell_back(_fallback_reason(failure, progress.history))
+        return plan
+
+    def _choose_next(
+        self, attempt: Attempt, failure: AttemptFailure
+    ) -> tuple[NextStep, AttemptPlan | None]:
+        """Returns the next step and its plan, which is void to give up."""
+        context = attempt.context
+        progress = attempt.progress
         now = time.monotonic()
         failed = progress.failed_instances
         # A server that fails one rank has often died with all of them: another server goes first.
@@ -162,22 +205,9 @@ class AttemptPlans:
             # and a second death would end the request.
             if failure.reason in DEATH_REASONS and step is not NextStep.GIVE_UP:
                 break
-        if step is NextStep.GIVE_UP or not self._can_afford(failure, now):
-            if failure.reason not in REFUSALS:
-                self._metrics.failed_over("none")
-                context.request.rung = "none"
-            return None
-        context.request.rung = step.value
-        if failure.reason == "declined":
-            # All others may refuse it, too: `on_served` counts.
-            progress.declined_rung = step.value
-            progress.declined_reason = _fallback_reason(failure, progress.history)
-        else:
-            self._metrics.failed_over(step.value)
-            self._metrics.fell_back(_fallback_reason(failure, progress.history))
         if step is NextStep.PAIR and isinstance(pair, InstancePair):
-            return pair
-        return attempt.decode if step is NextStep.SAME_DECODE else other_decode
+            return step, pair
+        return step, attempt.decode if step is NextStep.SAME_DECODE else other_decode
 
     def on_served(self, progress: RequestProgress) -> None:
         """Counts the fallback of a request that was served although an instance declined it."""
@@ -196,6 +226,17 @@ class AttemptPlans:
         else:
             record_choice(self._fleet, self._policy, context.query, time.monotonic(), plan)
             plan.add_request(context.query.prompt_bytes)
+
+
+def _lacks_decode(history: AttemptHistory, failure: AttemptFailure) -> bool:
+    """Whether an instance has ended, and another decode instance would be tried if there was one.
+
+    No request waits for one because of a refusal, or while its instance lives.
+    """
+    if failure.reason not in ENDING_REASONS:
+        return False
+    one_decode = Alternatives(pair=False, same_decode=False, other_decode=True)
+    return next_step(failure.leg, failure.reason, history, one_decode) is not NextStep.GIVE_UP
 
 
 def _fallback_reason(failure: AttemptFailure, history: AttemptHistory) -> str:

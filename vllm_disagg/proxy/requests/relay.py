@@ -136,7 +136,7 @@ class Relay:
                     if result == 200:
                         self._plans.on_served(progress)
                     return result
-                next_plan = self._plans.next_plan(attempt, result)
+                next_plan = await self._plans.next_plan(attempt, result)
                 if next_plan is None:
                     return await self._delivery.deliver_failure(attempt, result)
             self._plans.take_places(context, next_plan)

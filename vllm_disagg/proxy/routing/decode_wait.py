@@ -1,10 +1,14 @@
-"""Has new requests wait while the only decode instance is silent.
+"""Has requests wait for a decode instance that may come back.
 
 A silent instance may be frozen, just slow, or behind a network that is gone for a moment: its
 running requests wait for it, for MAX_SILENCE_SECONDS at most, if no other instance can serve them.
 New ones wait as long, instead of an error at once. So do those that come before an instance was
 probed for the first time, as after the restart of a proxy worker. An instance that refuses
-connections has ended: no request waits for it.
+connections has ended: requests wait for it amid rolling restarts only.
+
+Rolling restarts. A decode instance is stopped when another one has come back, perhaps a moment
+before this proxy has probed that one. So for RESTART_SECONDS after the last one went down requests
+wait for those that went down earlier. So does a request that the last one has failed.
 
 A model that no instance serves may be that of one that was not probed yet. Its requests wait, too,
 although others could refuse them, but not for long: one of the others may have it as an adapter
@@ -15,14 +19,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection
 
-from .fleet import MAX_SILENCE_SECONDS, NO_CONNECTION, NOT_PROBED, SILENT, Fleet
+from .fleet import MAX_SILENCE_SECONDS, NO_CONNECTION, NOT_PROBED, SILENT, Fleet, Instance
 from .pairing import decodes_for
 from .policies import RoutingQuery
 from .prefill_queue import QueueFull
 
 # For the first probe of an instance that may alone have a model; four a second are sent.
 UNKNOWN_MODEL_SECONDS = 3.0
+RESTART_SECONDS = 3.0  # for the probe of an instance that has come back
+# Between two instances of which one may be back when the other one ends. Those that end together,
+# as with their machine, start together.
+MIN_START_SECONDS = 1.0
 
 
 class DecodeWait:
@@ -39,46 +48,54 @@ class DecodeWait:
     def __len__(self) -> int:
         return self._waiting
 
-    async def wait(self, query: RoutingQuery) -> None:
+    async def wait(
+        self, query: RoutingQuery, came_at: float, failed: Collection[Instance] = ()
+    ) -> bool:
         """Returns when a decode instance serves the query, or none is expected to.
 
-        Raises QueueFull.
+        `came_at`: from then on a query waits as long as it may. `failed`: the instances that have
+        failed it, the last one at `came_at`. Returns whether it has waited. Raises QueueFull.
         """
-        came_at = time.monotonic()
-        if not self._seconds_left(query, came_at):
-            return
+        if not self._seconds_left(query, came_at, failed):
+            return False
         if self._waiting >= self._max_waiting:
             raise QueueFull(f"{self._waiting} requests wait already")
         self._waiting += 1
         try:
-            while left := self._seconds_left(query, came_at):
+            while left := self._seconds_left(query, came_at, failed):
                 await asyncio.wait_for(self._changed.wait(), left)
         except TimeoutError:
             pass  # the caller finds no instance, and says so
         finally:
             self._waiting -= 1
+        return True
 
     def wake(self) -> None:
         """Looks again, after any change of the fleet."""
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _seconds_left(self, query: RoutingQuery, came_at: float) -> float:
+    def _seconds_left(
+        self, query: RoutingQuery, came_at: float, failed: Collection[Instance]
+    ) -> float:
         """Returns how long a query that came at `came_at` waits on at most; 0: not at all."""
         now = time.monotonic()
         reasons: tuple[str, ...] = (SILENT, NO_CONNECTION, NOT_PROBED)
-        patience = self._patience
-        if decodes_for(self._fleet, query):
+        patience = min(self._patience, RESTART_SECONDS) if failed else self._patience
+        down = [d for d in self._fleet.with_role("decode") if not d.up]
+        gone_at = came_at if failed else max((d.state_since for d in down), default=0.0)
+        if decodes_for(self._fleet, query, failed):
             if not self._fleet.is_model_uncertain(query.model):
                 return 0.0
             reasons = (NOT_PROBED,)
             patience = min(patience, UNKNOWN_MODEL_SECONDS)
-        silent_since = [
-            decode.state_since
-            for decode in self._fleet.with_role("decode")
-            if not decode.up and decode.unavailable_reason in reasons
-        ]
-        if not silent_since:
-            return 0.0
-        given_up_at = max(silent_since) + MAX_SILENCE_SECONDS
+            gone_at = 0.0  # those that were probed have not this model
+        given_up_at = 0.0
+        for decode in down:
+            if decode in failed:
+                continue
+            if decode.unavailable_reason in reasons:
+                given_up_at = max(given_up_at, decode.state_since + MAX_SILENCE_SECONDS)
+            elif decode.state_since < gone_at - MIN_START_SECONDS:
+                given_up_at = max(given_up_at, gone_at + RESTART_SECONDS)
         return max(0.0, min(given_up_at, came_at + patience) - now)

@@ -229,11 +229,11 @@ class Instance:
             return
         self.last_failure = reason
         self.last_failure_at = now
+        if self.up and reason in SERVER_DEATHS:
+            self.state_since = now  # requests wait from then on
         if reason == "refused":
             self.mark_down(REFUSES)
         elif reason == "no_connection":
-            if self.up:
-                self.state_since = now  # requests wait from then on
             self.mark_down(NO_CONNECTION)
         elif reason == "died":
             self.mark_down("its engine died")
@@ -326,7 +326,7 @@ class FleetMismatch:
     """Why no prefill and decode instance of a fleet can be paired."""
 
     reason: str  # for people
-    may_be_rollout: bool  # a roll-out that goes on may end it; else the operator must
+    may_pass: bool  # a roll-out that goes on, or a restart, may end it; else the operator must
 
 
 @dataclass(slots=True)
@@ -388,6 +388,7 @@ class Fleet:
         for other in self.instances:
             if other.server == instance.server and other.up:
                 other.mark_down(instance.unavailable_reason)
+                other.state_since = instance.state_since
 
     def with_other_ranks(self, instances: Iterable[Instance]) -> list[Instance]:
         """Returns these instances and all other data parallel ranks of their servers."""
@@ -418,14 +419,11 @@ class Fleet:
     def permanent_mismatch(self) -> FleetMismatch | None:
         """Returns why no two instances can be paired, although all of them answer.
 
-        None while that is not known. An engine that has turned its transfers off is no mistake of
-        the operator: a restart of it may help.
+        None while that is not known.
         """
         prefills = self.with_role("prefill")
         decodes = self.with_role("decode")
         if not (prefills and decodes) or not all(i.up for i in self.instances):
-            return None
-        if any(TRANSFERS_OFF in i.unavailable_reason for i in self.instances):
             return None
         able = [(p, d) for p in prefills for d in decodes if p.can_transfer and d.can_transfer]
         if not all(mismatch(p, d) for p, d in able):
@@ -433,11 +431,12 @@ class Fleet:
         # Versions, flags or weights of two engines, which change one engine after the other.
         for prefill, decode in able:
             if not is_one_engine(prefill, decode):
-                return FleetMismatch(_words_of(prefill, decode), may_be_rollout=True)
+                return FleetMismatch(_words_of(prefill, decode), may_pass=True)
         reasons = [f"{i.url} {i.unavailable_reason}" for i in self.instances if not i.can_transfer]
         if reasons:
-            return FleetMismatch(reasons[0], any(OTHER_RELEASE in reason for reason in reasons))
-        return FleetMismatch(_words_of(*able[0]), may_be_rollout=False)
+            passing = (OTHER_RELEASE, TRANSFERS_OFF)
+            return FleetMismatch(reasons[0], any(words in r for r in reasons for words in passing))
+        return FleetMismatch(_words_of(*able[0]), may_pass=False)
 
 
 def _words_of(prefill: Instance, decode: Instance) -> str:

@@ -21,6 +21,11 @@ A text is a worker's metrics, or its share of the status page.
 
 A message is JSON behind its length in 8 bytes. Lines would not do: the metrics of a large fleet are
 longer than the line limit of a stream reader.
+
+A supervisor that is frozen reads nothing, and its workers serve on. What they keep for it is
+bounded. Registrations and roles are repeated every 2 s, so they are dropped behind
+MAX_BACKLOG_BYTES. One `ask` a topic is open at a time. Changes are never dropped: each is an
+operator's, or follows one.
 """
 
 from __future__ import annotations
@@ -44,6 +49,7 @@ log = logging.getLogger(__name__)
 SYNC_SECONDS = 0.02  # between two exchanges of loads
 TEXTS_TIMEOUT_SECONDS = 2.0  # for the other workers' texts
 MAX_MESSAGE_BYTES = 1 << 30  # above the metrics of any proxy
+MAX_BACKLOG_BYTES = 1 << 20  # that the hub has not read, behind which a repeated message is dropped
 
 Topic = Literal["metrics", "status"]
 TOPICS: tuple[Topic, ...] = get_args(Topic)
@@ -132,9 +138,7 @@ class WorkerBus:
         self._socket = socket.socket(fileno=place.hub)
         self._writer: asyncio.StreamWriter | None = None
         self._unsent: list[BusMessage] = []
-        self._pending_texts: dict[Topic, list[asyncio.Future[list[str]]]] = {
-            topic: [] for topic in TOPICS
-        }
+        self._pending_texts: dict[Topic, asyncio.Future[list[str]]] = {}  # that the hub was asked
 
     async def sync(self) -> None:
         """Keeps loads shared until cancelled."""
@@ -177,32 +181,31 @@ class WorkerBus:
             self._send(BusMessage("rendered", topic=message.topic, text=self._text(message.topic)))
         elif message.kind == "ping":
             self._send(BusMessage("pong"))
-        elif message.kind == "texts":
-            pending = self._pending_texts[message.topic]
-            self._pending_texts[message.topic] = []
-            for future in pending:
-                if not future.done():
-                    future.set_result(message.texts)
+        elif message.kind == "texts" and message.topic in self._pending_texts:
+            self._pending_texts.pop(message.topic).set_result(message.texts)
 
     def broadcast(self, event: MembershipChange | Registered) -> None:
         """Sends the other workers a change made here, or a registration accepted here."""
         if isinstance(event, MembershipChange):
             self._send(BusMessage("change", change=event))
         else:
-            self._send(BusMessage("note", text=event.note.decode(), numbers=event.numbers))
+            self._send_repeated(BusMessage("note", text=event.note.decode(), numbers=event.numbers))
 
     def broadcast_roles(self, roles: dict[str, Role]) -> None:
         """Sends the other workers all roles that differ from the named ones."""
-        self._send(BusMessage("roles", roles=roles))
+        self._send_repeated(BusMessage("roles", roles=roles))
 
     async def texts(self, topic: Topic) -> list[str]:
-        """Returns the texts of all workers that answer in time; none if the hub does not answer."""
-        future: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
-        self._pending_texts[topic].append(future)
-        self._send(BusMessage("ask", topic=topic))
+        """Returns the texts of all workers that answer in time; none if the hub does not answer.
+
+        A request that waits already is shared.
+        """
+        if topic not in self._pending_texts:
+            self._pending_texts[topic] = asyncio.get_running_loop().create_future()
+            self._send(BusMessage("ask", topic=topic))
         try:
             async with asyncio.timeout(2 * TEXTS_TIMEOUT_SECONDS):
-                return await future
+                return await asyncio.shield(self._pending_texts[topic])
         except TimeoutError:
             return []
 
@@ -219,6 +222,12 @@ class WorkerBus:
                 error,
             )
         members.set("registration", registry.members)
+
+    def _send_repeated(self, message: BusMessage) -> None:
+        """Sends a message, or drops it while the hub does not read: it is repeated soon."""
+        backlog = self._writer.transport.get_write_buffer_size() if self._writer else 0
+        if backlog < MAX_BACKLOG_BYTES:
+            self._send(message)
 
     def _send(self, message: BusMessage) -> None:
         if self._writer:

@@ -284,7 +284,8 @@ class BusHub:
 
     def _pass_on(self, source: WorkerProcess, message: BusMessage) -> None:
         for worker in self.workers:
-            if worker is not source:
+            # One that starts reads nothing for up to minutes, and gets all once it is ready.
+            if worker is not source and worker.ready.is_set():
                 worker.send(message)
 
 

@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 import pytest
 
-from vllm_disagg.proxy.http.reasons import Reason
+from vllm_disagg.proxy.http.reasons import SAME_ELSEWHERE, Reason
 from vllm_disagg.proxy.requests.failover import (
     MAX_ATTEMPTS,
     MAX_DEATHS,
@@ -57,7 +57,7 @@ def test_no_request_is_given_up_while_a_step_is_left() -> None:
         may_pair = left.pair and reason != "declined"
         something = (may_pair and past.pair_attempts < MAX_PAIR_ATTEMPTS) or alone
         gave_up = next_step(leg, reason, past, left) is NextStep.GIVE_UP
-        assert gave_up is (bounded or not something or reason == "diverged")
+        assert gave_up is (bounded or not something or reason in SAME_ELSEWHERE)
 
 
 def test_the_order_of_the_rungs() -> None:

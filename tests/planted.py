@@ -2155,4 +2155,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a worker keeps to itself what its experts compute in", "kv_connectors/worker.py", "self._varies(names), numbers)", "self._varies(names))", "tests/gpu/test_gpu_worker.py"),
     ("ends of a part and the next event are one large event", "proxy/requests/streams.py", "    return any(len(event) > limit for event in data.split(b\"\\n\\n\"))\n", "    return True\n", "tests/proxy/requests/test_named_events.py::test_only_a_large_event_ends_a_recording"),
     ("a bench runs in the root's folder alone", "benchmarks/kernel_times.py", "from least_errors import", "from benchmarks.least_errors import", "tests/unit/test_benchmark_imports.py"),
+    ("facts: positions are those of what memory has room for", "kv_connectors/fingerprint.py", "os.environ.get(_positions_variable(model)) or _read", "_read", "tests/connector/test_early_check.py"),
+    ("facts: engines of one process share their positions", "kv_connectors/fingerprint.py", "    given = getattr(model, \"original_max_model_len\", None)\n", "    given = None\n", "tests/connector/test_early_check.py"),
 ]

@@ -25,6 +25,7 @@ from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.fleet.registration import Registration, register_all
 
 from . import (
+    client_calls,
     compat,
     compatibility,
     data_parallel,
@@ -94,8 +95,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         role = ROLES[str(self._kv_transfer_config.kv_role)]
         rank = data_parallel.shared_server_rank(vllm_config)
         compat.around_adapter_loads(prompt_digest.note_load)
-        compat.keep_kv_mapped()
-        compat.refuse_worker_methods()
+        client_calls.keep_kv_mapped()
+        client_calls.refuse_worker_methods()
         self._scheduler = SchedulerSide(
             key,
             role,

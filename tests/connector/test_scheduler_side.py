@@ -946,7 +946,7 @@ def test_adapters_of_one_name_differ_by_their_files(tmp_path: Path) -> None:
 
 
 def test_an_adapter_that_was_loaded_anew_is_read_anew(tmp_path: Path) -> None:
-    """Under a new name: under the same one it has no digest (`test_compatibility.py`)."""
+    """Under a new name: under the same one it has no digest (`test_adapters.py`)."""
     with engine_process():
         before = sent_digest("decode", lora_request=adapter(tmp_path / "a", b"a"))
         other = adapter(tmp_path / "a", b"b", number=2, name="another")

@@ -13,6 +13,9 @@ Nor has it one after other files were loaded under the same cache name: vLLM the
 earlier files in its prefix cache. A cache name is an adapter's name; as of vLLM 0.32 with its path.
 Files that vLLM could not load have made no KV: they may be a copy that was not whole yet.
 
+A digest is made when its request arrives, and must stay true until the prompt is computed. So
+`note_load` refuses to replace a loaded adapter in place.
+
 An adapter that is named by its place on a hub has no digest. vLLM looks the name up at each load,
 without a revision, so that two engines, or one at two times, may have two adapters of one name.
 """
@@ -28,6 +31,8 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from vllm_disagg.errors import ConfigError
 
 from . import compat
 from .fingerprint import WEIGHTS, digest, sample_files
@@ -72,7 +77,11 @@ def digest_prompt(request: Request) -> str:
 
 @contextmanager
 def note_load(lora: Any) -> Iterator[None]:
-    """Records the state of an adapter's files before vLLM loads them, in the `with` block."""
+    """Records the state of an adapter's files before vLLM loads them, in the `with` block.
+
+    Raises ConfigError for a load in the place of another one.
+    """
+    _refuse_replacement(lora)
     is_recorded = _record_stamps(lora)
     try:
         yield
@@ -82,6 +91,20 @@ def note_load(lora: Any) -> Iterator[None]:
         raise
     if is_recorded:
         _compare_with_first_files(lora)
+
+
+def _refuse_replacement(lora: Any) -> None:
+    """Raises ConfigError if vLLM would give an adapter's number to other weights.
+
+    Requests that were admitted before, and steps of those that run, would go on with these.
+    """
+    is_known = any(number == lora.lora_int_id for _, number in _stamps_at_load)
+    if is_known and getattr(lora, "load_inplace", False):
+        raise ConfigError(
+            f"DisaggConnector does not replace a loaded adapter ({lora.lora_name}), because"
+            " requests may be under way with it: load the new one under a new name, without"
+            " load_inplace"
+        )
 
 
 def _record_stamps(lora: Any) -> bool:

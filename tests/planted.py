@@ -2157,4 +2157,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a bench runs in the root's folder alone", "benchmarks/kernel_times.py", "from least_errors import", "from benchmarks.least_errors import", "tests/unit/test_benchmark_imports.py"),
     ("facts: positions are those of what memory has room for", "kv_connectors/fingerprint.py", "os.environ.get(_positions_variable(model)) or _read", "_read", "tests/connector/test_early_check.py"),
     ("facts: engines of one process share their positions", "kv_connectors/fingerprint.py", "    given = getattr(model, \"original_max_model_len\", None)\n", "    given = None\n", "tests/connector/test_early_check.py"),
+    ("adapters: a loaded one is replaced in place", "kv_connectors/prompt_digest.py", "    if is_known and getattr", "    if False and getattr", "tests/connector/test_adapters.py::test_a_loaded_adapter_is_not_replaced_in_place"),
+    ("adapters: one of a new number counts as a replacement", "kv_connectors/prompt_digest.py", "    if is_known and getattr", "    if getattr", "tests/connector/test_adapters.py::test_a_loaded_adapter_is_not_replaced_in_place"),
 ]

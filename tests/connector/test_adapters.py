@@ -20,6 +20,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm_release import IS_BEFORE_032, as_of_032
 
 from kv_connectors import compat, prompt_digest
+from vllm_disagg.errors import ConfigError
 
 
 def asked(lora: Any) -> Any:
@@ -137,6 +138,31 @@ def test_an_adapter_has_no_digest_while_the_cache_may_have_kv_of_other_files(
     for _ in range(3):
         assert prompt_digest.digest_prompt(asked(replaced)) == ""
     assert caplog.text.count("other files were loaded under its name before") == 1
+
+
+def test_a_loaded_adapter_is_not_replaced_in_place(load: Any, tmp_path: Path) -> None:
+    """Requests that were admitted before name its number, and would get other weights."""
+    first = load(adapter(tmp_path / "a", b"a", 1))
+    digest = prompt_digest.digest_prompt(asked(first))
+    for folder in ("b", "a"):  # other files, and the same place
+        in_place = adapter(tmp_path / folder, folder.encode(), 1, is_in_place=True)
+        with pytest.raises(ConfigError, match="load the new one under a new name, without"):
+            load(in_place)
+    assert set(prompt_digest._stamps_at_load) == {(first.lora_path, 1)}
+    # No such load: its number is new. Each of its requests has vLLM read the files again.
+    other = load(adapter(tmp_path / "c", b"c", 2, "another", is_in_place=True))
+    assert prompt_digest.digest_prompt(asked(other)) == ""
+    assert digest
+
+
+def test_an_adapter_whose_replacement_was_refused_goes_on(load: Any, tmp_path: Path) -> None:
+    first = load(adapter(tmp_path / "a", b"a", 1))
+    digest = prompt_digest.digest_prompt(asked(first))
+    with pytest.raises(ConfigError, match="does not replace a loaded adapter"):
+        load(adapter(tmp_path / "b", b"b", 1, is_in_place=True))
+    assert prompt_digest.digest_prompt(asked(first)) == digest != ""
+    again = load(first)  # as each of several API servers does at the start
+    assert prompt_digest.digest_prompt(asked(again)) == digest
 
 
 def test_files_that_vllm_could_not_load_are_no_earlier_files(load: Any, tmp_path: Path) -> None:

@@ -127,16 +127,34 @@ def test_an_adapter_whose_files_were_replaced_at_p_gives_no_kv(
     assert pair.decode.received == before
 
 
+def test_an_adapter_is_not_replaced_in_place(pair: Pair, machine: Machine) -> None:
+    """Requests that wait would be computed with the new weights, and have the old ones' digest."""
+    other = adapter(machine.folder / "other", model("dense"), 8)
+    for engine in (pair.prefill, pair.decode):
+        status, words = ask_to_load(engine, NAMES[1], other, load_inplace=True)
+        assert status == 500
+        assert f"DisaggConnector does not replace a loaded adapter ({NAMES[1]})" in words
+    asked = [body(tokens(300, f"in place {at}"), 16, model=NAMES[1]) for at in range(4)]
+    before = pair.decode.received
+    assert all(record.status == 200 for record in pair.check(asked))
+    wait("KV moves", lambda: pair.decode.received > before)
+
+
 def load(engine: Engine, name: str, path: str) -> None:
+    status, words = ask_to_load(engine, name, path)
+    assert status == 200, words
+
+
+def ask_to_load(engine: Engine, name: str, path: str, **more: bool) -> tuple[int, str]:
     connection = http.client.HTTPConnection("127.0.0.1", engine.port, timeout=60)
     try:
         connection.request(
             "POST",
             "/v1/load_lora_adapter",
-            json.dumps({"lora_name": name, "lora_path": path}),
+            json.dumps({"lora_name": name, "lora_path": path, **more}),
             {"content-type": "application/json"},
         )
         answer = connection.getresponse()
-        assert answer.status == 200, answer.read()
+        return answer.status, answer.read().decode()
     finally:
         connection.close()

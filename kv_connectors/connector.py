@@ -77,6 +77,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide
         self._worker: WorkerSide
         self._registrations: list[Registration] = []
+        prompt_digest.note_lora_settings(vllm_config.lora_config)
         if role is KVConnectorRole.SCHEDULER:
             self._create_scheduler(settings, key, vllm_config, kv_cache_config)
             _warn_of(settings, extra)

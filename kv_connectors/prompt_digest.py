@@ -11,6 +11,7 @@ them for a request without a transfer, which is not looked at. Only the times te
 
 Nor has it one after other files were loaded under the same cache name: vLLM then finds KV of the
 earlier files in its prefix cache. A cache name is an adapter's name; as of vLLM 0.32 with its path.
+Where adapters change what encoders make of images, it is the name alone: vLLM keeps that by name.
 Files that vLLM could not load have made no KV: they may be a copy that was not whole yet.
 
 A digest is made when its request arrives, and must stay true until the prompt is computed. So
@@ -28,6 +29,7 @@ import logging
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +54,29 @@ _stamps_at_load: dict[AdapterKey, FileStamps] = {}
 _first_files: dict[str, tuple[str, FileStamps]] = {}  # path and state, by cache name
 _replaced: set[str] = set()  # cache names under which different files were loaded
 _warned: set[tuple[AdapterKey, str]] = set()  # with the kind of warning
+
+
+@dataclass
+class _Caches:
+    """What this process's caches tell adapters by."""
+
+    tell_paths: bool = True
+
+
+_caches = _Caches()
+
+
+def note_lora_settings(lora_config: Any) -> None:
+    """Notes, when an engine starts, whether its adapters change what encoders make of images."""
+    if getattr(lora_config, "enable_tower_connector_lora", False):
+        _caches.tell_paths = False
+
+
+def cache_name(lora: Any) -> str:
+    """Returns what vLLM's caches tell an adapter by; empty without an adapter."""
+    if lora is None:
+        return ""
+    return compat.cache_name(lora) if _caches.tell_paths else str(lora.lora_name)
 
 
 def digest_prompt(request: Request) -> str:
@@ -129,11 +154,11 @@ def _record_stamps(lora: Any) -> bool:
 
 def _compare_with_first_files(lora: Any) -> None:
     """Finds out whether other files were loaded under an adapter's cache name before."""
-    cache_name = compat.cache_name(lora)
+    name = cache_name(lora)
     files = (lora.lora_path, _stamps_at_load[lora.lora_path, lora.lora_int_id])
-    if _first_files.setdefault(cache_name, files) == files:
+    if _first_files.setdefault(name, files) == files:
         return
-    _replaced.add(cache_name)
+    _replaced.add(name)
     log.warning(
         "LoRA adapter %s: other files were loaded under its name before, and their KV may be in the"
         " prefix cache; its requests run without KV transfers until this engine is restarted, or"
@@ -165,7 +190,7 @@ def _digest_adapter(lora: Any) -> str:
                 lora.lora_name,
             )
         return ""
-    if compat.cache_name(lora) in _replaced:  # `_compare_with_first_files` has logged it
+    if cache_name(lora) in _replaced:  # `_compare_with_first_files` has logged it
         return ""
     return adapter_digest
 

@@ -388,7 +388,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("GPU: which head a rank has is guessed", "kv_connectors/gpu/layout.py", "if regions and len(totals) == 1 and", "if regions and", "tests/gpu/test_layout.py"),
     ("layers in alphabetical order", "kv_connectors/kv_layout.py", "int(found[0]) if found else -1\n", "found[0] if found else -1\n", "tests/connector/test_kv_layout.py"),
     ("an adapter's new files pass for the old", "kv_connectors/prompt_digest.py", "    if stamps != _stamps_at_load.get((lora.lora_path, lora.lora_int_id)):\n", "    if False:\n", "tests/connector/test_adapters.py"),
-    ("KV of an adapter's earlier files passes for its own", "kv_connectors/prompt_digest.py", "    if compat.cache_name(lora) in _replaced:  #", "    if False:  #", "tests/connector/test_adapters.py"),
+    ("KV of an adapter's earlier files passes for its own", "kv_connectors/prompt_digest.py", "    if cache_name(lora) in _replaced:  #", "    if False:  #", "tests/connector/test_adapters.py"),
     ("files of a failed load are earlier files", "kv_connectors/prompt_digest.py", "    try:\n        yield\n", "    if is_recorded:\n        _compare_with_first_files(lora)\n    try:\n        yield\n", "tests/connector/test_adapters.py"),
     ("a failed load forgets the adapter's first one", "kv_connectors/prompt_digest.py", "        if is_recorded:\n            del", "        if True:\n            del", "tests/connector/test_adapters.py"),
     ("an adapter's cache name is its path", "kv_connectors/compat.py", "    return repr(keys(SimpleNamespace(lora_request=lora))) if keys else str(lora.lora_name)\n", "    return str(lora.lora_path)\n", "tests/connector/test_adapters.py"),
@@ -2159,4 +2159,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("facts: engines of one process share their positions", "kv_connectors/fingerprint.py", "    given = getattr(model, \"original_max_model_len\", None)\n", "    given = None\n", "tests/connector/test_early_check.py"),
     ("adapters: a loaded one is replaced in place", "kv_connectors/prompt_digest.py", "    if is_known and getattr", "    if False and getattr", "tests/connector/test_adapters.py::test_a_loaded_adapter_is_not_replaced_in_place"),
     ("adapters: one of a new number counts as a replacement", "kv_connectors/prompt_digest.py", "    if is_known and getattr", "    if getattr", "tests/connector/test_adapters.py::test_a_loaded_adapter_is_not_replaced_in_place"),
+    ("adapters: images of an earlier one of the name are its own", "kv_connectors/prompt_digest.py", "        _caches.tell_paths = False\n", "        pass\n", "tests/connector/test_adapters.py"),
+    ("adapters: their settings are not read", "kv_connectors/connector.py", "        prompt_digest.note_lora_settings(vllm_config.lora_config)\n", "", "tests/connector/test_adapters.py::test_each_half_of_the_connector_notes_what_it_must"),
+    ("adapters: each is told by its name alone", "kv_connectors/prompt_digest.py", "    tell_paths: bool = True\n", "    tell_paths: bool = False\n", "tests/connector/test_adapters.py"),
 ]

@@ -32,4 +32,5 @@ def engine_process() -> Iterator[None]:
             fresh.setattr(prompt_digest, records, {})
         for notes in ("_replaced", "_warned"):
             fresh.setattr(prompt_digest, notes, set())
+        fresh.setattr(prompt_digest, "_caches", prompt_digest._Caches())
         yield

@@ -15,11 +15,15 @@ import pytest
 pytest.importorskip("vllm")
 
 from adapters import adapter, engine_process
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm_release import IS_BEFORE_032, as_of_032
 
-from kv_connectors import compat, prompt_digest
+from kv_connectors import compat, connector, prompt_digest, supported
+from kv_connectors.connector import DisaggConnector
 from vllm_disagg.errors import ConfigError
 
 
@@ -165,6 +169,24 @@ def test_an_adapter_whose_replacement_was_refused_goes_on(load: Any, tmp_path: P
     assert prompt_digest.digest_prompt(asked(again)) == digest
 
 
+@as_of_032("names blocks by the adapter's name alone")
+@pytest.mark.parametrize("is_of_encoders", [False, True])
+def test_a_new_adapter_has_no_digest_while_encoders_may_have_an_earlier_ones_images(
+    load: Any, tmp_path: Path, is_of_encoders: bool
+) -> None:
+    """vLLM keeps the outputs of encoders by the adapter's name, without its path."""
+    flags: Any = SimpleNamespace(enable_tower_connector_lora=is_of_encoders)
+    prompt_digest.note_lora_settings(flags)
+    made: Any = SimpleNamespace(lora_config=flags)
+    first, moved = (adapter(tmp_path / name, name.encode(), ord(name)) for name in "ab")
+    names = [InputProcessor._get_mm_identifier(made, "image", lora) for lora in (first, moved)]
+    assert names == [("one:" if is_of_encoders else "") + "image"] * 2
+    assert prompt_digest.digest_prompt(asked(load(first)))
+    assert bool(prompt_digest.digest_prompt(asked(load(moved)))) is not is_of_encoders
+    another = load(adapter(tmp_path / "c", b"c", 3, "another"))
+    assert prompt_digest.digest_prompt(asked(another))
+
+
 def test_files_that_vllm_could_not_load_are_no_earlier_files(load: Any, tmp_path: Path) -> None:
     """An adapter is named before its copy is whole, then again. Nothing has computed with it."""
 
@@ -223,3 +245,28 @@ def test_the_wrapped_add_lora_keeps_its_signature(monkeypatch: pytest.MonkeyPatc
     compat.around_adapter_loads(lambda lora: nullcontext())
     assert EngineCore.add_lora is not before
     assert inspect.signature(EngineCore.add_lora) == inspect.signature(before)
+
+
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+def test_each_half_of_the_connector_notes_what_it_must(
+    role: KVConnectorRole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What caches tell adapters by, both halves must name alike."""
+    monkeypatch.setattr(supported, "refuse_unsupported", lambda *_, **__: None)
+    monkeypatch.setattr(connector, "WorkerSide", lambda *_: None)
+    monkeypatch.setattr(DisaggConnector, "_create_scheduler", lambda *_: None)
+    transfer = KVTransferConfig(
+        kv_connector="DisaggConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"insecure": True},
+    )
+    made: Any = SimpleNamespace(
+        kv_transfer_config=transfer,
+        lora_config=SimpleNamespace(enable_tower_connector_lora=True),
+        parallel_config=SimpleNamespace(rank=0),
+        shutdown_timeout=60,
+    )
+    with engine_process():
+        DisaggConnector(made, role, None)  # type: ignore[arg-type]
+        lora = SimpleNamespace(lora_name="one", lora_path="/a")
+        assert prompt_digest.cache_name(lora) == "one"

@@ -196,6 +196,36 @@ def around_adapter_loads(note: Callable[[Any], AbstractContextManager[None]]) ->
     EngineCore.add_lora = add_lora  # type: ignore[method-assign]
 
 
+def around_adapter_reads(
+    vllm_config: Any, note: Callable[[Any], AbstractContextManager[None]]
+) -> None:
+    """Has a worker read the files of each adapter within `note`, called with its LoRA request.
+
+    A worker reads them at a load, and again whenever a step needs an adapter that has left its
+    memory. Raises ConfigError for a vLLM that reads them otherwise.
+    """
+    if vllm_config.lora_config is None:
+        return
+    from vllm.lora.worker_manager import WorkerLoRAManager  # noqa: PLC0415 - slow
+
+    read = getattr(WorkerLoRAManager, "_load_adapter", None)
+    if read is None:
+        raise ConfigError(
+            "DisaggConnector does not recognise how this vLLM reads adapters: start without"
+            " --enable-lora"
+        )
+    if getattr(read, "noted_by", None) is note:
+        return
+
+    @wraps(read)
+    def load_adapter(self: Any, lora_request: Any) -> Any:
+        with note(lora_request):
+            return read(self, lora_request)
+
+    load_adapter.noted_by = note  # type: ignore[attr-defined]
+    WorkerLoRAManager._load_adapter = load_adapter  # type: ignore[method-assign]
+
+
 def before_blocks_change(vllm_config: Any, revoke: Callable[[Any], None]) -> None:
     """Has `revoke` called with each step's connector metadata before a step changes any block.
 

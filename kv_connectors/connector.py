@@ -83,6 +83,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
             _warn_of(settings, extra)
             _note_short_shutdown(vllm_config.shutdown_timeout, settings.lease)
         else:
+            compat.around_adapter_reads(vllm_config, prompt_digest.note_read)
             rank = vllm_config.parallel_config.rank
             self._worker = WorkerSide(settings, key, rank, vllm_config, kv_cache_config)
 

@@ -14,8 +14,14 @@ earlier files in its prefix cache. A cache name is an adapter's name; as of vLLM
 Where adapters change what encoders make of images, it is the name alone: vLLM keeps that by name.
 Files that vLLM could not load have made no KV: they may be a copy that was not whole yet.
 
-A digest is made when its request arrives, and must stay true until the prompt is computed. So
-`note_load` refuses to replace a loaded adapter in place.
+A digest is made when its request arrives. Three things keep it true until the prompt is computed:
+
+* An adapter that is loaded is not replaced in place: `note_load` refuses it.
+* Workers note the files at each read (`note_read`). A step reads an adapter again that has left the
+  worker's memory. If it had other files then, no KV that this worker has computed with it is sent.
+* D looks at the files again before it begins a load (`has_certain_adapter`).
+
+After that D may read other files for its answer, as a plain vLLM does behind its prefix cache.
 
 An adapter that is named by its place on a hub has no digest. vLLM looks the name up at each load,
 without a revision, so that two engines, or one at two times, may have two adapters of one name.
@@ -27,7 +33,7 @@ import hashlib
 import json
 import logging
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -35,6 +41,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_disagg.errors import ConfigError
+from vllm_disagg.protocol.events import BlocksScheduled, ForSender
 
 from . import compat
 from .fingerprint import WEIGHTS, digest, sample_files
@@ -115,7 +122,7 @@ def note_load(lora: Any) -> Iterator[None]:
             del _stamps_at_load[lora.lora_path, lora.lora_int_id]
         raise
     if is_recorded:
-        _compare_with_first_files(lora)
+        _compare_with_first_files(lora, _stamps_at_load[lora.lora_path, lora.lora_int_id])
 
 
 def _refuse_replacement(lora: Any) -> None:
@@ -132,6 +139,40 @@ def _refuse_replacement(lora: Any) -> None:
         )
 
 
+@contextmanager
+def note_read(lora: Any) -> Iterator[None]:
+    """Compares the files that a worker reads of an adapter, in the `with` block, with its first.
+
+    A worker's process has records of its own, unless it is the scheduler's.
+    """
+    stamps = [_stamps_or_none(lora)]
+    yield  # a read that failed has made no KV
+    stamps.append(_stamps_or_none(lora))  # they may have changed while they were read
+    for each in stamps:
+        if cache_name(lora) not in _replaced:
+            _compare_with_first_files(lora, each)
+
+
+def misread(sender_events: Iterable[ForSender]) -> list[str]:
+    """Returns the transfers of prompts that this worker may have computed with other files."""
+    return [
+        event.transfer
+        for event in sender_events
+        if isinstance(event, BlocksScheduled) and event.adapter and _is_misread(event.adapter)
+    ]
+
+
+def _is_misread(name: str) -> bool:
+    # Nothing is known of an adapter whose files could not be looked at, or of one too many.
+    _, stamps = _first_files.get(name, ("", []))
+    return name in _replaced or not stamps
+
+
+def has_certain_adapter(request: Request) -> bool:
+    """Returns whether the adapter of a request, if it has one, still has the files of its load."""
+    return request.lora_request is None or bool(_digest_adapter(request.lora_request))
+
+
 def _record_stamps(lora: Any) -> bool:
     """Records the state of an adapter's files; returns False if it has one, or cannot get one.
 
@@ -143,19 +184,26 @@ def _record_stamps(lora: Any) -> bool:
     # No entry is dropped to make room: the adapter would be recorded anew, with later files.
     if len(_stamps_at_load) >= MAX_ADAPTERS:
         return False
-    try:
-        stamps = _stamp_files(lora.lora_path)
-    except OSError as error:
-        _log_unreadable(lora, error)
-        stamps = []
-    _stamps_at_load[key] = stamps
+    _stamps_at_load[key] = _stamps_or_none(lora)
     return True
 
 
-def _compare_with_first_files(lora: Any) -> None:
+def _stamps_or_none(lora: Any) -> FileStamps:
+    """Returns the state of an adapter's files; empty if they cannot be read."""
+    try:
+        return _stamp_files(lora.lora_path)
+    except OSError as error:
+        _log_unreadable(lora, error)
+        return []
+
+
+def _compare_with_first_files(lora: Any, stamps: FileStamps) -> None:
     """Finds out whether other files were loaded under an adapter's cache name before."""
     name = cache_name(lora)
-    files = (lora.lora_path, _stamps_at_load[lora.lora_path, lora.lora_int_id])
+    files = (lora.lora_path, stamps)
+    # Prompts of further adapters have no transfers.
+    if name not in _first_files and len(_first_files) >= MAX_ADAPTERS:
+        return
     if _first_files.setdefault(name, files) == files:
         return
     _replaced.add(name)
@@ -173,7 +221,8 @@ def _digest_adapter(lora: Any) -> str:
         return ""
     try:
         if _record_stamps(lora):
-            _compare_with_first_files(lora)
+            key = lora.lora_path, lora.lora_int_id
+            _compare_with_first_files(lora, _stamps_at_load[key])
         adapter_digest = _digest_files(lora.lora_path, lora.lora_int_id)
         stamps = _stamp_files(lora.lora_path)
     except OSError as error:

@@ -17,6 +17,7 @@ pytest.importorskip("vllm")
 from adapters import adapter, engine_process
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.input_processor import InputProcessor
@@ -25,6 +26,7 @@ from vllm_release import IS_BEFORE_032, as_of_032
 from kv_connectors import compat, connector, prompt_digest, supported
 from kv_connectors.connector import DisaggConnector
 from vllm_disagg.errors import ConfigError
+from vllm_disagg.protocol import events
 
 
 def asked(lora: Any) -> Any:
@@ -169,6 +171,121 @@ def test_an_adapter_whose_replacement_was_refused_goes_on(load: Any, tmp_path: P
     assert prompt_digest.digest_prompt(asked(again)) == digest
 
 
+@pytest.fixture
+def worker_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Reads an adapter as a worker does, in a process of its own; `during` runs meanwhile."""
+    steps: list[Any] = []
+
+    def read(self: Any, lora: Any) -> Any:
+        steps.pop()()
+        return lora
+
+    monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", read)
+    made: Any = SimpleNamespace(lora_config=SimpleNamespace())
+    for _ in range(2):  # connectors of one process
+        compat.around_adapter_reads(made, prompt_digest.note_read)
+    assert inspect.unwrap(WorkerLoRAManager._load_adapter) is read
+
+    def read_during(lora: Any, during: Any = lambda: None) -> None:
+        steps.append(during)
+        assert WorkerLoRAManager._load_adapter(None, lora) is lora  # type: ignore[arg-type]
+
+    with engine_process():
+        yield read_during
+
+
+def scheduled(lora: Any, transfer: str = "t") -> list[Any]:
+    name = prompt_digest.cache_name(lora)
+    return [
+        events.PrefillFinished("another"),
+        events.BlocksScheduled(transfer, 16, [[1]], adapter=name),
+        events.BlocksScheduled("of the base model", 16, [[1]]),
+    ]
+
+
+@pytest.mark.parametrize("change", ["other files", "while it is read", "there and back"])
+def test_a_worker_knows_what_it_may_have_computed_with_other_files_of_an_adapter(
+    worker_reads: Any, tmp_path: Path, change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM reads an adapter again that has left a worker's memory, here with others in its place.
+
+    The times of files do not tell of a folder that was moved away and back.
+    """
+    lora = adapter(tmp_path / "a", b"a")
+    worker_reads(lora)
+    worker_reads(lora)
+    other = adapter(tmp_path / "b", b"b", 2, "another")
+    worker_reads(other)
+    assert prompt_digest.misread(scheduled(lora)) == []
+    match change:
+        case "other files":
+            adapter(tmp_path / "a", b"new")
+            worker_reads(lora)
+        case "while it is read":
+            worker_reads(lora, lambda: adapter(tmp_path / "a", b"new"))
+        case "there and back":
+            before = prompt_digest._stamp_files(lora.lora_path)
+            (tmp_path / "a").rename(tmp_path / "away")
+            adapter(tmp_path / "a", b"new")
+            worker_reads(lora)
+            (tmp_path / "a").rename(tmp_path / "new")
+            (tmp_path / "away").rename(tmp_path / "a")
+            assert prompt_digest._stamp_files(lora.lora_path) == before
+    assert prompt_digest.misread(scheduled(lora)) == ["t"]
+    worker_reads(lora)
+    worker_reads(lora)
+    assert prompt_digest.misread(scheduled(lora)) == ["t"]
+    assert prompt_digest.misread(scheduled(other)) == []
+    assert caplog.text.count("other files were loaded under its name before") == 1
+
+
+def test_prompts_of_more_adapters_than_are_noted_are_not_sent(
+    worker_reads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_digest, "MAX_ADAPTERS", 1)
+    first, second = (adapter(tmp_path / name, b"", ord(name), name) for name in "ab")
+    for lora in (first, second):
+        worker_reads(lora)
+    assert prompt_digest.misread(scheduled(first)) == []
+    assert prompt_digest.misread(scheduled(second)) == ["t"]
+    assert len(prompt_digest._first_files) == 1
+
+
+def test_prompts_of_an_adapter_that_a_worker_does_not_find_are_not_sent(
+    worker_reads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative path, in a process with another folder."""
+    adapter(tmp_path / "a", b"a")
+    lora = SimpleNamespace(lora_name="one", lora_path="a", lora_int_id=1)
+    monkeypatch.chdir(tmp_path)
+    with engine_process():
+        worker_reads(lora)
+        assert prompt_digest.misread(scheduled(lora)) == []
+    monkeypatch.chdir("/")
+    worker_reads(lora)
+    assert prompt_digest.misread(scheduled(lora)) == ["t"]
+
+
+def test_an_adapter_that_could_not_be_read_has_made_no_kv(
+    worker_reads: Any, tmp_path: Path
+) -> None:
+    def fail() -> None:
+        raise ValueError("a file is cut")
+
+    lora = adapter(tmp_path / "a", b"half")
+    with pytest.raises(ValueError, match="a file is cut"):
+        worker_reads(lora, fail)
+    worker_reads(adapter(tmp_path / "a", b"whole"))
+    assert prompt_digest.misread(scheduled(lora)) == []
+
+
+def test_a_vllm_that_reads_adapters_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(WorkerLoRAManager, "_load_adapter")
+    compat.around_adapter_reads(SimpleNamespace(lora_config=None), nullcontext)
+    with pytest.raises(ConfigError, match="how this vLLM reads adapters: start without --enable"):
+        compat.around_adapter_reads(SimpleNamespace(lora_config=object()), nullcontext)
+
+
 @as_of_032("names blocks by the adapter's name alone")
 @pytest.mark.parametrize("is_of_encoders", [False, True])
 def test_a_new_adapter_has_no_digest_while_encoders_may_have_an_earlier_ones_images(
@@ -251,10 +368,12 @@ def test_the_wrapped_add_lora_keeps_its_signature(monkeypatch: pytest.MonkeyPatc
 def test_each_half_of_the_connector_notes_what_it_must(
     role: KVConnectorRole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What caches tell adapters by, both halves must name alike."""
+    """Workers read adapters. What caches tell adapters by, both halves must name alike."""
     monkeypatch.setattr(supported, "refuse_unsupported", lambda *_, **__: None)
     monkeypatch.setattr(connector, "WorkerSide", lambda *_: None)
     monkeypatch.setattr(DisaggConnector, "_create_scheduler", lambda *_: None)
+    read = inspect.unwrap(WorkerLoRAManager._load_adapter)
+    monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", read)
     transfer = KVTransferConfig(
         kv_connector="DisaggConnector",
         kv_role="kv_both",
@@ -270,3 +389,6 @@ def test_each_half_of_the_connector_notes_what_it_must(
         DisaggConnector(made, role, None)  # type: ignore[arg-type]
         lora = SimpleNamespace(lora_name="one", lora_path="/a")
         assert prompt_digest.cache_name(lora) == "one"
+    noted_by = getattr(WorkerLoRAManager._load_adapter, "noted_by", None)
+    is_worker = role is KVConnectorRole.WORKER
+    assert noted_by is (prompt_digest.note_read if is_worker else None)

@@ -196,73 +196,34 @@ def around_adapter_loads(note: Callable[[Any], AbstractContextManager[None]]) ->
     EngineCore.add_lora = add_lora  # type: ignore[method-assign]
 
 
-def keep_kv_mapped() -> None:
-    """Makes vLLM refuse, in words, to unmap its KV cache while it runs.
+def around_adapter_reads(
+    vllm_config: Any, note: Callable[[Any], AbstractContextManager[None]]
+) -> None:
+    """Has a worker read the files of each adapter within `note`, called with its LoRA request.
 
-    A receiver may still read blocks of it. vLLM reports the refusal to the client, and goes on.
-    Connectors have no hook for this, so two methods of `EngineCore` are wrapped, once.
+    A worker reads them at a load, and again whenever a step needs an adapter that has left its
+    memory. Raises ConfigError for a vLLM that reads them otherwise.
     """
-    from vllm.v1.engine.core import EngineCore  # noqa: PLC0415 - it imports connectors
+    if vllm_config.lora_config is None:
+        return
+    from vllm.lora.worker_manager import WorkerLoRAManager  # noqa: PLC0415 - slow
 
-    sleep = EngineCore.sleep
-    if getattr(sleep, "keeps_kv_mapped", False):
+    read = getattr(WorkerLoRAManager, "_load_adapter", None)
+    if read is None:
+        raise ConfigError(
+            "DisaggConnector does not recognise how this vLLM reads adapters: start without"
+            " --enable-lora"
+        )
+    if getattr(read, "noted_by", None) is note:
         return
 
-    # vLLM converts a client's arguments by the signature, which `wraps` keeps.
-    @wraps(sleep)
-    def pause_only(self: Any, level: int = 1, *args: Any, **keywords: Any) -> Any:
-        if level > 0:  # 0 pauses the scheduler, and unmaps nothing
-            raise ConfigError(f"{KV_STAYS_MAPPED}: use level 0, or stop this engine")
-        return sleep(self, level, *args, **keywords)
+    @wraps(read)
+    def load_adapter(self: Any, lora_request: Any) -> Any:
+        with note(lora_request):
+            return read(self, lora_request)
 
-    pause_only.keeps_kv_mapped = True  # type: ignore[attr-defined]
-    EngineCore.sleep = pause_only  # type: ignore[method-assign]
-    if not hasattr(EngineCore, "release_kv_cache_memory"):  # before vLLM 0.32
-        return
-
-    def release_kv_cache_memory(self: Any) -> None:
-        raise ConfigError(f"{KV_STAYS_MAPPED}: stop this engine")
-
-    EngineCore.release_kv_cache_memory = release_kv_cache_memory  # type: ignore[method-assign]
-
-
-KV_STAYS_MAPPED = (
-    "DisaggConnector keeps the KV cache in memory, because other engines may still read it"
-)
-
-
-# Methods of vLLM's workers by which a client may change what other engines rely on.
-WEIGHT_METHODS = frozenset(("load_model", "reload_weights", "reset_weights"))
-CACHE_METHODS = frozenset(("discard", "initialize_from_config", "sleep"))
-
-
-def refuse_worker_methods() -> None:
-    """Makes vLLM refuse, in words, methods of its workers that change weights, or unmap its KV.
-
-    `/collective_rpc` runs any method by its name, and `/weight_checker` zeroes the weights. vLLM
-    reports the refusal to the client, and goes on. Connectors have no hook for this, so
-    `EngineCore.collective_rpc` is wrapped, once.
-    """
-    from vllm.v1.engine.core import EngineCore  # noqa: PLC0415 - it imports connectors
-
-    call = EngineCore.collective_rpc
-    if getattr(call, "refuses_worker_methods", False):
-        return
-
-    # vLLM converts a client's arguments by the signature, which `wraps` keeps.
-    @wraps(call)
-    def collective_rpc(self: Any, method: Any, *args: Any, **keywords: Any) -> Any:
-        if method in WEIGHT_METHODS:
-            raise ConfigError(
-                "DisaggConnector compares weights when engines start, so they must not change"
-                f" later ({method}): stop this engine, and start it with other weights"
-            )
-        if method in CACHE_METHODS:
-            raise ConfigError(f"{KV_STAYS_MAPPED} ({method}): stop this engine")
-        return call(self, method, *args, **keywords)
-
-    collective_rpc.refuses_worker_methods = True  # type: ignore[attr-defined]
-    EngineCore.collective_rpc = collective_rpc  # type: ignore[method-assign]
+    load_adapter.noted_by = note  # type: ignore[attr-defined]
+    WorkerLoRAManager._load_adapter = load_adapter  # type: ignore[method-assign]
 
 
 def before_blocks_change(vllm_config: Any, revoke: Callable[[Any], None]) -> None:

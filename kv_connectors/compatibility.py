@@ -22,6 +22,7 @@ from .fingerprint import (
     digest,
     digest_other_files,
     files_have_changed,
+    positions,
     sample_files,
     weight_places,
 )
@@ -62,7 +63,6 @@ ANY_FORMAT = ("modelopt_mixed", "quark", "online")  # each layer may have anothe
 # Settings of --attention-config: whether queries have 8 bits beside an fp8 KV cache.
 QUERY_SETTINGS = ("disable_flashinfer_q_quantization", "use_prefill_query_quantization")
 FP8_BITS = 8
-LLAMA_4_LIMIT_TOKENS = 32768  # `attn_temperature_tuning` differs for longer positions
 
 
 def layout(vllm_config: VllmConfig, compress: str = "off") -> dict[str, str]:
@@ -76,7 +76,7 @@ def layout(vllm_config: VllmConfig, compress: str = "off") -> dict[str, str]:
         "architecture": _architecture(model),
         "model config": config_digest(model),
         "weights": _weights(model),
-        "positions": _positions(model),
+        "positions": positions(model),
         "images": _images(model),
         "dtype": str(model.dtype),
         "KV cache dtype": str(vllm_config.cache_config.cache_dtype),
@@ -358,29 +358,6 @@ def _commit(model: Any) -> str | None:
     if config_place and config_place != model.model:
         return None  # the commit of the configuration is that of another repository
     return getattr(model.hf_config, "_commit_hash", None)
-
-
-def _positions(model: Any) -> str:
-    """Returns on which sides of the rotary embedding's limits the longest permitted prompt is.
-
-    LongRoPE has two tables, and vLLM takes one of them for all prompts, by `max_model_len`.
-    """
-    text_config = getattr(model, "hf_text_config", model.hf_config)
-    given: Any = getattr(text_config, "rope_parameters", None)
-    if not given:
-        given = getattr(text_config, "rope_scaling", None)
-    rope: dict[str, Any] = given if isinstance(given, dict) else {}
-    limits = []
-    if getattr(text_config, "attn_temperature_tuning", False):
-        limits.append(LLAMA_4_LIMIT_TOKENS)
-    if "longrope" in (rope.get("rope_type"), rope.get("type")):
-        name = "original_max_position_embeddings"
-        limits.append(int(rope.get(name) or getattr(text_config, name, None) or 0))
-    sides = []
-    for limit in limits:
-        side = "over" if model.max_model_len > limit else "up to"
-        sides.append(f"{side} {limit}")
-    return ", ".join(sides) or "of any length"
 
 
 def _images(model: Any) -> str:

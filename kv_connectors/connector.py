@@ -25,6 +25,7 @@ from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.fleet.registration import Registration, register_all
 
 from . import (
+    client_calls,
     compat,
     compatibility,
     data_parallel,
@@ -76,11 +77,13 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide
         self._worker: WorkerSide
         self._registrations: list[Registration] = []
+        prompt_digest.note_lora_settings(vllm_config.lora_config)
         if role is KVConnectorRole.SCHEDULER:
             self._create_scheduler(settings, key, vllm_config, kv_cache_config)
             _warn_of(settings, extra)
             _note_short_shutdown(vllm_config.shutdown_timeout, settings.lease)
         else:
+            compat.around_adapter_reads(vllm_config, prompt_digest.note_read)
             rank = vllm_config.parallel_config.rank
             self._worker = WorkerSide(settings, key, rank, vllm_config, kv_cache_config)
 
@@ -94,8 +97,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         role = ROLES[str(self._kv_transfer_config.kv_role)]
         rank = data_parallel.shared_server_rank(vllm_config)
         compat.around_adapter_loads(prompt_digest.note_load)
-        compat.keep_kv_mapped()
-        compat.refuse_worker_methods()
+        client_calls.keep_kv_mapped()
+        client_calls.refuse_worker_methods()
         self._scheduler = SchedulerSide(
             key,
             role,

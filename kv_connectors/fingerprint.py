@@ -13,7 +13,9 @@ Theory of configurations. The code of some models writes into the model's config
 loaded: MiniMax-M2 its `max_model_len`, EAGLE-3 the layers of its target. On a GPU an engine of one
 rank loads the model in the scheduler's process, so that its connector finds those fields. Those of
 an engine of several ranks are in other processes, and the two would never be paired. So a
-configuration is digested before, and the digest is noted in the environment, too.
+configuration is digested before, and the digest is noted in the environment, too. So are positions:
+rotary embeddings are chosen by `max_model_len` as they are made. `--max-model-len auto` lowers it
+later, to what memory has room for.
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, by its format
 OTHER_MODELS = ("audio_model_id", "text_model_id")
 # Folders beside a model's weights that have more of them: Kimi-Audio's encoder of sound.
 OTHER_FOLDERS = ("whisper-large-v3",)
+LLAMA_4_LIMIT_TOKENS = 32768  # `attn_temperature_tuning` differs for longer positions
 IGNORED_CONFIG_FIELDS = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 # vLLM raises it to the engine's `max_model_len`, in which P and D may differ.
 IGNORED_DRAFT_FIELDS = {"max_position_embeddings"}
@@ -189,7 +192,12 @@ def note_files(vllm_config: Any) -> None:
 
 
 def note_configs(vllm_config: Any) -> None:
-    """Notes the digests of the configurations of a model and of its draft, before their load."""
+    """Notes the digests of the configurations of a model and of its draft, before their load.
+
+    Of the model its positions, too.
+    """
+    if (target := vllm_config.model_config) is not None:
+        _note(_positions_variable(target), _read_positions(target))
     for model in _models(vllm_config):
         is_draft = model is not vllm_config.model_config
         _note(_config_variable(model, is_draft), _digest_config(model, is_draft))
@@ -205,6 +213,40 @@ def _digest_config(model: Any, is_draft: bool) -> str:
     ignored = IGNORED_CONFIG_FIELDS | (IGNORED_DRAFT_FIELDS if is_draft else set())
     fields = model.hf_config.to_dict().items()
     return digest({name: value for name, value in fields if name not in ignored})
+
+
+def positions(model: Any) -> str:
+    """Returns the noted positions of a model, else what they are now."""
+    return os.environ.get(_positions_variable(model)) or _read_positions(model)
+
+
+def _positions_variable(model: Any) -> str:
+    # As given: -1 for `auto`. Another engine of this process tree may have another one.
+    given = getattr(model, "original_max_model_len", None)
+    return f"DISAGG_POSITIONS_{digest([_config_variable(model, is_draft=False), given]).upper()}"
+
+
+def _read_positions(model: Any) -> str:
+    """Returns on which sides of the rotary embedding's limits the longest permitted prompt is.
+
+    LongRoPE has two tables, and vLLM takes one of them for all prompts, by `max_model_len`.
+    """
+    text_config = getattr(model, "hf_text_config", model.hf_config)
+    given: Any = getattr(text_config, "rope_parameters", None)
+    if not given:
+        given = getattr(text_config, "rope_scaling", None)
+    rope: dict[str, Any] = given if isinstance(given, dict) else {}
+    limits = []
+    if getattr(text_config, "attn_temperature_tuning", False):
+        limits.append(LLAMA_4_LIMIT_TOKENS)
+    if "longrope" in (rope.get("rope_type"), rope.get("type")):
+        name = "original_max_position_embeddings"
+        limits.append(int(rope.get(name) or getattr(text_config, name, None) or 0))
+    sides = []
+    for limit in limits:
+        side = "over" if model.max_model_len > limit else "up to"
+        sides.append(f"{side} {limit}")
+    return ", ".join(sides) or "of any length"
 
 
 def _config_variable(model: Any, is_draft: bool) -> str:

@@ -23,7 +23,7 @@ from vllm_disagg.protocol.peers import EngineCard, EngineInfo
 from vllm_disagg.protocol.request_leg import Blocks, CacheFacts
 from vllm_disagg.warning_limit import WarningLimit
 
-from . import compat, engine_description
+from . import compat, engine_description, prompt_digest
 from .admission import Admission, AdmittedRequest
 from .data_parallel import SharedServerRank
 from .metadata import Handshake, StepMetadata
@@ -219,7 +219,17 @@ class SchedulerSide:
         `cached_tokens`: the tokens before them, from this engine's prefix cache.
         """
         self._admit(request)
-        return self._legs.tokens_to_load(request.request_id, cached_tokens, self.clock)
+        tokens = self._legs.tokens_to_load(request.request_id, cached_tokens, self.clock)
+        # It may have waited for long. Its load would have the adapter as it was on arrival.
+        if tokens and not prompt_digest.has_certain_adapter(request):
+            log.info(
+                "request %s: its adapter's files have changed since it came; this engine computes"
+                " it without a KV transfer",
+                request.request_id,
+            )
+            self._legs.refuse(request.request_id)
+            return 0
+        return tokens
 
     def on_blocks_allocated(
         self, request: Request, blocks: Sequence[list[int]], tokens_to_load: int

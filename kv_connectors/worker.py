@@ -35,7 +35,7 @@ from vllm_disagg.kv.memory import DirectMemory, Memory
 from vllm_disagg.protocol import events
 from vllm_disagg.transports.base import MakeTransport
 
-from . import compat, kv_layout, supported, transports
+from . import compat, kv_layout, prompt_digest, supported, transports
 from .gpu.expert_numbers import expert_numbers
 from .layers import FinalLayers, layers_per_event
 from .metadata import FailedProof, Handshake, StepMetadata, WorkerMetadata
@@ -91,6 +91,7 @@ class WorkerSide:
         self._drafts_later = False  # whether layers of a draft are computed after the model's
         self._computing_transfers: list[str] = []  # this step computes a part of their prompts
         self._cached_transfers: list[str] = []  # in memory when this step ends
+        self._sender_events: list[events.ForSender] = []  # of this step
         self._reuse_transfers: set[str] = set()  # of bidirectional KV reuse
         self._lookup_counts: dict[str, list[int]] = {}  # tokens found, by transfer
         self._landed_at: dict[str, float] = {}  # by request, of the machine's clock
@@ -251,9 +252,8 @@ class WorkerSide:
 
         `begin_step` submits the same events again, which changes nothing.
         """
-        revoked = [
-            event for event in metadata.sender_events if isinstance(event, events.BlocksRevoked)
-        ]
+        given = metadata.sender_events
+        revoked = [event for event in given if isinstance(event, events.BlocksRevoked)]
         if revoked:
             self._submit(revoked)
 
@@ -272,14 +272,14 @@ class WorkerSide:
         self._loading_requests.update(metadata.loading_requests)
         for event in metadata.receiver_events:
             self._note_receiver_event(event)
-        scheduled = self._note_sender_events(metadata.sender_events)
+        self._sender_events = metadata.sender_events
+        scheduled = self._note_sender_events()
         if self._computing_transfers:
             self._layers.begin_step()
             self._announced_layers = 0
         self._layers_per_event = layers_per_event(self._layout, scheduled)
         if metadata.sender_events or metadata.receiver_events:
-            sender_events = self._with_final_layers(metadata.sender_events)
-            self._submit([*sender_events, *metadata.receiver_events])
+            self._submit([*self._with_final_layers(), *metadata.receiver_events])
 
     def _note_receiver_event(self, event: events.ForReceiver) -> None:
         if isinstance(event, events.LoadRequested):
@@ -293,14 +293,12 @@ class WorkerSide:
             # Of a lookup: its load has not been requested.
             self._reuse_transfers.discard(event.transfer)
 
-    def _note_sender_events(
-        self, sender_events: list[events.ForSender]
-    ) -> list[events.BlocksScheduled]:
+    def _note_sender_events(self) -> list[events.BlocksScheduled]:
         """Records this step's transfers; returns the events of prompts that it computes."""
         self._computing_transfers = []
         self._cached_transfers = []
         computed = []
-        for event in sender_events:
+        for event in self._sender_events:
             if self._computed_sums is not None:
                 self._computed_sums.note(event)
             if isinstance(event, events.BlocksRevoked):
@@ -312,11 +310,9 @@ class WorkerSide:
                 computed.append(event)
         return computed
 
-    def _with_final_layers(
-        self, sender_events: list[events.ForSender]
-    ) -> Iterator[events.ForSender | events.LayersComputed]:
+    def _with_final_layers(self) -> Iterator[events.ForSender | events.LayersComputed]:
         """Yields the events; without overlap, all layers are final just before PrefillFinished."""
-        for event in sender_events:
+        for event in self._sender_events:
             if isinstance(event, events.PrefillFinished) and self._config.overlap == "off":
                 yield events.LayersComputed(event.transfer, len(self._layers))
             yield event
@@ -356,6 +352,7 @@ class WorkerSide:
         """Announces all layers of the prompts that this step has computed."""
         if self._has_failed():
             return
+        self._take_back_misread()
         if self._computing_transfers:
             # Before the layers: a receiver that has all of them waits for no sum.
             self._submit_sums(self._computing_transfers)
@@ -367,10 +364,16 @@ class WorkerSide:
 
     def _announce_cached(self) -> None:
         """Announces the blocks of prefix cache hits: this step has computed all of them."""
+        self._take_back_misread()
         if self._cached_transfers:
             self._submit_sums(self._cached_transfers)
             self._announce_layers(self._cached_transfers, len(self._layers))
             self._cached_transfers = []
+
+    def _take_back_misread(self) -> None:
+        """Takes back the prompts of adapters that were read again, and had other files then."""
+        if misread := prompt_digest.misread(self._sender_events):
+            self._submit_recomputed(misread)
 
     def _has_failed(self) -> bool:
         """Returns whether this step's forward pass raised, and takes its layers back.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
-from collections.abc import Iterator
 from contextlib import nullcontext
 from fractions import Fraction
 from functools import partial
@@ -18,7 +17,6 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from adapters import adapter, engine_process
 from safetensors.torch import save_file
 from transformers import GenerationConfig, LlamaConfig
 from vllm.config import ModelConfig, StructuredOutputsConfig
@@ -26,7 +24,6 @@ from vllm.config.cache import CacheDType
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import PlatformEnum
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -38,10 +35,10 @@ from vllm.v1.kv_cache_interface import (
 from vllm_release import IS_BEFORE_032, as_of_032, refused_before_032
 
 from kv_connectors import (
+    client_calls,
     compat,
     compatibility,
     fingerprint,
-    prompt_digest,
     supported,
     surroundings,
 )
@@ -1060,174 +1057,6 @@ def test_forms_of_adapters_of_experts_must_be_equal(tmp_path: Path, flag: str) -
     assert difference(usual, other) == words
 
 
-def asked(lora: Any) -> Any:
-    return SimpleNamespace(
-        prompt_token_ids=[1, 2],
-        prompt_embeds=None,
-        mm_features=[],
-        lora_request=lora,
-        cache_salt=None,
-    )
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Loads an adapter by the call that vLLM's engine core gets, in a process of its own."""
-    monkeypatch.setattr(EngineCore, "add_lora", EngineCore.add_lora)
-    for _ in range(3):  # connectors of one process
-        compat.around_adapter_loads(prompt_digest.note_load)
-    taken: list[Any] = []
-    core: Any = SimpleNamespace(
-        model_executor=SimpleNamespace(add_lora=lambda lora: taken.append(lora) or True)
-    )
-
-    def told(lora: Any) -> Any:
-        assert EngineCore.add_lora(core, lora) and taken.pop() is lora and not taken
-        return lora
-
-    with engine_process():
-        yield told
-
-
-def test_an_adapter_is_compared_by_its_files_at_load_time(load: Any, tmp_path: Path) -> None:
-    digests = []
-    for folder, number in (("a", 101), ("b", 102)):
-        with engine_process():
-            lora = load(adapter(tmp_path / folder, b"a", number))
-            (tmp_path / folder / f"{folder}.log").write_text("vLLM reads no such files")
-            digests.append(prompt_digest.digest_prompt(asked(lora)))
-    ours, theirs = digests
-    assert ours == theirs != prompt_digest.digest_prompt(asked(None))
-    assert ours
-
-
-@pytest.mark.parametrize("is_used", [False, True])
-def test_an_adapter_with_changed_files_has_no_digest(
-    load: Any, tmp_path: Path, is_used: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """New files may have the same length and times. At another path they are another adapter."""
-    lora = load(adapter(tmp_path / "a", b"a", 201 + is_used))
-    if is_used:
-        assert prompt_digest.digest_prompt(asked(lora))
-    times = (tmp_path / "a" / "adapter_model.safetensors").stat()
-    adapter(tmp_path / "a", b"b", 0)
-    os.utime(
-        tmp_path / "a" / "adapter_model.safetensors", ns=(times.st_atime_ns, times.st_mtime_ns)
-    )
-    assert prompt_digest.digest_prompt(asked(lora)) == "", (
-        "vLLM may have the old files or, after an eviction, the new ones"
-    )
-    # Older prefix caches tell adapters by their names alone.
-    name = "another" if IS_BEFORE_032 else "one"
-    moved = load(adapter(tmp_path / "b", b"b", 211 + is_used, name))
-    assert prompt_digest.digest_prompt(asked(moved))
-    adapter(tmp_path / "a", b"a", 0)
-    assert prompt_digest.digest_prompt(asked(lora)) == "", (
-        "equal to those of the load, but vLLM may have loaded the others meanwhile"
-    )
-    assert caplog.text.count("its files have changed since it was loaded") == 1
-
-
-def test_an_adapter_whose_files_cannot_be_read_is_logged_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(path: str) -> Any:
-        raise PermissionError(f"no permission for {path}")
-
-    monkeypatch.setattr(prompt_digest, "_stamp_files", fail)
-    for number in (701, 702):
-        lora = adapter(tmp_path / "a", b"a", number)
-        for _ in range(3):
-            assert prompt_digest.digest_prompt(asked(lora)) == ""
-    assert caplog.text.count("its files cannot be read (no permission for") == 2
-
-
-@pytest.mark.parametrize(
-    "has_path",
-    [False, pytest.param(True, marks=as_of_032("names blocks by the adapter's name alone"))],
-)
-def test_an_adapter_has_no_digest_while_the_cache_may_have_kv_of_other_files(
-    load: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    has_path: bool,
-) -> None:
-    """vLLM names blocks by the adapter's name, as of 0.32 by its path too. D would get P's."""
-    if not has_path:
-        monkeypatch.setattr(
-            kv_cache_utils, "_gen_lora_extra_hash_keys", lambda r: [r.lora_request.lora_name]
-        )
-
-    def keys(lora: Any) -> Any:
-        return kv_cache_utils.generate_block_hash_extra_keys(asked(lora), 0, 16, 0)
-
-    first = load(adapter(tmp_path / "a", b"a", 501))
-    again = load(SimpleNamespace(**{**vars(first), "lora_int_id": 502}))
-    digest = prompt_digest.digest_prompt(asked(first))
-    assert digest and digest == prompt_digest.digest_prompt(asked(again))
-    moved = load(adapter(tmp_path / "b", b"b", 503))
-    assert (keys(moved) != keys(first)) == has_path
-    assert bool(prompt_digest.digest_prompt(asked(moved))) == has_path
-    caplog.clear()
-    replaced = load(adapter(tmp_path / "a", b"c", 504))
-    assert keys(replaced) == keys(first)
-    for _ in range(3):
-        assert prompt_digest.digest_prompt(asked(replaced)) == ""
-    assert caplog.text.count("other files were loaded under its name before") == 1
-
-
-def test_files_that_vllm_could_not_load_are_no_earlier_files(load: Any, tmp_path: Path) -> None:
-    """An adapter is named before its copy is whole, then again. Nothing has computed with it."""
-
-    def fail(lora: Any) -> bool:
-        raise ValueError("a file is cut")
-
-    core: Any = SimpleNamespace(model_executor=SimpleNamespace(add_lora=fail))
-    for number in range(3):  # vLLM numbers each try anew
-        with pytest.raises(ValueError, match="a file is cut"):
-            EngineCore.add_lora(core, adapter(tmp_path / "a", b"half", 601 + number))
-    assert not prompt_digest._stamps_at_load, "clients name adapters, and could fill it"
-    whole = load(adapter(tmp_path / "a", b"whole", 604))
-    assert prompt_digest.digest_prompt(asked(whole))
-    with pytest.raises(ValueError, match="a file is cut"):
-        EngineCore.add_lora(core, whole)
-    assert set(prompt_digest._stamps_at_load) == {(whole.lora_path, 604)}
-    adapter(tmp_path / "a", b"later files", 0)
-    assert prompt_digest.digest_prompt(asked(whole)) == "", "those of the first load count"
-
-
-def test_no_adapter_is_forgotten_above_the_limit(
-    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A forgotten adapter would be recorded again with its present files."""
-    monkeypatch.setattr(prompt_digest, "MAX_ADAPTERS", 1)
-    first, second = (
-        load(adapter(tmp_path / "a", b"a", 401)),
-        load(adapter(tmp_path / "b", b"b", 402)),
-    )
-    assert (
-        prompt_digest.digest_prompt(asked(first))
-        and prompt_digest.digest_prompt(asked(second)) == ""
-    )
-    adapter(tmp_path / "a", b"c", 0)
-    prompt_digest._digest_files.cache_clear()
-    assert prompt_digest.digest_prompt(asked(first)) == ""
-
-
-def test_an_adapter_in_a_home_folder_is_compared_by_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = adapter(tmp_path / "a", b"a", 301)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    digests = []
-    for path in (one.lora_path, "~/a"):
-        lora = SimpleNamespace(lora_name="one", lora_path=path, lora_int_id=302)
-        with engine_process():
-            digests.append(prompt_digest.digest_prompt(asked(lora)))
-    assert digests[0] == digests[1] != ""
-
-
 def test_an_engine_never_unmaps_its_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sleep mode may be on, as some fleets need its allocator; level 0 only pauses."""
     levels: list[int] = []
@@ -1240,9 +1069,9 @@ def test_an_engine_never_unmaps_its_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         EngineCore, "release_kv_cache_memory", lambda _: levels.append(9), raising=has_release
     )
-    compat.keep_kv_mapped()
+    client_calls.keep_kv_mapped()
     wrapped = EngineCore.sleep
-    compat.keep_kv_mapped()
+    client_calls.keep_kv_mapped()
     assert EngineCore.sleep is wrapped
     engine: Any = object()
     for asleep in (lambda: wrapped(engine), lambda: wrapped(engine, 2, mode="keep")):
@@ -1256,41 +1085,39 @@ def test_an_engine_never_unmaps_its_kv(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "words"),
+    "method",
     [
-        ("reload_weights", r"they must not change later \(reload_weights\): stop this engine"),
-        ("reset_weights", "they must not change later"),
-        ("sleep", r"keeps the KV cache in memory.* \(sleep\): stop this engine"),
+        "reload_weights",
+        "reset_weights",
+        "sleep",
+        "elastic_ep_execute",  # its first argument names another method, such as `load_model`
+        "init_device",
+        "compile_or_warm_up_model",  # computes made-up prompts into blocks
+        "update_environment_variables",
+        "a method of a later version",
     ],
 )
-def test_no_client_changes_weights_or_unmaps_kv_by_a_method_of_the_workers(
-    monkeypatch: pytest.MonkeyPatch, method: str, words: str
+def test_no_client_changes_weights_or_kv_by_a_method_of_the_workers(
+    monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """`/collective_rpc` runs any of them: P or D alone would have other weights."""
     before = inspect.unwrap(EngineCore.collective_rpc)  # by connectors of other tests
     monkeypatch.setattr(EngineCore, "collective_rpc", before)
     for _ in range(2):  # connectors of one process
-        compat.refuse_worker_methods()
+        client_calls.refuse_worker_methods()
     wrapped = EngineCore.collective_rpc
     ran: list[str] = []
     executor = SimpleNamespace(collective_rpc=lambda name, *_: ran.append(name))
     engine: Any = SimpleNamespace(model_executor=executor)
     wrapped(engine, "list_loras", timeout=5.0)
+    wrapped(engine, "update_max_model_len", args=(4096,))  # vLLM's own, with `auto`
+    wrapped(engine, len)  # a function: vLLM takes one only where its user trusts all clients
     for call in (lambda: wrapped(engine, method), lambda: wrapped(engine, method, 5.0, (2,))):
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=rf"\({method} may\): stop this engine"):
             call()
-    assert ran == ["list_loras"]
+    assert ran == ["list_loras", "update_max_model_len", len]
     assert inspect.signature(wrapped) == inspect.signature(before)
     assert wrapped.__wrapped__ is before, "wrapped once"  # type: ignore[attr-defined]
-
-
-def test_the_wrapped_add_lora_keeps_its_signature(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM converts a client's arguments by the signature."""
-    before = EngineCore.add_lora
-    monkeypatch.setattr(EngineCore, "add_lora", before)
-    compat.around_adapter_loads(lambda lora: nullcontext())
-    assert EngineCore.add_lora is not before
-    assert inspect.signature(EngineCore.add_lora) == inspect.signature(before)
 
 
 def test_several_groups_need_load_failures_by_request(

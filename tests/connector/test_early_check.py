@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import pickle
 import shutil
@@ -303,6 +304,24 @@ def test_what_the_code_of_a_model_writes_into_its_configuration_is_left_out(fold
     other = engine(folder, hf_overrides={"initializer_range": 0.5})
     assert fingerprint.config_digest(other.model_config) != before
     assert fingerprint.config_digest(made.model_config) == before
+
+
+def test_positions_are_those_of_the_length_with_which_vllm_loads_a_model(folder: Path) -> None:
+    """`auto` lowers it later. LongRoPE takes one of its tables for good as the model is loaded."""
+    settings = folder / "config.json"
+    fields = json.loads(settings.read_text())
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 32}
+    scales = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    text = {"rope_parameters": {**rope, **scales}, "max_position_embeddings": 64}
+    fields["text_config"] |= text
+    settings.write_text(json.dumps(fields))
+    # Its length is the text's; vLLM 0.32 takes that of the rope settings if it is outside of them.
+    fitted = engine(folder, max_model_len=-1)
+    short = engine(folder, max_model_len=30)
+    assert fitted.model_config.max_model_len == 64
+    fitted.model_config.max_model_len = 30  # as vLLM does, where memory has room for no more
+    assert fingerprint.positions(fitted.model_config) == "over 32"
+    assert fingerprint.positions(short.model_config) == "up to 32"
 
 
 def test_vllm_copies_a_configuration_that_was_checked(images: Path) -> None:

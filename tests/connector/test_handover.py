@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from adapters import adapter, engine_process
 from test_scheduler_side import BLOCK, GROUPS, HOLDS, KEY, step
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
-from kv_connectors import scheduler
+from kv_connectors import prompt_digest, scheduler
 from kv_connectors.metadata import Handshake
 from kv_connectors.scheduler import SchedulerSide, TransferLimits
 from vllm_disagg.fleet import grants, handovers, keys
@@ -110,6 +112,19 @@ def test_both_legs() -> None:
     assert load.blocks == [events.GroupBlocks(BLOCK, [5, 6])]
     d.on_load_finished("r2")
     assert d.on_request_finished(asked) == (False, None), "the client sees no parameters"
+
+
+def test_the_workers_learn_of_which_adapter_a_prompt_is(tmp_path: Path) -> None:
+    """They send no KV of an adapter that they have read with other files."""
+    p = side("prefill", "p")
+    with engine_process():
+        asked = request("r1", dict(PREFILL), tokens=1)
+        asked.lora_request = adapter(tmp_path / "a", b"a")
+        p.on_request_arrived(asked)
+        said = p.build_step_metadata(step(new={"r1": (0, 40, [7, 8, 9])}))
+        (scheduled,) = said.sender_events
+        assert isinstance(scheduled, events.BlocksScheduled)
+        assert scheduled.adapter == prompt_digest.cache_name(asked.lora_request) != ""
 
 
 def test_nixl_connector_reads_nothing_in_the_parameters() -> None:

@@ -946,11 +946,53 @@ def test_adapters_of_one_name_differ_by_their_files(tmp_path: Path) -> None:
 
 
 def test_an_adapter_that_was_loaded_anew_is_read_anew(tmp_path: Path) -> None:
-    """Under a new name: under the same one it has no digest (`test_compatibility.py`)."""
+    """Under a new name: under the same one it has no digest (`test_adapters.py`)."""
     with engine_process():
         before = sent_digest("decode", lora_request=adapter(tmp_path / "a", b"a"))
         other = adapter(tmp_path / "a", b"b", number=2, name="another")
         assert before != sent_digest("decode", lora_request=other)
+
+
+@pytest.mark.parametrize("change", [True, False])
+def test_an_adapter_that_changes_while_its_request_waits_has_no_load(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: bool
+) -> None:
+    """D reads it again when the request's turn comes, if it has left the workers' memory."""
+    d = side("decode")
+    with engine_process(), caplog.at_level("INFO", "vllm_disagg"):
+        asked = request("decode", d, lora_request=adapter(tmp_path / "a", b"a"))
+        d.on_request_arrived(asked)
+        if change:
+            adapter(tmp_path / "a", b"b")
+        loaded = d.tokens_to_load(asked, 0)
+        assert bool(loaded) is not change
+        if change:  # P is informed at once, although the request may go on waiting for blocks
+            (skipped,) = d.build_step_metadata(step()).receiver_events
+            assert isinstance(skipped, events.LoadSkipped)
+            assert d.tokens_to_load(asked, 0) == 0
+        d.on_blocks_allocated(asked, ([4, 5, 6],), loaded or 0)
+        said = d.build_step_metadata(step()).receiver_events
+        assert [type(each) for each in said] == ([] if change else [events.LoadRequested])
+        assert not d.on_request_finished(asked)[0]
+    line = "request r1: its adapter's files have changed since it came"
+    assert caplog.text.count(line) == int(change)
+
+
+def test_the_workers_learn_of_which_adapter_blocks_are(tmp_path: Path) -> None:
+    """Also of those that D has cached, and P reads back."""
+    with engine_process():
+        lora = adapter(tmp_path / "a", b"a")
+        p, d = side("prefill"), side("decode")
+        for engine, role in ((p, "prefill"), (d, "decode")):
+            asked = request(role, engine, length=70, back=BACK, lora_request=lora)
+            engine.on_request_arrived(asked)
+            if engine is d:
+                loaded = engine.tokens_to_load(asked, 32) or 0
+                engine.on_blocks_allocated(asked, ([4, 5, 6, 7, 8],), loaded)
+            said = engine.build_step_metadata(step(new={"r1": (0, 70, [4, 5, 6, 7, 8])}))
+            (scheduled,) = said.sender_events
+            assert isinstance(scheduled, events.BlocksScheduled)
+            assert scheduled.adapter == prompt_digest.cache_name(lora) != ""
 
 
 def test_an_adapter_on_a_hub_has_no_transfer(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from kv_connectors import prompt_digest
 from kv_connectors import worker as worker_module
 from kv_connectors.connector import DisaggConnector
 from kv_connectors.layers import FinalLayers
@@ -18,6 +19,7 @@ from vllm_disagg.config import Config
 from vllm_disagg.fleet import keys
 from vllm_disagg.kv.layout import uniform
 from vllm_disagg.protocol import events
+from vllm_disagg.protocol.sender import Sender
 from vllm_disagg.transports.base import Counters
 
 Overlap = Literal["layer", "chunk", "off"]
@@ -212,6 +214,41 @@ def test_a_step_ends_after_the_layers_of_a_draft() -> None:
     assert event_names(driver) == ["BlocksScheduled", "LayersComputed 2"]
     worker.take_results()
     assert len(driver.facts) == 2
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("overlap", ["layer", "chunk", "off"])
+def test_prompts_of_an_adapter_that_was_read_with_other_files_are_taken_back(
+    overlap: Overlap, cached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM reads it before the layers, and D may have read those of an earlier step."""
+    worker, driver = started(overlap)
+    monkeypatch.setattr(prompt_digest, "_replaced", set())
+    files = ("/a", [("adapter_config.json", 2, 0, 0, 1)])
+    monkeypatch.setattr(prompt_digest, "_first_files", dict.fromkeys(("one", "two"), files))
+    step(worker, driver, "ab")  # teaches
+    driver.facts.clear()
+    seen = [
+        events.BlocksScheduled(name, 32, [[number]], cached=cached, adapter=adapter)
+        for number, (name, adapter) in enumerate({"t": "one", "u": "two", "v": ""}.items(), 1)
+    ]
+    worker.begin_step(StepMetadata(sender_events=[*seen]))
+    prompt_digest._replaced.add("one")
+    for layer in ("a", "b"):
+        worker.on_layer_computed(layer)
+    if not cached:  # some set-ups of vLLM leave it out
+        worker.end_step()
+    worker.take_results()
+    worker.begin_step(StepMetadata(sender_events=[events.PrefillFinished("t")]))
+    sender = Sender("p/0", worker._layout)
+    for fact in driver.facts:
+        sender.handle(fact, 0.0)
+        taken_back = sender.transfers["t"].is_recomputed if "t" in sender.transfers else False
+        assert taken_back or not sender.transfers["t"].tokens_final
+    taken = [fact for fact in driver.facts if isinstance(fact, events.LayersRecomputed)]
+    assert {fact.transfer for fact in taken} == {"t"}
+    if overlap != "off" or cached:
+        assert [sender.transfers[name].tokens_final for name in "uv"] == [32, 32]
 
 
 def test_cached_blocks_wait_for_the_layers_of_a_draft() -> None:

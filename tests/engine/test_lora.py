@@ -19,6 +19,7 @@ from test_models import FLOAT32, Pair, model
 pytestmark = pytest.mark.wide
 
 RANK = 8
+MAX_LORAS = 4  # also those in a worker's memory
 NAMES = ["tiny", "first", "second"]  # the model itself, and two adapters
 ENV = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
@@ -63,7 +64,7 @@ def pair(machine: Machine) -> Iterator[Pair]:
         "--max-lora-rank",
         str(RANK),
         "--max-loras",
-        "4",
+        str(MAX_LORAS),
         "--lora-modules",
         *modules,
     ]
@@ -127,16 +128,59 @@ def test_an_adapter_whose_files_were_replaced_at_p_gives_no_kv(
     assert pair.decode.received == before
 
 
+def test_an_adapter_is_not_replaced_in_place(pair: Pair, machine: Machine) -> None:
+    """Requests that wait would be computed with the new weights, and have the old ones' digest."""
+    other = adapter(machine.folder / "other", model("dense"), 8)
+    for engine in (pair.prefill, pair.decode):
+        status, words = ask_to_load(engine, NAMES[1], other, load_inplace=True)
+        assert status == 500
+        assert f"DisaggConnector does not replace a loaded adapter ({NAMES[1]})" in words
+    asked = [body(tokens(300, f"in place {at}"), 16, model=NAMES[1]) for at in range(4)]
+    before = pair.decode.received
+    assert all(record.status == 200 for record in pair.check(asked))
+    wait("KV moves", lambda: pair.decode.received > before)
+
+
+def test_an_adapter_that_p_has_read_from_another_folder_gives_no_kv(
+    pair: Pair, machine: Machine
+) -> None:
+    """Its own is away while P reads it again, and back when its requests come."""
+    folder = machine.folder / "sixth"
+    path = adapter(folder, model("dense"), 9)
+    for engine in (pair.prefill, pair.decode, pair.plain):
+        load(engine, "sixth", path)
+    for number in range(MAX_LORAS):  # P's memory has room for no more
+        one = adapter(machine.folder / f"filler-{number}", model("dense"), 20 + number)
+        load(pair.prefill, f"filler-{number}", one)
+    folder.rename(machine.folder / "away")
+    adapter(folder, model("dense"), 10)
+    alone = ask(pair.prefill.url, body(tokens(40, "read again"), 4, model="sixth"))
+    assert alone.status == 200
+    folder.rename(machine.folder / "there")
+    (machine.folder / "away").rename(folder)
+    asked = body(tokens(300, "sixth"), 16, logprobs=3, model="sixth")
+    before = pair.decode.received
+    expect_same(pair.legs.ask(asked), ask(pair.plain.url, asked))
+    assert pair.decode.received == before
+    for engine in (pair.prefill, pair.decode):
+        engine.wait_free()
+
+
 def load(engine: Engine, name: str, path: str) -> None:
+    status, words = ask_to_load(engine, name, path)
+    assert status == 200, words
+
+
+def ask_to_load(engine: Engine, name: str, path: str, **more: bool) -> tuple[int, str]:
     connection = http.client.HTTPConnection("127.0.0.1", engine.port, timeout=60)
     try:
         connection.request(
             "POST",
             "/v1/load_lora_adapter",
-            json.dumps({"lora_name": name, "lora_path": path}),
+            json.dumps({"lora_name": name, "lora_path": path, **more}),
             {"content-type": "application/json"},
         )
         answer = connection.getresponse()
-        assert answer.status == 200, answer.read()
+        return answer.status, answer.read().decode()
     finally:
         connection.close()

@@ -186,6 +186,7 @@ class DecodeLeg(RequestLeg):
             blocks=cached_blocks,
             cached=True,
             prompt=self.facts.digest,
+            adapter=self.facts.adapter,
         )
         self.step.for_sender.append(scheduled)
 

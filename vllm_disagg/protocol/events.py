@@ -34,6 +34,8 @@ class BlocksScheduled(msgspec.Struct, frozen=True, tag=True):
     # vLLM goes on to write tokens into the last block that the receivers do not read, so its sum
     # would be no evidence.
     writes_more: bool = False
+    # LoRA adapter of the prompt; empty: none.  Of use to the worker's adapter to vLLM alone.
+    adapter: str = ""
 
 
 class LayersComputed(msgspec.Struct, frozen=True, tag=True):

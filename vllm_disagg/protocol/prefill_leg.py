@@ -175,6 +175,7 @@ class PrefillLeg(RequestLeg):
             blocks=[list(ids) for ids in new_blocks],
             prompt=self.facts.digest,
             writes_more=self.facts.writes_more,
+            adapter=self.facts.adapter,
         )
         self.step.for_sender.append(scheduled)
 

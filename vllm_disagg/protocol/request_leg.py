@@ -53,6 +53,7 @@ class LegFacts:
     sources: list[WorkerInfo]  # the other engine's workers, if this leg reads from them
     plan: ReshardPlan | None  # which rank of this engine reads what; None if none reads
     stall_timeout: float  # seconds without progress after which the main load fails
+    adapter: str = ""  # LoRA adapter, by what vLLM's caches tell it by; empty: none
     # On P too vLLM goes on after the tokens that D reads, in the same block.
     writes_more: bool = False
     reuse: str | None = None  # transfer id of bidirectional KV reuse; None if it is not permitted

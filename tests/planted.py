@@ -2173,4 +2173,5 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a slow link of ZMQ is made anew", "transports/zmq/transport.py", "        if worker is not None and not _has_unix_socket(worker):\n            log.info", "        worker = worker or WorkerInfo(sender, \"\", link.getsockopt_string(zmq.LAST_ENDPOINT))\n        if True:\n            log.info", "tests/transports/zmq/test_dead_links.py::test_a_slow_link_is_only_greeted"),
     ("no deadline wakes the look at ZMQ's links", "transports/zmq/transport.py", "        if self._posted.has_waiting:\n            return self._look_at\n", "", "tests/transports/zmq/test_dead_links.py::test_a_slow_link_is_only_greeted"),
     ("links of ZMQ that bring pieces are looked at", "transports/zmq/transport.py", "            self._quiet.discard(sender)\n", "", "tests/transports/zmq/test_dead_links.py::test_a_link_that_brings_pieces_is_left_alone"),
+    ("memory of a NIXL agent that does not go is freed", "transports/nixl/agent.py", "            _not_gone.append(self)\n", "", "tests/transports/nixl/test_nixl_agent.py::test_memory_of_an_agent_that_may_still_write_is_never_freed"),
 ]

@@ -328,7 +328,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("P confirms what vLLM has taken back", "driver.py", "        self._drain()\n        handle(decoded)", "        handle(decoded)", "tests/unit/test_driver.py::test_what_vllm_has_withdrawn_is_never_confirmed"),
     ("a load ends twice when the thread fails", "outcomes.py", "        self._expected.discard((type(outcome), outcome.transfer))\n", ""),
     ("a broken driver reports while bytes land", "outcomes.py", "if kind is events.LoadResult and transfer in being_written:", "if False:"),
-    ("a load that could not fail at first never fails", "driver.py", "            self._outcomes.fail(self._close())\n", "            self._close()\n", "tests/unit/test_driver.py::test_a_broken_driver_becomes_a_plain_vllm"),
+    ("a load that could not fail at first never fails", "driver.py", "            self._outcomes.fail(self._transports.close())\n", "            self._transports.close()\n", "tests/unit/test_driver.py::test_a_broken_driver_becomes_a_plain_vllm"),
     ("both threads report one failure", "outcomes.py", "            except KeyError:\n                continue", "            except KeyError:\n                pass"),
     ("an outcome is lost while the thread fails", "outcomes.py", "        if self._being_written is not None:\n            self._fail_expected(self._being_written)\n", ""),
     ("facts pile up at a broken driver", "driver.py", "            self._inbox.clear()  # no thread reads it any more\n", "", "tests/unit/test_driver.py::test_a_broken_driver_becomes_a_plain_vllm"),
@@ -2174,4 +2174,5 @@ MUTANTS: list[tuple[str, ...]] = [
     ("no deadline wakes the look at ZMQ's links", "transports/zmq/transport.py", "        if self._posted.has_waiting:\n            return self._look_at\n", "", "tests/transports/zmq/test_dead_links.py::test_a_slow_link_is_only_greeted"),
     ("links of ZMQ that bring pieces are looked at", "transports/zmq/transport.py", "            self._quiet.discard(sender)\n", "", "tests/transports/zmq/test_dead_links.py::test_a_link_that_brings_pieces_is_left_alone"),
     ("memory of a NIXL agent that does not go is freed", "transports/nixl/agent.py", "            _not_gone.append(self)\n", "", "tests/transports/nixl/test_nixl_agent.py::test_memory_of_an_agent_that_may_still_write_is_never_freed"),
+    ("a control channel that does not close keeps failed loads", "driver.py", "            self._outcomes.fail(self._transports.close())\n        else:\n            self._transports.close()\n", "            being_written = self._transports.close()\n            self._control.close()\n            self._outcomes.fail(being_written)\n        else:\n            self._transports.close()\n", "tests/unit/test_driver.py::test_a_broken_control_channel_keeps_no_failed_load"),
 ]

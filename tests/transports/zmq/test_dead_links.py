@@ -114,9 +114,31 @@ def test_a_link_that_brings_pieces_is_left_alone(monkeypatch: pytest.MonkeyPatch
         for _ in range(3):
             assert list(reading.transport.poll_events(())) == []
             router.send_multipart([name, b"a bad header", b""])
-            assert link.poll(1000 * LIMIT_SECONDS)
+            assert link.poll(round(1000 * LIMIT_SECONDS))
             assert list(reading.transport.poll_events([link])) == []
             reading.transport._quiet.clear()
         assert not mended
+        router.close()
+    reading.close()
+
+
+def test_a_sender_that_cannot_be_dialled_anew_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As without a descriptor; the next load dials it, until the sender is disconnected."""
+    reading = Reading(monkeypatch)
+    transport = reading.transport
+    with zmq.Context() as context:
+        router = listening_router(context, f"ipc://{tmp_path}/data")
+        transport.connect(WorkerInfo("p/0", "", "", endpoint_of(router), host=machine_id()))
+        reading.until_up(router, 1)
+        (tmp_path / "data").unlink()
+        with monkeypatch.context() as patched:
+            patched.setattr(reading.sockets, "dial", lambda *_, **__: None)
+            transport._mend("p/0")
+        assert not transport.links and not transport._by_unix_socket
+        assert transport._were_up == {"p/0"}, "pieces of the old connection are lost"
+        transport.disconnect("p/0")
+        assert not transport._were_up
         router.close()
     reading.close()

@@ -280,7 +280,7 @@ class ZmqTransport:
         link = self.links[sender]
         worker = self._by_unix_socket.get(sender)
         # A cleaner of temporary files may remove the file of the socket. A connection lives on
-        # without it, until a pause of either process breaks it; ZMQ dials that path for ever then.
+        # without it. Once a pause of either process has broken it, ZMQ dials that path for ever.
         if worker is not None and not _has_unix_socket(worker):
             log.info("zmq: the UNIX socket of %s is gone; its pieces come by TCP", sender)
             # It stays in `_were_up`: pieces of the old connection are lost.
@@ -288,9 +288,9 @@ class ZmqTransport:
             self._dial(worker)
             return
         # Where the sender has the port of a dead one, the link to that one may have reached it
-        # too. Both have one address, the later one gets the pieces, and ZMQ leaves the other
-        # connection open without any. A message that reaches it ends the sender's reading there, so
-        # heartbeats fail: the link breaks within 3 s, and connects anew.
+        # too. Both have one address: the later one gets all pieces, and the other connection stays
+        # open. A message on the other one ends the sender's reading there, so heartbeats fail. The
+        # link breaks within 3 s, and connects anew.
         _greet(link)
 
     def disconnect(self, sender: str) -> None:
@@ -299,7 +299,7 @@ class ZmqTransport:
         # transfer connects it again, their loads fail by a timeout and cancel them.
         if sender in self.links:
             self._close_link(sender)
-            self._were_up.discard(sender)
+        self._were_up.discard(sender)
 
     def _close_link(self, sender: str) -> None:
         self._by_unix_socket.pop(sender, None)

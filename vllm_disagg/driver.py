@@ -220,16 +220,12 @@ class Driver:
             # so loads whose blocks may still be written wait until their transport is closed. If
             # it does not close, they are never reported: their blocks stay out of use.
             self._outcomes.fail(self._transports.transfers_being_written())
-            self._outcomes.fail(self._close())
+            # Before the next close, which may fail: those requests would wait for ever.
+            self._outcomes.fail(self._transports.close())
         else:
-            self._close()
-
-    def _close(self) -> set[str]:
-        """Closes all sockets; returns the transfers whose blocks may still be written."""
-        # The control channel last: it destroys all sockets of ZMQ, also those of the transport.
-        being_written = self._transports.close()
+            self._transports.close()
+        # Last: it destroys all sockets of ZMQ, also those of the transport.
         self._control.close()
-        return being_written
 
     def _turn(self) -> None:
         # Facts from vLLM come first (rule 1 of ARCHITECTURE.md), and time comes last: what was read

@@ -232,7 +232,7 @@ class NcclLink:
     ) -> None:
         """Starts to connect. `rank`: 0 is P's end, which makes the unique id.
 
-        Raises NcclError if all streams have work.
+        Raises NcclError if all streams have work, and RuntimeError without a thread.
         """
         self._library = library
         self._runtime = streams.runtime
@@ -249,7 +249,11 @@ class NcclLink:
         self._posted: deque[tuple[int, Any]] = deque()  # (seq, event that follows the call)
         # A daemon: a call into NCCL that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="vllm-disagg-nccl", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # this process may have no more threads
+            streams.give_back(self.stream)
+            raise
 
     # The collective worker's thread ---------------------------------------------------------------
     def on_blob(self, blob: bytes) -> None:

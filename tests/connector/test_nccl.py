@@ -227,6 +227,24 @@ def test_links_take_the_streams_of_those_that_are_gone(make_link: MakeLink) -> N
     assert make_link(0, streams=streams).link.stream is hung.link.stream
 
 
+def test_a_link_without_a_thread_takes_no_stream(
+    make_link: MakeLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After 16 of them no link was made until a restart."""
+    streams = nccl.LinkStreams(ScriptedRuntime())
+
+    def lack(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", lack)
+        for _ in range(nccl.LINK_STREAMS + 1):
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                make_link(0, streams=streams)
+    made = make_link(0, streams=streams)
+    made.link.stream.can_end = True
+
+
 def test_an_end_is_reported_while_the_next_call_is_taken_up(make_link: MakeLink) -> None:
     made = make_link(1)
     made.link.on_blob(b"i" * nccl.UNIQUE_ID_BYTES)

@@ -538,6 +538,25 @@ def test_a_broken_driver_becomes_a_plain_vllm(
     )
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_broken_control_channel_keeps_no_failed_load(
+    start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d, p = start(memory(64, None)), start(memory(64, 1))
+
+    def close(of_control: Callable[[], None] = d._control.close) -> None:
+        of_control()
+        raise OSError("too many open files")
+
+    written = {"23" * 16}
+    monkeypatch.setattr(d._control, "close", close)
+    monkeypatch.setattr(d._receiver, "handle", lambda *_: 1 / 0)
+    monkeypatch.setattr(d._transports["zmq"], "transfers_being_written", lambda: written)
+    d.submit([wanted(p, d, "23" * 16, [1], 0, 3)])
+    d._thread.join(LIMIT_SECONDS)
+    assert d.take() == [events.LoadResult("23" * 16, events.Reason.INTERNAL_ERROR)]
+
+
 def test_what_has_ended_does_not_end_again_when_the_thread_fails(
     start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,6 +82,15 @@ class PostedReads:
         # A checksum does not prevent that, and NIXL has none.
         return read is not None and read.source == source
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether a read is posted that has not begun."""
+        return bool(self._waiting)
+
+    def sources(self) -> set[str]:
+        """Returns the sources of the reads that have not begun."""
+        return {read.source for read in self._waiting.values()}
+
     def begin(self, source: str, transfer: str, number: int) -> PostRead | None:
         """Returns the read for bytes of a source, or None if they must be dropped.
 

@@ -5,7 +5,9 @@ tests/transports/processes has the real one, in host memory and over a fake CUDA
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +22,7 @@ from vllm_disagg.kv.memory import ByteBuffer, DirectMemory, HostBuffer, HostMemo
 from vllm_disagg.kv.planes import Plane
 from vllm_disagg.kv.runs import Runs, no_runs, runs_of
 from vllm_disagg.transports.nixl import agent as nixl_agent
-from vllm_disagg.transports.nixl.agent import Agent, NixlError
+from vllm_disagg.transports.nixl.agent import Agent, Job, NixlError
 
 
 class ScriptedMemory:
@@ -213,6 +215,33 @@ def test_a_device_is_not_waited_for_while_the_agent_is_there(
     with pytest.raises(NixlError, match="still in use"):
         agent.close()
     assert inner is not None and calls == []
+
+
+@pytest.mark.parametrize("is_referred_to", [True, False])
+def test_memory_of_an_agent_that_may_still_write_is_never_freed(
+    library: ScriptedNixl,
+    memory: ScriptedMemory,
+    monkeypatch: pytest.MonkeyPatch,
+    is_referred_to: bool,
+) -> None:
+    """A GPU's would be taken for the next piece, behind the check of its bytes."""
+    monkeypatch.setattr(nixl_agent, "AGENT_GONE_SECONDS", 0.05)
+    monkeypatch.setattr(nixl_agent, "_not_gone", [])
+
+    def fail() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    if not is_referred_to:
+        monkeypatch.setattr(memory, "wait_for_device", fail)
+    agent = make(memory)
+    inner = agent._agent.agent if is_referred_to else None
+    buffer = weakref.ref(agent.buffer(64))
+    job = Job(agent.close)
+    del agent
+    assert not job.ends(60.0) and job.error
+    gc.collect()
+    assert buffer() is not None
+    del inner
 
 
 @pytest.mark.parametrize(("kind", "hint"), [("VRAM", True), ("DRAM", False)])

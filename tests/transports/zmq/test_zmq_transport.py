@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
+from reading import LIMIT_SECONDS, Reading, endpoint_of, ignore, listening_router
 from zmq.utils.monitor import recv_monitor_message
 
 from vllm_disagg.config import Config
@@ -34,17 +35,12 @@ from vllm_disagg.protocol.events import (
     TransportChanged,
 )
 from vllm_disagg.protocol.peers import WorkerInfo
-from vllm_disagg.transports.base import Counters, DriverPort, TransportEvent
+from vllm_disagg.transports.base import Counters, DriverPort
 from vllm_disagg.transports.zmq import control, half_open
 from vllm_disagg.transports.zmq import transport as module
 from vllm_disagg.transports.zmq.transport import ZmqTransport
 
 ROW = 4 * FRAME_BYTES + 20_000  # whose last frame is a small one
-LIMIT_SECONDS = 60.0  # of each wait
-
-
-def ignore(name: str, note: bytes) -> None:
-    """Drops a note."""
 
 
 @pytest.fixture
@@ -171,78 +167,14 @@ def test_a_piece_that_cannot_be_read_ends_without_a_wake_up(
 def test_a_cancelled_read_ends_without_a_wake_up(transport: ZmqTransport) -> None:
     """No socket becomes readable for it."""
     transport.post_read(PostRead("ab" * 16, 0, "p/9", transport.address, Extent(0, 1, 0, 16), [0]))
-    assert transport.next_deadline() is None
+    assert list(transport.poll_events(())) == []
+    deadline = transport.next_deadline()
+    assert deadline is not None and deadline > time.monotonic(), "of the next look at the link"
     transport.cancel_reads("ab" * 16, [0])
     assert transport.next_deadline() == 0.0
     completed = ReadCompleted("ab" * 16, 0, ReadStatus.CANCELLED)
     assert list(transport.poll_events(())) == [completed]
     assert transport.next_deadline() is None
-
-
-class Reading:
-    """A ZMQ transport that reads from `p/0`, whose ROUTER the test has; `ups` counts probes."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.sockets = control.Control(Config(transport="zmq"), keys.FleetKey(None), "d/0")
-        memory = HostMemory([[np.zeros((8, 64), np.uint8)]], 16)
-        port = DriverPort(
-            "d/0",
-            Config(transport="zmq"),
-            memory,
-            Counters(),
-            self.sockets.poller,
-            ignore,
-            ignore,
-            ignore,
-        )
-        self.transport = ZmqTransport(port, self.sockets)
-        self.ups = 0
-        on_link_up = ZmqTransport._on_link_up
-
-        def counted(*args: Any) -> Iterator[TransportEvent]:
-            self.ups += 1
-            return on_link_up(*args)
-
-        monkeypatch.setattr(ZmqTransport, "_on_link_up", counted)
-
-    def until_up(self, router: zmq.Socket[bytes], ups: int) -> list[TransportEvent]:
-        """Polls both ends until so many connections have come up; returns the events of that."""
-        events: list[TransportEvent] = []
-        end = time.monotonic() + LIMIT_SECONDS
-        while self.ups < ups:
-            assert time.monotonic() < end
-            router.poll(0)
-            ready = [found for found, _ in self.sockets.poller.poll(10)]
-            events += self.transport.poll_events(ready)
-        return events
-
-    def post(self, number: int) -> None:
-        address, extent = self.transport.address, Extent(0, 1, 0, 16)
-        self.transport.post_read(PostRead("ab" * 16, number, "p/0", address, extent, [0]))
-
-    def close(self) -> None:
-        self.transport.close()
-        self.sockets.close()
-
-
-def listening_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
-    """Returns a ROUTER as a sender has it, and waits for the endpoint if it is still in use."""
-    router = context.socket(zmq.ROUTER)
-    router.linger = 0
-    router.rcvtimeo = round(1000 * LIMIT_SECONDS)
-    router.probe_router = True
-    end = time.monotonic() + LIMIT_SECONDS
-    while True:
-        try:
-            router.bind(endpoint)
-            return router
-        except zmq.ZMQError:
-            assert time.monotonic() < end
-            time.sleep(0.01)
-
-
-def endpoint_of(router: zmq.Socket[bytes]) -> str:
-    return router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
 
 def test_pieces_that_a_broken_connection_lost_are_requested_when_it_is_up_again(

@@ -51,6 +51,8 @@ IN_HOST_MEMORY = MemoryPlace()
 ZERO_COPY_READS = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
 
 _environment_lock = threading.Lock()
+# Agents that may still write: they keep their buffers, whose memory would be used again.
+_not_gone: list[Agent] = []
 T = TypeVar("T")
 
 
@@ -294,8 +296,16 @@ class Agent:
     def close(self) -> None:
         """Closes the agent; then nothing can be written into registered memory any more.
 
-        May take long, or for ever. Raises NixlError if the agent is still referred to.
+        May take long, or for ever. Raises NixlError if the agent is still referred to. After any
+        error it may still write; so it is kept for good, with its buffers.
         """
+        try:
+            self._close()
+        except Exception:
+            _not_gone.append(self)
+            raise
+
+    def _close(self) -> None:
         self._memory.prepare_thread()
         for read in self._open:
             # Raises for an active read. One that cannot be cancelled ends with the agent.

@@ -14,6 +14,9 @@ nothing: the receiver needs the checksum of the header and the Confirm on the co
 ZMQ connects again after a loss, and reports neither. What was on its way is lost then. So when a
 connection has come up again, the receiver ends the posted reads of that sender as CANCELLED, and
 their pieces are requested anew, under other numbers.
+
+Two kinds of dead links ZMQ does not mend. So a link that brings nothing while reads wait is looked
+at each second, by means that do no harm to a link that is only slow (`_mend`).
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ log = logging.getLogger("vllm_disagg.zmq")
 # ZMQ wakes no thread when a send ends. Polled often, because the blocks wait for it.
 UNSENT_POLL_SECONDS = 0.002  # between checks of sends that have not begun or not ended
 CONNECT_SECONDS = 2.0  # that a piece waits for its receiver's connection
+LOOK_SECONDS = 1.0  # between two looks at the links of senders whose reads wait
 # Receivers send one empty greeting. The bound keeps any other message small.
 MAX_GREETING_BYTES = 1024
 
@@ -112,7 +116,11 @@ class ZmqTransport:
             self._listen_locally()
         self.links: dict[str, zmq.Socket[bytes]] = {}
         self._were_up: set[str] = set()  # senders of `links` that have been connected
+        self._by_unix_socket: dict[str, WorkerInfo] = {}  # senders of `links` dialled by `local`
         self._posted = PostedReads()
+        # Senders whose reads waited at the last look, and that have sent nothing since.
+        self._quiet: set[str] = set()
+        self._look_at = 0.0
         self._unsent: list[_UnsentPiece] = []
         self._sending: list[tuple[SendPiece, zmq.MessageTracker]] = []
         self._failed: deque[SendPiece] = deque()  # they could not be read
@@ -180,6 +188,8 @@ class ZmqTransport:
             return 0.0
         if self._unsent or self._sending:
             return time.monotonic() + UNSENT_POLL_SECONDS
+        if self._posted.has_waiting:
+            return self._look_at
         return None
 
     def poll_events(self, ready: Collection[object]) -> Iterator[TransportEvent]:
@@ -194,6 +204,9 @@ class ZmqTransport:
         if self._router in ready or self._sending:
             self._take_greetings()
         now = time.monotonic()
+        # After all messages of this turn were read: those that came while this process stood still
+        # show that a link is well.
+        self._look_at_links(now)
         # Taken out first: handling an event may add another piece.
         unsent = self._unsent
         self._unsent = []
@@ -230,11 +243,12 @@ class ZmqTransport:
     def connect(self, worker: WorkerInfo) -> None:
         """Connects to a sender, by its UNIX socket if it is on this machine."""
         # Called before each transfer; ZMQ itself connects again after a loss.
-        if worker.name in self.links:
-            return
+        if worker.name not in self.links:
+            self._dial(worker)
+
+    def _dial(self, worker: WorkerInfo) -> None:
         # Two containers of one machine may have separate files.
-        local_path = worker.local.removeprefix("ipc://")
-        is_local = worker.host == machine_id() and os.path.exists(local_path)
+        is_local = worker.host == machine_id() and _has_unix_socket(worker)
         endpoint = worker.local if is_local else worker.data
         name = self.address.removeprefix("zmq:").encode()
         encrypt = self._port.config.encrypt_data
@@ -248,19 +262,53 @@ class ZmqTransport:
         _greet(link)
         self._port.poller.register(link, zmq.POLLIN)
         self.links[worker.name] = link
+        if is_local:
+            self._by_unix_socket[worker.name] = worker
+
+    def _look_at_links(self, now: float) -> None:
+        """Mends links that have brought nothing since the last look, while their reads waited."""
+        if now < self._look_at or not self._posted.has_waiting:
+            return
+        self._look_at = now + LOOK_SECONDS
+        waiting = self._posted.sources()
+        for sender in self._quiet & waiting & self.links.keys():
+            self._mend(sender)
+        self._quiet = waiting
+
+    def _mend(self, sender: str) -> None:
+        """Has a link connect again that may be dead for good; one that is only slow stays."""
+        link = self.links[sender]
+        worker = self._by_unix_socket.get(sender)
+        # A cleaner of temporary files may remove the file of the socket. A connection lives on
+        # without it. Once a pause of either process has broken it, ZMQ dials that path for ever.
+        if worker is not None and not _has_unix_socket(worker):
+            log.info("zmq: the UNIX socket of %s is gone; its pieces come by TCP", sender)
+            # It stays in `_were_up`: pieces of the old connection are lost.
+            self._close_link(sender)
+            self._dial(worker)
+            return
+        # Where the sender has the port of a dead one, the link to that one may have reached it
+        # too. Both have one address: the later one gets all pieces, and the other connection stays
+        # open. A message on the other one ends the sender's reading there, so heartbeats fail. The
+        # link breaks within 3 s, and connects anew.
+        _greet(link)
 
     def disconnect(self, sender: str) -> None:
         """Closes the connection to a sender."""
         # Its posted reads stay. The control channel to this sender is closed, too: unless a new
         # transfer connects it again, their loads fail by a timeout and cancel them.
-        link = self.links.pop(sender, None)
-        if link is not None:
-            self._control.close_socket(link)
-            self._were_up.discard(sender)
+        if sender in self.links:
+            self._close_link(sender)
+        self._were_up.discard(sender)
+
+    def _close_link(self, sender: str) -> None:
+        self._by_unix_socket.pop(sender, None)
+        self._control.close_socket(self.links.pop(sender))
 
     def _receive(self, sender: str, link: zmq.Socket[bytes]) -> Iterator[TransportEvent]:
         """Takes all pieces and probes that have arrived from a sender."""
         for message in receive(link):
+            self._quiet.discard(sender)
             is_probe = len(message) == 1 and not len(message[0])
             if is_probe:
                 yield from self._on_link_up(sender, link)
@@ -344,6 +392,10 @@ class ZmqTransport:
         """Removes the UNIX socket; the control channel closes all sockets."""
         if self._socket_folder:
             local_socket.remove_folder(self._socket_folder)
+
+
+def _has_unix_socket(worker: WorkerInfo) -> bool:
+    return os.path.exists(worker.local.removeprefix("ipc://"))
 
 
 def _greet(link: zmq.Socket[bytes]) -> None:

@@ -18,7 +18,7 @@ import msgspec
 from ...fleet.registration import REGISTER_PATH as REGISTER
 from ..http import bearer, routes
 from ..http.cancel_scope import TimeLimit
-from ..http.connection import Connection
+from ..http.connection import STOPPING, Connection
 from ..http.cors import Cors, may_open
 from ..http.endpoint_schema import SCHEMAS
 from ..http.error_replies import RequestFailed, answer_error
@@ -182,7 +182,7 @@ class Api:
 
     async def _run(self, route: MeteredHandler, request: HttpRequest, client: Connection) -> None:
         """Runs a route that needs an engine, within the time limit, and records its outcome."""
-        outcome = "cancelled"
+        outcome = ""  # the status decides
         status = 499
         reason = ""
         client.response.meter = meter = self._relay.metrics.meter()
@@ -190,13 +190,10 @@ class Api:
         try:
             with self._time_limit.start():
                 status = await route(request, client, meter)
-            outcome = _outcome(status)
         except bodies.BadBody as error:
-            outcome = "client_error"
             status = 400
             answer_error(client, 400, str(error), error.param)
         except RequestFailed as error:
-            outcome = _outcome(error.status)
             status = error.status
             reason = str(error)
             answer_error(client, error.status, str(error), retry_after=error.retry_after)
@@ -205,8 +202,14 @@ class Api:
             status = 504
             reason = f"the request was not finished within {self._timeout:g} s"
             answer_error(client, 504, reason)
+        except asyncio.CancelledError:
+            if not client.is_cut:
+                outcome = "cancelled"  # the client left
+                raise
+            status = 503
+            reason = STOPPING
+            answer_error(client, 503, reason, retry_after=1)
         except Exception:
-            outcome = "upstream_error"
             status = 500
             reason = "an error of the proxy"
             log.exception(
@@ -217,6 +220,7 @@ class Api:
             )
             answer_error(client, 500, "the proxy failed; its log says why")
         finally:
+            outcome = outcome or _outcome(status)
             self._recorder.close(request, client, meter, outcome, status, reason)
 
     async def _generate(

@@ -15,6 +15,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from ...fleet.registration import MAX_NOTE_BYTES
 from ...fleet.registration import REGISTER_PATH as REGISTER
 from ..http import bearer, routes
 from ..http.cancel_scope import TimeLimit
@@ -46,7 +47,7 @@ from .relay import Relay
 
 log = logging.getLogger(__name__)
 
-SMALL_BODY_BYTES = 64 * 1024  # the limit where a body has no meaning, or needs no key
+SMALL_BODY_BYTES = 64 * 1024  # the limit where a body has no meaning
 # Guarded by the admin API itself.
 ADMIN = (
     ("POST", INSTANCES_PATH),
@@ -132,9 +133,11 @@ class Api:
         if (request.method, request.path) not in ADMIN:
             if self._refusal(request):
                 return 0
-            if request.method == "POST" and routes.guarded(request.path):
-                return self._body_bytes
-        return min(SMALL_BODY_BYTES, self._body_bytes)
+            if routes.guarded(request.path):
+                is_large = request.method == "POST"
+                return self._body_bytes if is_large else min(SMALL_BODY_BYTES, self._body_bytes)
+        # Strangers share the limit of all bodies with clients, and must not use it up.
+        return min(MAX_NOTE_BYTES, self._body_bytes)
 
     def refused(self, request: HttpRequest, client: Connection, status: int) -> None:
         """Records a request that was refused for its head or its framing."""

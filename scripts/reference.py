@@ -72,7 +72,8 @@ LABELS = (
         {
             "ok": "a status below 400",
             "client_error": "4xx, also 429 of a full queue, or 501: no instance has the API",
-            "upstream_error": "another 5xx, also 503 of a queue's time limit, or an error event",
+            "upstream_error": "another 5xx, also 503 of a queue's time limit"
+            " or of a proxy that stops, or an error event",
             "timeout": "not over within `--request-timeout`",
             "cancelled": "the client left",
         },

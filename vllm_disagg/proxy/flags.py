@@ -425,7 +425,7 @@ _BOUNDS = (
     _seconds(
         "--shutdown-timeout",
         30.0,
-        "time for running requests to end after SIGTERM; those that run longer are cut"
+        "time for running requests to end after SIGTERM; those that run longer end with an error"
         " (default: %(default)s)",
         is_positive=False,
     ),

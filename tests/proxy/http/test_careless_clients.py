@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy_world import Call, Client, answer, until, world
+from proxy_world import Call, Client, answer, settle, until, world
 from vllm_disagg.proxy.http import connection as connection_module
 from vllm_disagg.proxy.http import connection_state
 from vllm_disagg.proxy.http.connection import Connection
@@ -136,21 +136,23 @@ async def test_no_byte_of_a_refused_body_is_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "status"),
+    ("line", "status", "most"),
     [
-        (b"POST /ping", 200),
-        (b"GET /health", 200),
-        (b"GET /v1/models", 200),
-        (b"POST /disagg/register", 404),
+        (b"POST /ping", 200, 4096),
+        (b"GET /health", 200, 4096),
+        (b"GET /v1/models", 200, 65536),
+        (b"POST /disagg/register", 404, 4096),
+        (b"POST /disagg/instances", 403, 4096),
+        (b"GET /disagg/instances", 403, 4096),
     ],
 )
-async def test_where_a_body_says_nothing_it_is_small(line: bytes, status: int) -> None:
+async def test_where_a_body_says_nothing_it_is_small(line: bytes, status: int, most: int) -> None:
     """Some of these paths need no key."""
     async with world(prefill=0) as w:
-        assert (await w.raw(request(line + b" HTTP/1.1", body=b"x" * 60_000))).status == status
-        chunk = b"8000\r\n" + b"x" * 32768 + b"\r\n"
+        assert (await w.raw(request(line + b" HTTP/1.1", body=b"x" * most))).status == status
+        chunk = b"%x\r\n" % (most // 2) + b"x" * (most // 2) + b"\r\n"
         for rest in (
-            b"content-length: 70000\r\n\r\n",
+            b"content-length: %d\r\n\r\n" % (most + 1),
             b"transfer-encoding: chunked\r\n\r\n" + 2 * chunk + b"8\r\n",
         ):
             reply = await w.raw(line + b" HTTP/1.1\r\nhost: x\r\n" + rest + b"12345678")
@@ -240,6 +242,50 @@ async def test_small_chunks_cost_their_bytes() -> None:
         finally:
             tracemalloc.stop()
             client.close()
+
+
+@pytest.mark.parametrize(
+    "line", [b"POST /ping", b"POST /disagg/register", b"DELETE /disagg/instances"]
+)
+async def test_strangers_do_not_use_up_the_limit_of_all_bodies(line: bytes) -> None:
+    """Clients with a key were answered with 503 for as long as 16,400 strangers kept 64 KiB each."""
+    limits = Limits(all_bodies_bytes=200_000)
+    async with world(prefill=0, ready=False, api_keys=["k"], limits=limits) as w:
+        await w.until_probed()
+        for size in [4096] * 10 + [60_000] * 10:
+            stranger = await w.connect()
+            stranger.writer.write(request(line + b" HTTP/1.1", body=b"x" * size)[:-1])
+            await stranger.writer.drain()
+        body = b'{"model":"m","prompt":"%b"}' % (b"a" * 100_000)
+        assert (
+            await w.ask("POST", "/v1/completions", body, authorization="Bearer k")
+        ).status == 200
+
+
+async def test_pipelined_bytes_of_strangers_do_not_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those behind a request for metrics, which other proxy workers may delay."""
+    scraping = 0
+
+    async def everything(metrics: Metrics) -> bytes:
+        nonlocal scraping
+        scraping += 1
+        await asyncio.Event().wait()
+        return b""
+
+    monkeypatch.setattr(Metrics, "everything", everything)
+    limits = Limits(all_bodies_bytes=200_000)
+    async with world(prefill=0, ready=False, api_keys=["k"], limits=limits) as w:
+        await w.until_probed()
+        for _ in range(10):
+            stranger = await w.connect()
+            stranger.writer.write(request(b"GET /metrics HTTP/1.1", body=b"") * 1000)
+            await stranger.writer.drain()
+        await until(lambda: scraping == 10)
+        await settle()
+        body = b'{"model":"m","prompt":"%b"}' % (b"a" * 100_000)
+        assert (
+            await w.ask("POST", "/v1/completions", body, authorization="Bearer k")
+        ).status == 200
 
 
 # -- a drain ---------------------------------------------------------------------------------------

@@ -244,11 +244,12 @@ def test_a_request_without_its_body_gets_nothing_of_a_later_head() -> None:
 # -- early bytes -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("beside", "fits"), [(100, True), (101, False)])
-def test_number_of_early_bytes(beside: int, fits: bool) -> None:
-    """One body may come early, and MAX_EARLY_BYTES beside it."""
-    reader = make_reader(body_limit=100)
-    size = MAX_EARLY_BYTES + beside
+@pytest.mark.parametrize("body_limit", [100, MAX_EARLY_BYTES, 1 << 20])
+@pytest.mark.parametrize(("beside", "fits"), [(0, True), (1, False)])
+def test_number_of_early_bytes(body_limit: int, beside: int, fits: bool) -> None:
+    """One body may come early, and as much beside it, but at most MAX_EARLY_BYTES."""
+    reader = make_reader(body_limit=body_limit)
+    size = body_limit + min(body_limit, MAX_EARLY_BYTES) + beside
     assert reader.keep_early(b"x", HttpRequest())
     assert reader.keep_early(b"x" * (size - 1), HttpRequest()) == fits
     assert len(reader.early_bytes) == (size if fits else 0)
@@ -293,13 +294,13 @@ def test_one_read_leaves_no_more_early_bytes_than_many(
     beside: int, expected: ConnectionState
 ) -> None:
     budget = ByteBudget(1 << 30)
-    reader = RequestReader(Limits(), budget, lambda _: 100)
+    reader = RequestReader(Limits(), budget, lambda _: MAX_EARLY_BYTES)
     first = b"GET / HTTP/1.1\r\nhost: x\r\na: ".ljust(SLICE_BYTES - 4, b"a") + b"\r\n\r\n"
-    reader.feed(first + b"x" * (MAX_EARLY_BYTES + 100 + beside))
+    reader.feed(first + b"x" * (2 * MAX_EARLY_BYTES + beside))
     (request,) = reader.ready
     assert reader.state is expected
     assert request.keep_alive == (expected is IDLE)
-    assert budget.held_bytes == len(reader.early_bytes) == (1 - beside) * (MAX_EARLY_BYTES + 100)
+    assert budget.held_bytes == len(reader.early_bytes) == (1 - beside) * 2 * MAX_EARLY_BYTES
 
 
 def test_bytes_that_have_waited_keep_their_place_behind_a_smaller_request() -> None:

@@ -337,7 +337,7 @@ async def test_an_offer_of_http2_is_as_if_it_had_not_been_made(chunked: bool) ->
 async def test_many_offers_in_a_row() -> None:
     async with world(prefill=0) as w:
         client = await w.connect()
-        client.writer.write((b"GET /health HTTP/1.1\r\nhost: x\r\n" + H2C + b"\r\n") * 500)
+        client.writer.write((b"GET /v1/models HTTP/1.1\r\nhost: x\r\n" + H2C + b"\r\n") * 500)
         text = b""
         while text.count(b"HTTP/1.1 200") < 500:
             data = await client.reader.read(65536)

@@ -52,6 +52,19 @@ async def test_waits_until_the_instance_comes_back(reason: str) -> None:
     assert len(waiting) == 0
 
 
+@pytest.mark.parametrize("steps", range(5))
+async def test_a_change_of_the_fleet_hides_no_departure(steps: int) -> None:
+    """A request whose client had left, or whose time was over, went on, without a limit of time."""
+    waiting = waits(instance("http://d", SILENT))
+    task = await began(waiting)
+    waiting.wake()
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait({task}, timeout=5.0)
+    assert task.cancelled() and len(waiting) == 0
+
+
 async def test_waits_from_the_leg_that_found_no_connection() -> None:
     """The instance has been up for an hour, and its next health check is still to come."""
     d = instance("http://d")

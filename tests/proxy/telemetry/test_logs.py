@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import logging
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from narrow_pipe import NarrowPipe
 
-from proxy_world import Call, world
+from proxy_world import Call, until, world
 from vllm_disagg.proxy.flags import LogFormat
 from vllm_disagg.proxy.http.request import HttpRequest
 from vllm_disagg.proxy.telemetry import line_writer, logs
@@ -125,6 +126,20 @@ async def test_failed_requests_are_limited_to_a_summary(caplog: pytest.LogCaptur
     log.write(request, 502, ("", "http://d"), "reset")
     log.end_period()
     assert len(failures(caplog)) == MAX_FAILURE_LINES + 1
+
+
+async def test_refused_registrations_are_limited_too(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They need no key, and each was a line."""
+    monkeypatch.setattr(logs, "FAILURE_PERIOD_SECONDS", 0.5)
+    async with world(prefill=0, registration=True) as w:
+        sending = [w.ask("POST", "/disagg/register", b"x") for _ in range(MAX_FAILURE_LINES + 7)]
+        assert {reply.status for reply in await asyncio.gather(*sending)} == {403}
+        await until(lambda: "more registrations refused within 0.5 s" in caplog.text)
+    lines = [r.getMessage() for r in caplog.records if "registration from" in r.getMessage()]
+    assert len(lines) < MAX_FAILURE_LINES + 7
+    assert "admin: registration from 127.0.0.1 refused: not a note" in lines[0]
 
 
 async def test_failed_legs_of_an_outage_are_limited_too(

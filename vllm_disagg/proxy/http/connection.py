@@ -36,6 +36,8 @@ from .tcp_progress import acknowledged_bytes, has_unread_bytes
 
 log = logging.getLogger(__name__)
 
+STOPPING = "the proxy is being stopped"
+
 Handler = Callable[[HttpRequest, "Connection"], Awaitable[None]]
 
 # Called with each error status that the server answered without the handler.
@@ -58,7 +60,7 @@ class ConnectionHost(Protocol):
         """Returns whether there are more connections than `Limits.connections`."""
 
     def forget(self, connection: Connection) -> None:
-        """Removes a connection that has closed."""
+        """Removes a connection that has closed, and whose handler has ended."""
 
 
 class Connection(asyncio.Protocol):
@@ -83,6 +85,7 @@ class Connection(asyncio.Protocol):
 
         # For the handler.
         self.response = ResponseEncoder(HttpRequest())  # to the present request
+        self.is_cut = False  # the server stops, and has cancelled the handler
         self.paused = False  # the client reads slower than the handler writes
         self.on_pause: Callable[[bool], None] | None = None
 
@@ -127,7 +130,6 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancels the handler and gives back all counted bytes."""
-        self._server.forget(self)
         self._reader.close()
         self.on_pause = None
         if self._deadline_timer:
@@ -135,7 +137,11 @@ class Connection(asyncio.Protocol):
         if self._closing_timer:
             self._closing_timer.stop()
         if self._handler_task:
+            # A callback: a task that is cancelled before it runs does nothing by itself.
+            self._handler_task.add_done_callback(lambda _: self._server.forget(self))
             self._handler_task.cancel()
+        else:
+            self._server.forget(self)
         self._set_write_pause(paused=False)
 
     def eof_received(self) -> None:
@@ -408,18 +414,21 @@ class Connection(asyncio.Protocol):
         if self._handler_task:
             return
         if self._reader.state.is_reading and not self._awaits_reader:
-            self._refuse(503, "the proxy is being stopped")
+            self._refuse(503, STOPPING)
         elif self._reader.state is not LINGERING:
             self._close()
 
-    def abort(self) -> None:
-        """Closes the connection at once; a WebSocket session gets a Close frame first."""
-        response = self.response
-        if response.close_frame and not response.ended:
-            self._transport.write(response.close_frame(503, "the proxy is being stopped"))
-            self._close()
+    def cut(self) -> None:
+        """Has the handler end its answer with an error; without a handler closes at once."""
+        self.is_cut = True
+        if self._handler_task:
+            self._handler_task.cancel()
         else:
-            self._transport.abort()
+            self.abort()
+
+    def abort(self) -> None:
+        """Closes the connection at once."""
+        self._transport.abort()
 
     # -- for the handler ---------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import msgspec
 
 from .headers import Headers
 
-MAX_EARLY_BYTES = 64 * 1024  # of later requests, beside one body
+MAX_EARLY_BYTES = 64 * 1024  # of later requests, beside one body; less where a body has less
 # Parsed at once where requests may end. A parsed request takes up to forty times its bytes.
 SLICE_BYTES = 4 * 1024
 MAX_HEADERS = 240  # of a request; vLLM takes 256, and the proxy adds a few

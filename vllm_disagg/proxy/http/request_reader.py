@@ -211,10 +211,9 @@ class RequestReader:
 
     def _early_fits(self, running: HttpRequest) -> bool:
         """Returns whether all early bytes may stay while a request runs."""
-        early = len(self.early_bytes)
-        return self._share.has_room(0) and (
-            early <= MAX_EARLY_BYTES or early <= MAX_EARLY_BYTES + self._body_limit(running)
-        )
+        max_body_bytes = self._body_limit(running)
+        max_bytes = max_body_bytes + min(max_body_bytes, MAX_EARLY_BYTES)
+        return self._share.has_room(0) and len(self.early_bytes) <= max_bytes
 
     def _drop_early(self) -> None:
         self._share.release(len(self.early_bytes))

@@ -10,6 +10,8 @@ from .connection import Connection, Handler, OnRefused
 from .limits import ByteBudget, Limits
 from .request import BodyLimit
 
+CUT_SECONDS = 1.0  # for clients to read the error with which their cut request ends
+
 
 class Server:
     """Listens on one port and owns its connections."""
@@ -64,29 +66,37 @@ class Server:
         return int(self._listener.sockets[0].getsockname()[1])
 
     async def stop(self, grace: float) -> int:
-        """Takes no more requests, waits `grace` seconds for running ones, then aborts them.
+        """Takes no more requests, waits `grace` seconds for running ones, then cuts them.
 
-        Returns how many were aborted.
+        Returns how many were cut.
         """
-        aborted = 0
+        cut = 0
         self.stopping = True
         self._listener.close()
         for connection in list(self.connections):
             connection.stop()
         if self.connections:
             self._all_closed.clear()
-            try:
-                async with asyncio.timeout(grace):
-                    await self._all_closed.wait()
-            except TimeoutError:
-                aborted = self.running_requests
+            if not await self._are_all_closed(grace):
+                cut = self.running_requests
+                for connection in list(self.connections):
+                    connection.cut()
+                await self._are_all_closed(CUT_SECONDS)
                 for connection in list(self.connections):
                     connection.abort()
-                await asyncio.sleep(0)
-        return aborted
+        return cut
+
+    async def _are_all_closed(self, seconds: float) -> bool:
+        """Returns whether all connections close within so many seconds."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._all_closed.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def forget(self, connection: Connection) -> None:
-        """Removes a connection that has closed."""
+        """Removes a connection that has closed, and whose handler has ended."""
         self.connections.discard(connection)
         if not self.connections:
             self._all_closed.set()

@@ -43,6 +43,7 @@ from ..http.routes import FLEET_VIEWS
 from ..membership.members import Members, MembershipChange
 from ..membership.registry import Registered, Registry
 from ..routing.fleet import Role
+from ..telemetry.logs import RefusedRegistrationLog
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ class Admin:
         self._networks = networks
         self._keys = keys
         self._roles_follow_load = roles_follow_load
+        self._refused_registrations = RefusedRegistrationLog()
 
     def handle(self, request: HttpRequest, client: Connection) -> bool:
         """Answers a request that changes the fleet; returns whether it was one."""
@@ -226,11 +228,7 @@ class Admin:
         try:
             verdict = registry.register(request.body, now)
         except BadGrant as error:
-            log.warning(
-                "admin: registration from %s refused: %s; its engine is not added",
-                client.peer,
-                error,
-            )
+            self._refused_registrations.write(client.peer, str(error))
             _refuse(client, 403, str(error))
             return
         if verdict == "again":

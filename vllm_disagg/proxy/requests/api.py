@@ -15,10 +15,11 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from ...fleet.registration import MAX_NOTE_BYTES
 from ...fleet.registration import REGISTER_PATH as REGISTER
 from ..http import bearer, routes
 from ..http.cancel_scope import TimeLimit
-from ..http.connection import Connection
+from ..http.connection import STOPPING, Connection
 from ..http.cors import Cors, may_open
 from ..http.endpoint_schema import SCHEMAS
 from ..http.error_replies import RequestFailed, answer_error
@@ -46,7 +47,7 @@ from .relay import Relay
 
 log = logging.getLogger(__name__)
 
-SMALL_BODY_BYTES = 64 * 1024  # the limit where a body has no meaning, or needs no key
+SMALL_BODY_BYTES = 64 * 1024  # the limit where a body has no meaning
 # Guarded by the admin API itself.
 ADMIN = (
     ("POST", INSTANCES_PATH),
@@ -132,9 +133,11 @@ class Api:
         if (request.method, request.path) not in ADMIN:
             if self._refusal(request):
                 return 0
-            if request.method == "POST" and routes.guarded(request.path):
-                return self._body_bytes
-        return min(SMALL_BODY_BYTES, self._body_bytes)
+            if routes.guarded(request.path):
+                is_large = request.method == "POST"
+                return self._body_bytes if is_large else min(SMALL_BODY_BYTES, self._body_bytes)
+        # Strangers share the limit of all bodies with clients, and must not use it up.
+        return min(MAX_NOTE_BYTES, self._body_bytes)
 
     def refused(self, request: HttpRequest, client: Connection, status: int) -> None:
         """Records a request that was refused for its head or its framing."""
@@ -182,7 +185,7 @@ class Api:
 
     async def _run(self, route: MeteredHandler, request: HttpRequest, client: Connection) -> None:
         """Runs a route that needs an engine, within the time limit, and records its outcome."""
-        outcome = "cancelled"
+        outcome = ""  # the status decides
         status = 499
         reason = ""
         client.response.meter = meter = self._relay.metrics.meter()
@@ -190,13 +193,10 @@ class Api:
         try:
             with self._time_limit.start():
                 status = await route(request, client, meter)
-            outcome = _outcome(status)
         except bodies.BadBody as error:
-            outcome = "client_error"
             status = 400
             answer_error(client, 400, str(error), error.param)
         except RequestFailed as error:
-            outcome = _outcome(error.status)
             status = error.status
             reason = str(error)
             answer_error(client, error.status, str(error), retry_after=error.retry_after)
@@ -205,8 +205,14 @@ class Api:
             status = 504
             reason = f"the request was not finished within {self._timeout:g} s"
             answer_error(client, 504, reason)
+        except asyncio.CancelledError:
+            if not client.is_cut:
+                outcome = "cancelled"  # the client left
+                raise
+            status = 503
+            reason = STOPPING
+            answer_error(client, 503, reason, retry_after=1)
         except Exception:
-            outcome = "upstream_error"
             status = 500
             reason = "an error of the proxy"
             log.exception(
@@ -217,6 +223,7 @@ class Api:
             )
             answer_error(client, 500, "the proxy failed; its log says why")
         finally:
+            outcome = outcome or _outcome(status)
             self._recorder.close(request, client, meter, outcome, status, reason)
 
     async def _generate(

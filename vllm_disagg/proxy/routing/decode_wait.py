@@ -63,7 +63,9 @@ class DecodeWait:
         self._waiting += 1
         try:
             while left := self._seconds_left(query, came_at, failed):
-                await asyncio.wait_for(self._changed.wait(), left)
+                # Not `wait_for`: Python 3.11's drops a cancellation that meets a change.
+                async with asyncio.timeout(left):
+                    await self._changed.wait()
         except TimeoutError:
             pass  # the caller finds no instance, and says so
         finally:

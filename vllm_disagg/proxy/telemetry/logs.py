@@ -1,8 +1,9 @@
 """Sets up the proxy's log on standard error: its level, and text or JSON lines.
 
 Failed requests have one WARNING each (`FailedRequestLog`), and failed legs one INFO line. Both have
-a limit: an outage that fails thousands of requests must not fill a disk or hide other lines. No
-request waits for a slow standard error (`line_writer.py`).
+a limit: an outage that fails thousands of requests must not fill a disk or hide other lines. So
+have refused registrations, which anyone can send. No request waits for a slow standard error
+(`line_writer.py`).
 """
 
 from __future__ import annotations
@@ -204,4 +205,17 @@ class FailedLegLog(LimitedLog):
             url,
             leg,
             detail,
+        )
+
+
+class RefusedRegistrationLog(LimitedLog):
+    """Writes one WARNING for each refused registration, which needs no key to be sent."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING, "admin: %d more registrations refused within %g s")
+
+    def write(self, peer: str, reason: str) -> None:
+        """Logs a refused registration. `peer`: the sender's address."""
+        self.write_line(
+            "admin: registration from %s refused: %s; its engine is not added", peer, reason
         )

@@ -27,8 +27,8 @@ from ..routing.instance_report import working_pairs
 from ..routing.queues import Queues
 from .computed_metrics import ComputedMetrics
 from .file_metrics import FileMetrics
-from .merged_metrics import merge
 from .meter import TOKEN_KINDS, HistogramBuckets, TrafficCounters, now
+from .paced_page import PacedPage
 from .sliding_window import fold, subdivide
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -155,7 +155,8 @@ class Metrics:
         }
         self.queue = self.histograms["queue"]
         self.prefill_leg = self.histograms["prefill_leg"]
-        # Returns the metrics of all workers, as texts; None for a single worker.
+        self._page = PacedPage(self.render)
+        # Returns the sums of all workers, as one text or none; None for a single worker.
         self.all_workers: Callable[[], Awaitable[list[str]]] | None = None
         # Return the number of waiting requests, by place; and the backlog of prefill work, in
         # seconds of one prefill instance. See `follow`.
@@ -247,7 +248,9 @@ class Metrics:
         Empty if the other workers' are not known: this worker's alone would look like sums that
         have fallen.
         """
-        return merge(await self.all_workers()) if self.all_workers else self.render()
+        if not self.all_workers:
+            return await self._page.get()
+        return "".join(await self.all_workers()).encode()
 
     def _observe(self, meter: TrafficCounters, generated: bool, usage: dict[str, int]) -> None:
         """Observes latencies. `generated`: the request has ended well, with a generated answer."""

@@ -14,7 +14,7 @@ Messages between a worker and the hub:
     ask               worker -> hub           the worker needs the texts of all on a topic
     render            hub -> workers          send your text
     rendered          worker -> hub           this worker's text
-    texts             hub -> worker           the texts of all
+    texts             hub -> worker           the texts of all, of metrics one with their sums
     ping, pong        hub -> workers -> hub   a worker that does not answer is frozen
 
 A text is a worker's metrics, or its share of the status page.

@@ -31,18 +31,9 @@ import msgspec
 
 from ..membership.members import MembershipChange
 from ..membership.registry import MAX_INCARNATIONS, new_challenge
-from ..telemetry.merged_metrics import merge
 from . import shared_load
-from .bus import (
-    TEXTS_TIMEOUT_SECONDS,
-    TOPICS,
-    BusMessage,
-    Topic,
-    WorkerPlace,
-    encode,
-    frame,
-    receive,
-)
+from .bus import TOPICS, BusMessage, WorkerPlace, encode, frame, receive
+from .text_collection import collection_of
 
 log = logging.getLogger(__name__)
 
@@ -127,72 +118,6 @@ class WorkerProcess:
             self.writer.write(frame(message))
 
 
-class TextCollection:
-    """Collects the texts of all workers on one topic, for those that asked."""
-
-    def __init__(self, topic: Topic, workers: list[WorkerProcess]) -> None:
-        self.topic = topic
-        self.last_texts: dict[WorkerProcess, str] = {}  # last text of each live process
-        self._workers = workers
-        self._answered: set[WorkerProcess] = set()
-        self._asking: list[WorkerProcess] = []
-        self._timer: asyncio.TimerHandle | None = None
-
-    def texts(self) -> list[str]:
-        """Returns the texts of the workers that have answered."""
-        return [self.last_texts[worker] for worker in self._answered if worker in self.last_texts]
-
-    def on_death(self, worker: WorkerProcess) -> None:
-        """Drops the text of a process."""
-        self.last_texts.pop(worker, None)
-
-    def ask(self, worker: WorkerProcess) -> None:
-        """Requests the texts of all workers; a request already running is shared."""
-        self._asking.append(worker)
-        if len(self._asking) == 1:
-            self._answered = set()
-            self._timer = asyncio.get_running_loop().call_later(TEXTS_TIMEOUT_SECONDS, self._send)
-            for other in self._workers:
-                if other.ready.is_set():
-                    other.send(BusMessage("render", topic=self.topic))
-
-    def on_rendered(self, worker: WorkerProcess, text: str) -> None:
-        """Takes a worker's text; the last one ends the request."""
-        self.last_texts[worker] = text
-        if not self._asking:
-            return
-        self._answered.add(worker)
-        if len(self._answered) >= sum(w.ready.is_set() for w in self._workers):
-            self._send()
-
-    def _send(self) -> None:
-        if self._timer:
-            self._timer.cancel()
-        asking = self._asking
-        self._asking = []
-        texts = self.texts()
-        for worker in asking:
-            worker.send(BusMessage("texts", topic=self.topic, texts=texts))
-
-
-class MetricsCollection(TextCollection):
-    """Collects metrics. No sum ever falls: what a process has counted stays counted.
-
-    That is the last text of a worker that is slow now, and of each process that has died.
-    """
-
-    _dead_text = ""  # sums of the last metrics of each dead process
-
-    def texts(self) -> list[str]:
-        """Returns the last text of each live process, and the counters of dead ones."""
-        return [*self.last_texts.values(), *filter(None, [self._dead_text])]
-
-    def on_death(self, worker: WorkerProcess) -> None:
-        """Keeps the last known counts of a dead process."""
-        if text := self.last_texts.pop(worker, ""):
-            self._dead_text = merge([self._dead_text, text], gauges=False).decode()
-
-
 class BusHub:
     """Passes each worker's messages on to the others, and keeps what a new process must get."""
 
@@ -204,12 +129,7 @@ class BusHub:
         # Highest number of a registration by incarnation: protects new workers from replays.
         self._numbers: dict[str, int] = {}
         self.challenge = new_challenge()  # for registrations at any worker
-        self.collections = {topic: self._collection(topic) for topic in TOPICS}
-
-    def _collection(self, topic: Topic) -> TextCollection:
-        if topic == "metrics":
-            return MetricsCollection(topic, self.workers)
-        return TextCollection(topic, self.workers)
+        self.collections = {topic: collection_of(topic, self.workers) for topic in TOPICS}
 
     def on_ready(self, worker: WorkerProcess, now: float) -> None:
         """Sends a new process the changes and registrations so far, and the roles."""

@@ -52,12 +52,10 @@ class Reading:
 
         monkeypatch.setattr(ZmqTransport, "_on_link_up", counted)
 
-    def until_up(
-        self, router: zmq.Socket[bytes], ups: int, seconds: float = LIMIT_SECONDS
-    ) -> list[TransportEvent]:
+    def until_up(self, router: zmq.Socket[bytes], ups: int) -> list[TransportEvent]:
         """Polls both ends until so many connections have come up; returns the events of that."""
         events: list[TransportEvent] = []
-        end = time.monotonic() + seconds
+        end = time.monotonic() + LIMIT_SECONDS
         while self.ups < ups:
             assert time.monotonic() < end
             router.poll(0)

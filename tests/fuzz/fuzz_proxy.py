@@ -148,7 +148,8 @@ class RequestTarget(LoopTarget):
     async def _handle(self, request: HttpRequest, client: Connection) -> None:
         self._handled += 1
         is_path = request.path.startswith(("/", "*")) or request.method == "CONNECT"
-        if not (request.method and is_path):
+        # A URL of another scheme is a path that no route has, so it is answered with 404.
+        if not (request.method and (is_path or "://" in request.path)):
             # Not raised: the connection logs what a handler raises.
             self._errors.append(AssertionError(f"a handler got {request.method} {request.path!r}"))
         json.dumps([request.method, request.logged_path, request.request_id, request.target])

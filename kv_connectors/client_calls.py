@@ -31,9 +31,10 @@ PERMITTED_METHODS = frozenset(
         "save_sharded_state",
         "save_tensorized_model",
         "synchronize_device",
-        "update_max_model_len",  # by vLLM itself, when an engine starts
     )
 )
+# vLLM's own, before an engine has its scheduler.
+METHODS_AT_START = frozenset(("update_max_model_len",))
 
 
 def keep_kv_mapped() -> None:
@@ -77,7 +78,9 @@ def refuse_worker_methods() -> None:
     # vLLM converts a client's arguments by the signature, which `wraps` keeps.
     @wraps(call)
     def collective_rpc(self: Any, method: Any, *args: Any, **keywords: Any) -> Any:
-        if isinstance(method, str) and method not in PERMITTED_METHODS:
+        starts = not hasattr(self, "scheduler")
+        permitted = PERMITTED_METHODS | METHODS_AT_START if starts else PERMITTED_METHODS
+        if isinstance(method, str) and method not in permitted:
             raise ConfigError(
                 "DisaggConnector permits only methods of workers that change neither weights nor"
                 f" KV ({method} may): stop this engine, and start it as it is to be"

@@ -1111,6 +1111,9 @@ def test_no_client_changes_weights_or_kv_by_a_method_of_the_workers(
     engine: Any = SimpleNamespace(model_executor=executor)
     wrapped(engine, "list_loras", timeout=5.0)
     wrapped(engine, "update_max_model_len", args=(4096,))  # vLLM's own, with `auto`
+    engine.scheduler = None  # the engine has started
+    with pytest.raises(ConfigError, match="stop this engine"):
+        wrapped(engine, "update_max_model_len", args=(16,))
     wrapped(engine, len)  # a function: vLLM takes one only where its user trusts all clients
     for call in (lambda: wrapped(engine, method), lambda: wrapped(engine, method, 5.0, (2,))):
         with pytest.raises(ConfigError, match=rf"\({method} may\): stop this engine"):

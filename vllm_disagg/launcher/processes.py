@@ -213,7 +213,7 @@ class ChildProcess:
         self.name = command.name
         self.started_at = time.monotonic()
         self.progress = StartProgress(self.started_at)
-        self.transfers_off = ""  # the engine's line about that
+        self.transfers_off_line = ""  # the engine's line about that
         self._log_path = log_path
         self._cause = ExitCause()
         self.process = subprocess.Popen(
@@ -252,8 +252,8 @@ class ChildProcess:
                 lines.write_line(line)
                 self._cause.add(line)
                 self.progress.on_line(line, time.monotonic())
-                if not self.transfers_off and (found := TRANSFERS_OFF_PATTERN.search(line)):
-                    self.transfers_off = found[0]
+                if not self.transfers_off_line and (found := TRANSFERS_OFF_PATTERN.search(line)):
+                    self.transfers_off_line = found[0]
         lines.close()
 
 
@@ -349,7 +349,7 @@ class ChildProcesses:
 
     def transfers_off(self) -> str:
         """Returns the line of an engine that has turned its KV transfers off; "" without one."""
-        off = (f"{c.name}: {c.transfers_off}" for c in self._children if c.transfers_off)
+        off = (f"{c.name}: {c.transfers_off_line}" for c in self._children if c.transfers_off_line)
         return next(off, "")
 
     def drop(self, child: ChildProcess) -> None:

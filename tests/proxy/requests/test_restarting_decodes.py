@@ -64,7 +64,7 @@ async def test_a_request_waits_for_the_one_that_comes_back(end: Any, stream: boo
         client = await w.start(stream=stream)
         await w.until_waiting(1)
         row = next(row for row in await w.instances() if row["url"] == w.p.url)
-        assert not row["in_flight"], "P computes nothing that nobody reads"
+        assert not row["in_flight"], "P computes nothing that has no reader"
         await other.start()
         reply = await client.receive()
         assert reply.status == 200 and reply.complete and other.name.encode() in reply.body

@@ -67,6 +67,23 @@ async def test_a_cut_answer_is_503(tmp_path: Path) -> None:
     assert [line["status"] for line in lines_of(log)] == [503]
 
 
+async def test_a_whole_answer_that_is_read_too_slowly_is_no_error(tmp_path: Path) -> None:
+    """The client has its status, and may have all of it."""
+    log = tmp_path / "access.log"
+    text = "x" * (32 << 20)  # more than the sockets take
+    async with world(prefill=0, shutdown_timeout=0.2, access_log=str(log)) as w:
+
+        async def tell(call: Call) -> None:
+            await call.json({"choices": [{"text": text, "finish_reason": "stop"}]})
+
+        w.d.script = tell
+        client = await w.start()
+        assert await client.reader.readuntil(b"\r\n\r\n")
+        outlive(w, client)
+    (line,) = lines_of(log)
+    assert (line["status"], line["outcome"]) == (499, "cancelled")
+
+
 async def test_a_stop_waits_for_handlers_whose_clients_have_left() -> None:
     """The access log closed before their last lines came."""
     running, ended = asyncio.Event(), asyncio.Event()

@@ -154,6 +154,20 @@ async def test_a_query_waits_for_none_that_has_failed_it(
     await asyncio.wait_for(await began(waiting, failed=(last,)), 20.0)
 
 
+async def test_no_query_waits_for_one_that_cannot_come_back_for_it() -> None:
+    """Of another model, or another rank of the server that has failed it."""
+    last, other = instance("http://d", "it is being stopped"), restarting()
+    other.models = frozenset(("other",))
+    waiting = waits(last, other)
+    assert (await began(waiting, RoutingQuery(0, model="m"), (last,))).done()
+    task = await began(waiting, RoutingQuery(0, model="other"), (last,))
+    assert not task.done()
+    task.cancel()
+    ranks = [instance(f"http://d@{rank}", "it is being stopped") for rank in range(2)]
+    ranks[1].state_since -= 60.0
+    assert (await began(waits(*ranks), failed=(ranks[0],))).done()
+
+
 async def test_another_models_instance_is_no_alternative() -> None:
     fleet = (instance("http://d", SILENT, "a"), instance("http://e", "", "b"))
     query = RoutingQuery(0, model="a")

@@ -41,6 +41,17 @@ async def test_pages_take_a_part_of_the_time() -> None:
         assert next_began - ended > 0.9 * PAUSE_FACTOR * (ended - began)
 
 
+async def test_a_page_in_whose_making_the_proxy_stood_still_is_not_waited_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(paced_page, "MAX_PAUSE_SECONDS", 0.0)
+    paced = PacedPage(Pages(0.05).make)
+    await paced.get()
+    began = time.monotonic()
+    assert paced._earliest_start <= began
+    await paced.get()
+
+
 async def test_a_client_that_leaves_takes_no_page_from_the_others() -> None:
     paced = PacedPage(Pages().make)
     leaving, staying = (asyncio.create_task(paced.get()) for _ in range(2))

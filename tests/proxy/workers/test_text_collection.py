@@ -47,6 +47,24 @@ async def test_what_a_dead_worker_had_counted_stays_counted(
     assert "up" not in dead and "a_total 18.0" in dead
 
 
+async def test_a_text_that_cannot_be_merged_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """It ended the connection of the worker that sent it, and each later scrape."""
+    hub = BusHub(1)
+    (worker,) = hub.workers
+    said: list[BusMessage] = []
+    worker.send = said.append  # type: ignore[assignment, method-assign]
+    worker.ready.set()
+    collection = hub.collections["metrics"]
+    collection.last_texts[worker] = counted(3)
+    hub.on_death(worker)
+    hub.on_message(worker, BusMessage("ask"), 0.0)
+    hub.on_message(worker, BusMessage("rendered", text="# no metrics"), 0.0)
+    assert said[-1] == BusMessage("texts", topic="metrics", texts=[""])
+    hub.on_death(worker)
+    assert "a_total 3.0" in collection.texts()[0], "what was counted before stays"
+    assert "cannot be merged" in caplog.text
+
+
 async def test_what_a_slow_worker_had_counted_stays_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -206,8 +206,8 @@ class Api:
             reason = f"the request was not finished within {self._timeout:g} s"
             answer_error(client, 504, reason)
         except asyncio.CancelledError:
-            if not client.is_cut:
-                outcome = "cancelled"  # the client left
+            if not client.is_cut or client.ended:
+                outcome = "cancelled"  # the client left, or reads a whole answer too slowly
                 raise
             status = 503
             reason = STOPPING

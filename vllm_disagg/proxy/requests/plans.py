@@ -158,7 +158,7 @@ class AttemptPlans:
         progress.on_attempt_failed(failure, context.client.started)
         step, plan = self._choose_next(attempt, failure)
         if step is NextStep.GIVE_UP and _lacks_decode(progress.history, failure):
-            attempt.end_prefill_leg()  # nobody would read it
+            attempt.end_prefill_leg()  # its KV has no reader any more
             with suppress(QueueFull):
                 failed = progress.failed_instances
                 await self._decode_wait.wait(context.query, time.monotonic(), failed)
@@ -181,7 +181,7 @@ class AttemptPlans:
     def _choose_next(
         self, attempt: Attempt, failure: AttemptFailure
     ) -> tuple[NextStep, AttemptPlan | None]:
-        """Returns the next step and its plan, which is void to give up."""
+        """Returns the next step and its plan; no plan to give up."""
         context = attempt.context
         progress = attempt.progress
         now = time.monotonic()

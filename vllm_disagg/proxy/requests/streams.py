@@ -46,7 +46,7 @@ _PART_ENDS = {
     ),
 }
 # How messages of vLLM's API server begin after its engine's death: before 0.33, and as of 0.33.
-# No client's text can look so: within JSON its quotes are escaped.
+# No text of a client looks so: within JSON its quotes are escaped.
 _DEATH = re.compile(
     rb'"message": ?"(?:EngineCore encountered an issue'
     rb"|The server had an error while processing your request)"

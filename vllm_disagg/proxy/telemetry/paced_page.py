@@ -8,12 +8,14 @@ from collections.abc import Callable
 
 # Times the making of the last page: clients without a key may ask for one after the other.
 PAUSE_FACTOR = 9
+MAX_PAUSE_SECONDS = 2.0  # also behind a page in whose making this process stood still
 
 
 class PacedPage:
     """Makes one page for all that have asked until then, in a tenth of the time at most.
 
-    So each gets a page that was made after it had asked, with all that it counted before.
+    Slow pages take more: none waits for longer than MAX_PAUSE_SECONDS. Each client gets a page
+    that was made after it had asked, with all that it counted before.
     """
 
     def __init__(self, make: Callable[[], bytes]) -> None:
@@ -33,5 +35,5 @@ class PacedPage:
         started = time.monotonic()
         page = self._make()
         ended = time.monotonic()
-        self._earliest_start = ended + PAUSE_FACTOR * (ended - started)
+        self._earliest_start = ended + min(MAX_PAUSE_SECONDS, PAUSE_FACTOR * (ended - started))
         return page

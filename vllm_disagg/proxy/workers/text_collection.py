@@ -1,6 +1,6 @@
 """Collects the texts of all proxy workers on one topic, in their supervisor.
 
-Any client may ask for metrics, without a key and as often as it likes. So all that ask before a
+Any client may ask for metrics, without a key and at any rate. So all that ask before a
 collection has ended share it, and metrics are collected once a second. They are merged here, once:
 this process serves no streams, which would stop meanwhile.
 """
@@ -8,11 +8,14 @@ this process serves no streams, which would stop meanwhile.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
 from ..telemetry.merged_metrics import merge
 from .bus import TEXTS_TIMEOUT_SECONDS, BusMessage, Topic
+
+log = logging.getLogger(__name__)
 
 
 class TextWorker(Protocol):
@@ -100,12 +103,21 @@ class MetricsCollection(TextCollection):
 
     def texts(self) -> list[str]:
         """Returns one text: the sums of all live processes, and the counters of dead ones."""
-        return [merge([*self.last_texts.values(), self._dead_text]).decode()]
+        return [_merged([*self.last_texts.values(), self._dead_text])]
 
     def on_death(self, worker: TextWorker) -> None:
         """Keeps the last known counts of a dead process."""
         if text := self.last_texts.pop(worker, ""):
-            self._dead_text = merge([self._dead_text, text], gauges=False).decode()
+            self._dead_text = _merged([self._dead_text, text], gauges=False) or self._dead_text
+
+
+def _merged(texts: list[str], *, gauges: bool = True) -> str:
+    """Returns texts of metrics as one; empty for those that cannot be merged."""
+    try:
+        return merge(texts, gauges=gauges).decode()
+    except ValueError:  # no worker's connection is to blame, nor one that asks
+        log.exception("supervisor: the workers' metrics cannot be merged")
+        return ""
 
 
 def collection_of(topic: Topic, workers: Sequence[TextWorker]) -> TextCollection:

@@ -116,7 +116,9 @@ class ZmqTransport:
             self._listen_locally()
         self.links: dict[str, zmq.Socket[bytes]] = {}
         self._were_up: set[str] = set()  # senders of `links` that have been connected
-        self._by_unix_socket: dict[str, WorkerInfo] = {}  # senders of `links` dialled by `local`
+        self._by_unix_socket: dict[
+            str, WorkerInfo
+        ] = {}  # senders that were dialled by it
         self._posted = PostedReads()
         # Senders whose reads waited at the last look, and that have sent nothing since.
         self._quiet: set[str] = set()
@@ -282,7 +284,7 @@ class ZmqTransport:
         # A cleaner of temporary files may remove the file of the socket. A connection lives on
         # without it. Once a pause of either process has broken it, ZMQ dials that path for ever.
         if worker is not None and not _has_unix_socket(worker):
-            log.info("zmq: the UNIX socket of %s is gone; its pieces come by TCP", sender)
+            log.info("zmq: the UNIX socket of %s is gone; it is dialled by TCP", sender)
             # It stays in `_were_up`: pieces of the old connection are lost.
             self._close_link(sender)
             self._dial(worker)

@@ -91,13 +91,12 @@ class DecodeWait:
                 return 0.0
             reasons = (NOT_PROBED,)
             patience = min(patience, UNKNOWN_MODEL_SECONDS)
-            gone_at = 0.0  # those that were probed have not this model
         given_up_at = 0.0
         avoided = self._fleet.with_other_ranks(failed)
         for decode in down:
             if decode in avoided:
                 continue
-            has_model = not decode.models or query.model in decode.models or not query.model
+            has_model = not query.model or query.model in decode.models
             if decode.unavailable_reason in reasons:
                 given_up_at = max(given_up_at, decode.state_since + MAX_SILENCE_SECONDS)
             elif has_model and decode.state_since < gone_at - MIN_START_SECONDS:

@@ -42,7 +42,7 @@ class TurnJudge:
         if not output.num_scheduled_tokens or not self._has_room(output):
             return
         for request in self._scheduler.requests.values():
-            if self._lacks_nothing(request, output):
+            if self._lacks_nothing(request):
                 name = request.request_id
                 self._steps_passed[name] += 1
                 if self._steps_passed[name] > MAX_STEPS_PASSED:
@@ -62,19 +62,19 @@ class TurnJudge:
         reserved = scheduler._inflight_prefill_reserved_blocks()
         return bool(free - reserved >= self._blocks_of_longest)
 
-    def _lacks_nothing(self, request: Request, output: Any) -> bool:
+    def _lacks_nothing(self, request: Request) -> bool:
         """Returns whether nothing keeps a request waiting but the connector."""
         if request.status not in WAITING or request.num_stale_output_tokens:
             return False
         leg = self._scheduler.connector._scheduler._legs.legs.get(request.request_id)
         if leg is not None and leg.waits_for_kv:  # a lookup
             return False
-        return self._has_place(request, output)
+        return self._has_place(request)
 
-    def _has_place(self, request: Request, output: Any) -> bool:
-        """Returns whether the request's adapter has a place beside those of the step."""
+    def _has_place(self, request: Request) -> bool:
+        """Returns whether the request's adapter has a place beside those of running requests."""
         if request.lora_request is None:
             return True
-        requests = (self._scheduler.requests[name] for name in output.num_scheduled_tokens)
-        used = {one.lora_request.lora_int_id for one in requests if one.lora_request}
+        running = [one.lora_request for one in self._scheduler.running if one.lora_request]
+        used = {adapter.lora_int_id for adapter in running}
         return request.lora_request.lora_int_id in used or len(used) < self._setup.adapter_places

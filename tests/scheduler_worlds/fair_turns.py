@@ -19,7 +19,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 from world_config import MAX_REQUESTS, EngineSetup
 
-MAX_STEPS_PASSED = 6  # without a fault it was 2 at most, with one 10 to 52
+MAX_STEPS_PASSED = 6  # without a fault it was 2 at most, with one 9 to 60
 WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 

@@ -43,7 +43,6 @@ from vllm_disagg.protocol.reasons import Reason
 
 GRANT_SECONDS = 600.0
 STALL_SECONDS = (5.0, 15.0)  # of P's and D's loads: `Grant.patience`
-MAX_ANSWER_TOKENS = 12
 # A path that loses each fifth piece may take minutes for one load, and get on with it all the time.
 IDLE_ROUNDS = 1000  # without progress: 50 s, beyond all limits of time of a load
 SETTLE_ROUNDS = 6000
@@ -316,15 +315,18 @@ class SchedulerWorld:
     def _make_request(self, number: int) -> None:
         random = self.random
         prompt = self._make_prompt()
-        answer = random.randint(1, MAX_ANSWER_TOKENS)
+        answer = random.randint(1, self.setup.max_answer)
         priority = random.randint(0, 3)
+        adapter = self._draw_adapter()
         prefill, decode = self._draw_pair()
         if random.random() < 0.15:
             engine = random.choice([prefill, decode])
-            self._legs.append(lambda: engine.add(f"plain{number}", prompt, answer, priority))
+            self._legs.append(
+                lambda: engine.add(f"plain{number}", prompt, answer, priority, None, adapter)
+            )
             return
         if self.setup.routed_share and random.random() < self.setup.routed_share:
-            routed = RoutedRequest(number, prompt, answer, priority, decode)
+            routed = RoutedRequest(number, prompt, answer, priority, decode, adapter)
             p_answer = 3 if self.happens_badly() else 1
             self._legs.append(lambda: self._router.send(prefill, routed, p_answer))
             return
@@ -332,14 +334,17 @@ class SchedulerWorld:
         if self._happens(10 * self._mischief.other_prompts):
             other[random.randrange(len(other))] = OTHER_TOKEN
             self.counts["other prompts at D"] += 1
+        d_adapter = self.draw_adapter_at_d(adapter)
         p_token, d_token = self._mint_pair(prefill, decode, number)
         # A prefill leg of several tokens is permitted for models without windows and states only.
         p_answer = 3 if self.happens_badly() else 1
         legs: list[Callable[[], None]] = [
             lambda: prefill.add(
-                f"prefill{number}", prompt, p_answer, priority, {REQUEST_KEY: p_token}
+                f"prefill{number}", prompt, p_answer, priority, {REQUEST_KEY: p_token}, adapter
             ),
-            lambda: decode.add(f"decode{number}", other, answer, priority, {REQUEST_KEY: d_token}),
+            lambda: decode.add(
+                f"decode{number}", other, answer, priority, {REQUEST_KEY: d_token}, d_adapter
+            ),
         ]
         random.shuffle(legs)
         if self.happens_badly():
@@ -348,6 +353,19 @@ class SchedulerWorld:
         self._legs += legs[1:]
         if legs:
             legs[0]()
+
+    def _draw_adapter(self) -> int:
+        """Returns the adapter of a request; 0: the base model."""
+        if not self.setup.adapters:
+            return 0
+        return self.random.randint(0, self.setup.adapters)
+
+    def draw_adapter_at_d(self, adapter: int) -> int:
+        """Returns the adapter that is named at D: with mischief another one than at P."""
+        if self.setup.adapters and self._happens(10 * self._mischief.other_prompts):
+            self.counts["other adapters at D"] += 1
+            return self._draw_adapter()
+        return adapter
 
     def _draw_pair(self) -> tuple[SimulatedEngine, SimulatedEngine]:
         """Returns the engines of a request; those of both roles may exchange them."""

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from fair_turns import TurnJudge
 from simulated_rank import EngineStep, SimulatedRank
 from symbol_cache import StepBatch, StepPart, WrongRead
 from symbols import OTHER_TOKEN, TokenStory
@@ -27,6 +28,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+from world_adapters import adapter_files, adapter_request
 from world_config import EngineSetup, engine_config, model_runner, structured_outputs
 from world_models import MAX_MODEL_TOKENS, WorldModel, cache_groups, layer_specs, rank_layers
 
@@ -106,6 +108,7 @@ class SimulatedEngine:
         self._last_parts: dict[str, StepPart] = {}  # of steps in flight, by request
         self._steps = 0
         self._blocks_at_start = self._free_blocks()
+        self._turns = TurnJudge(self.scheduler, setup, _blocks_of_longest(setup, groups))
 
     # Requests -------------------------------------------------------------------------------------
     @property
@@ -125,8 +128,12 @@ class SimulatedEngine:
         answer: int,
         priority: int,
         params: dict[str, Any] | None = None,
+        adapter: int = 0,
     ) -> None:
-        """Sends a request of `answer` tokens to the engine. `params`: of its KV transfer."""
+        """Sends a request of `answer` tokens to the engine.
+
+        `params`: of its KV transfer. `adapter`: the number of its LoRA adapter; 0: none.
+        """
         sampling = SamplingParams(max_tokens=answer, temperature=0, ignore_eos=True)
         if params:
             sampling.extra_args = {"kv_transfer_params": params}
@@ -138,6 +145,7 @@ class SimulatedEngine:
             block_hasher=self._hasher,
             priority=priority,
             arrival_time=self.world.now,
+            lora_request=adapter_request(self.setup, adapter),
         )
         self._inbox.append(lambda: self.scheduler.add_request(request))
 
@@ -222,6 +230,7 @@ class SimulatedEngine:
     def _schedule(self) -> None:
         output = self.scheduler.schedule()
         self.connector._scheduler._legs.validate()
+        self._turns.on_step(output)
         for name in output.preempted_req_ids or ():
             self._last_parts.pop(name, None)  # computed again from what is in the cache
         parts = [
@@ -249,7 +258,9 @@ class SimulatedEngine:
             # Now and not on arrival: the connector may leave out the last token of a prompt.
             prompt = request.prompt_token_ids
             ahead = (self.depth + 1) * (1 + self.setup.drafted_tokens)
-            self._stories[name] = TokenStory(prompt, request.max_tokens + ahead)
+            adapter = request.lora_request.lora_int_id if request.lora_request else 0
+            files = adapter_files(self.setup, adapter)
+            self._stories[name] = TokenStory(prompt, request.max_tokens + ahead, files)
         story = self._stories[name]
         known = len(request.all_token_ids)
         assert list(request.all_token_ids) == story.tokens[:known], f"wrong tokens: {name}"
@@ -399,13 +410,19 @@ class SimulatedEngine:
 
 def _count_blocks(setup: EngineSetup, groups: list[KVCacheGroupSpec]) -> int:
     """Returns the blocks of an engine, which are enough for one longest request."""
+    blocks = _blocks_of_longest(setup, groups)
+    return 1 + math.ceil(blocks * setup.pool_factor)  # and the null block
+
+
+def _blocks_of_longest(setup: EngineSetup, groups: list[KVCacheGroupSpec]) -> int:
+    """Returns the blocks of one longest request."""
     blocks = 0
     for group in groups:
         if isinstance(group.kv_cache_spec, MambaSpec):
             blocks += 1
         else:
             blocks += math.ceil(MAX_MODEL_TOKENS / setup.block_size) + 1
-    return 1 + math.ceil(blocks * setup.pool_factor)  # and the null block
+    return blocks
 
 
 def _stage_layers(layers: int, stage: int, stages: int) -> range:

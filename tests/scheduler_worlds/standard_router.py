@@ -7,7 +7,7 @@ old ones, sends them with another prompt, and to two engines.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from simulated_engine import SimulatedEngine
@@ -38,6 +38,7 @@ class RoutedRequest:
     answer: int  # tokens
     priority: int
     decode: SimulatedEngine
+    adapter: int = 0
 
 
 class StandardRouter:
@@ -53,7 +54,9 @@ class StandardRouter:
         """Sends a request's prefill leg. `answer`: the tokens that P generates."""
         name = f"prefill{request.number}"
         self._open[name] = request
-        prefill.add(name, request.prompt, answer, request.priority, dict(PREFILL_PARAMS))
+        prefill.add(
+            name, request.prompt, answer, request.priority, dict(PREFILL_PARAMS), request.adapter
+        )
 
     def take_answer(self, name: str, params: Params | None) -> list[Callable[[], None]]:
         """Takes the answer of a prefill leg; returns the legs that follow from it."""
@@ -70,6 +73,7 @@ class StandardRouter:
         prompt = list(request.prompt)
         if mischief():
             prompt[self._world.random.randrange(len(prompt))] = OTHER_TOKEN
+        request = replace(request, adapter=self._world.draw_adapter_at_d(request.adapter))
         legs = [self._leg("decode", request, request.decode, prompt, params)]
         if mischief():
             second = self._world.random.choice(self._world.engines)
@@ -85,7 +89,9 @@ class StandardRouter:
         params: Params | None,
     ) -> Callable[[], None]:
         label = f"{name}{request.number}"
-        return lambda: engine.add(label, prompt, request.answer, request.priority, params)
+        return lambda: engine.add(
+            label, prompt, request.answer, request.priority, params, request.adapter
+        )
 
     def _spoil(self, params: Params) -> Params | None:
         """Returns parameters that another router, or a client, has made of these."""

@@ -1,8 +1,9 @@
 """Symbolic KV: each element of memory is a number that identifies the token, layer and head.
 
 The KV of a token depends on all tokens before it. So the symbol of an element is made of a hash of
-the tokens up to its own, the layer and the head. Attention that reads any other symbol reads KV of
-another prompt, layer, head or position, or memory that was never written.
+the tokens up to its own, the layer and the head. The hash begins with the files of the request's
+adapter. Attention that reads any other symbol reads KV of another prompt, adapter, layer, head or
+position, or memory that was never written.
 
 The model is a function too: the next token follows from the hash of all tokens before it. So each
 request has one right sequence of tokens, known when it is added.
@@ -39,11 +40,11 @@ def extend_hash(prefix_hash: int, token: int) -> int:
 class TokenStory:
     """The one right sequence of a request: its prompt, and the tokens that the model generates."""
 
-    def __init__(self, prompt: Sequence[int], generated: int) -> None:
+    def __init__(self, prompt: Sequence[int], generated: int, adapter_files: int = 0) -> None:
         """Computes the sequence with `generated` tokens after the prompt."""
         self.tokens = list(prompt)
         self.prompt_tokens = len(self.tokens)
-        hashes = [0]  # by number of tokens
+        hashes = [adapter_files]  # by number of tokens
         for token in prompt:
             hashes.append(extend_hash(hashes[-1], token))
         for _ in range(generated):

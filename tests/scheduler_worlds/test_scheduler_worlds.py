@@ -6,13 +6,16 @@ SEEDS sets how many; SEED=n replays one and prints its story.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from fair_turns import UnfairWait
 from scheduler_world import SchedulerWorld
 from simulated_driver import SimulatedDriver
 from symbol_cache import StepPart
@@ -20,7 +23,10 @@ from symbols import VOCABULARY
 from vllm_release import as_of_032
 from world_config import EngineSetup
 from world_models import MODELS
-from world_setup import MischiefLevels, WorldSetup, draw_draft_setup
+from world_setup import MischiefLevels, WorldSetup, draw_adapter_setup, draw_draft_setup
+
+from kv_connectors import prompt_digest
+from vllm_disagg.protocol.legs import EngineLegs
 
 SEEDS = int(os.environ.get("SEEDS", "300"))
 BATCHES = 10
@@ -28,6 +34,16 @@ BATCHES = 10
 
 PLAIN = WorldSetup(model=MODELS[0], prefill=EngineSetup(), decode=EngineSetup())
 ROOMY = EngineSetup(pool_factor=8.0)
+ONE_PLACE = EngineSetup(pool_factor=20.0, adapter_places=1)
+ADAPTERS = replace(
+    PLAIN,
+    prefill=replace(ONE_PLACE, adapter_places=3),
+    decode=ONE_PLACE,
+    adapters=2,
+    concurrency=12,
+    requests=12,
+    max_answer=36,
+)
 
 
 def run_world(
@@ -62,6 +78,68 @@ def test_with_drafts_attention_reads_its_own_kv_and_all_ends(batch: int) -> None
     """Rejected drafts leave KV behind, and an ended load needs blocks for the next drafts."""
     for seed in range(batch, SEEDS // 5, BATCHES):
         run_world(seed, draw_draft_setup(Random(seed)))
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_with_adapters_attention_reads_its_own_kv_and_all_ends(batch: int) -> None:
+    """Requests of several adapters have equal prompts, and wait for the places of adapters."""
+    for seed in range(batch, SEEDS // 5, BATCHES):
+        run_world(seed, draw_adapter_setup(Random(seed)))
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_with_adapters_each_load_succeeds_where_nothing_goes_wrong(batch: int) -> None:
+    for seed in range(batch, SEEDS // 10, BATCHES):
+        setup = draw_adapter_setup(Random(seed), is_calm=True)
+        failed = run_world(seed, setup).failed_loads()
+        assert not failed, f"seed {seed}: {failed}"
+
+
+OTHER_FILES = replace(ADAPTERS, decode=replace(ONE_PLACE, other_adapter=1))
+
+
+def test_no_kv_of_an_adapter_with_other_files_is_loaded() -> None:
+    loads: Counter[str] = Counter()
+    for seed in range(5):
+        loads += run_world(seed, OTHER_FILES).loads
+    assert set(loads) == {"load ok", "load prompt_mismatch"}
+
+
+def test_kv_of_other_files_of_an_adapter_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_digest, "_digest_adapter", lambda lora: str(lora.lora_int_id))
+    with pytest.raises(AssertionError, match=r"reads in layer 0 at position \d+"):
+        run_world(0, OTHER_FILES)
+
+
+def test_a_request_that_is_passed_over_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Because another one's load has ended, whose adapter has no place."""
+    assert run_world(0, ADAPTERS).counts["answers"] > 12
+    tokens_to_load = EngineLegs.tokens_to_load
+
+    def none_while_another_waits(legs: EngineLegs, *args: Any) -> int | None:
+        tokens = tokens_to_load(legs, *args)
+        return None if tokens and legs._awaiting_turn else tokens
+
+    monkeypatch.setattr(EngineLegs, "tokens_to_load", none_while_another_waits)
+    with pytest.raises(UnfairWait):
+        SchedulerWorld(0, ADAPTERS).run()
+
+
+FULL_CACHE = EngineSetup(kv_role="kv_consumer", pool_factor=1.0, is_async=True, adapter_places=1)
+
+
+@pytest.mark.parametrize(
+    ("seed", "decode"),
+    [
+        pytest.param(7, FULL_CACHE, marks=as_of_032("preempts instead")),
+        (1, replace(ONE_PLACE, stages=2)),
+    ],
+)
+def test_vllm_gives_the_place_of_an_adapter_away(seed: int, decode: EngineSetup) -> None:
+    """A release that does not needs no `_keep_places` in the worlds, and no warning in the docs."""
+    with pytest.raises(AssertionError) as caught:
+        SchedulerWorld(seed, replace(ADAPTERS, decode=decode)).run()
+    assert "max_loras" in str(caught.traceback[-1].statement)
 
 
 def test_kv_of_rejected_drafts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

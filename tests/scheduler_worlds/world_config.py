@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from vllm.config import KVTransferConfig, SpeculativeConfig
+from vllm.config import KVTransferConfig, LoRAConfig, SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
@@ -64,6 +64,8 @@ class EngineSetup:
     has_layer_calls: bool = True  # not in full CUDA graphs
     draft_method: str = ""  # of speculative decoding: "ngram", or "mtp", whose draft has KV
     drafted_tokens: int = 0  # a step, of each request; 0: no speculative decoding
+    adapter_places: int = 0  # LoRA adapters of one step; 0: no adapters
+    other_adapter: int = 0  # the one whose files are others here; 0: none
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,8 @@ def engine_config(setup: EngineSetup, data_parallel_rank: int | None) -> Any:
     extra["overlap"] = setup.overlap
     transfer.kv_connector_extra_config = extra
     config.kv_transfer_config = transfer
+    if setup.adapter_places:
+        config.lora_config = LoRAConfig(max_loras=setup.adapter_places)
     if setup.drafted_tokens:
         config.speculative_config = _speculative_config(setup)
     return config

@@ -6,7 +6,8 @@ Each line: after how many worlds a fault was found, how, and the fault. With wor
 lines contain one. Each fifth world is calm: in it each load must end well, and in CALM_WORLDS of
 them some must, of a proxy's pairs and of other routers. Else a fault that makes D compute each
 prompt would be found nowhere. In another fifth resets preempt prompts of another router, each of
-which must be handed over. The last line is JSON. Fails if a fault is found in none of its worlds.
+which must be handed over. A third fifth has LoRA adapters. The last line is JSON. Fails if a fault
+is found in none of its worlds.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from planting import plant  # noqa: E402
 
 WORLDS = "tests/scheduler_worlds"
 FAULT_SECONDS = 1800.0
-CALM_EVERY = 5  # the world before each of them is one of resets
+CALM_EVERY = 5  # before each of them are a world of adapters and one of resets
 CALM_WORLDS = 20  # have some 70 loads of each kind
 KINDS_OF_LOADS = ("load ok", "handover ok")
 REPLY_BYTES = 65536
@@ -93,7 +94,11 @@ def search_here(fault: tuple[str, ...] | None, seeds: int) -> Found:
     for seed in range(seeds):
         is_calm = seed % CALM_EVERY == CALM_EVERY - 1
         has_resets = seed % CALM_EVERY == CALM_EVERY - 2
-        setup = setups.draw_reset_setup(Random(seed)) if has_resets else None
+        setup = None
+        if has_resets:
+            setup = setups.draw_reset_setup(Random(seed))
+        elif seed % CALM_EVERY == CALM_EVERY - 3:
+            setup = setups.draw_adapter_setup(Random(seed))
         try:
             world = worlds.SchedulerWorld(seed, setup, is_calm=is_calm).run()
         except Exception as error:

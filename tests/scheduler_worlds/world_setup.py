@@ -54,6 +54,8 @@ class WorldSetup:
     concurrency: int = 4  # requests that clients send before they wait for answers
     moves: int = 2000  # before mischief ends
     max_prompt: int = 60
+    max_answer: int = 12
+    adapters: int = 0  # that requests name, beside the base model
     routed_share: float = 0.0  # of the requests that a router of the standard handshake sends
 
     def features(self) -> list[str]:
@@ -79,6 +81,10 @@ class WorldSetup:
             found.append(f"{side} {engine.policy}")
             found.append(f"{side} {'with' if engine.prefix_cache else 'without'} prefix cache")
             found.append(f"{side} overlap {engine.overlap}")
+            if engine.adapter_places:
+                found.append(f"{side} places of adapters {engine.adapter_places}")
+            if engine.other_adapter:
+                found.append(f"{side} other files of an adapter")
             if engine.drafted_tokens:
                 found.append(f"{side} drafts by {engine.draft_method}")
         return found
@@ -157,6 +163,51 @@ def draw_draft_setup(random: Random) -> WorldSetup:
         for engine in (drawn.prefill, drawn.decode)
     )
     return replace(drawn, prefill=prefill, decode=decode)
+
+
+def draw_adapter_setup(random: Random, *, is_calm: bool = False) -> WorldSetup:
+    """Draws a world whose requests name LoRA adapters or the base model.
+
+    Where it is not calm, one side may have other files under an adapter's name.
+    """
+    drawn = draw_setup(random, is_calm=is_calm)
+    adapters = random.randint(1, 3)
+    requests = random.choice([8, 12, 20])
+    prefill, decode = (
+        replace(
+            _keep_places(engine, requests),
+            adapter_places=random.choice([1, 1, 2]),
+        )
+        for engine in (drawn.prefill, drawn.decode)
+    )
+    if not is_calm and random.random() < 0.3:
+        other = random.randint(1, adapters)
+        if random.random() < 0.5:
+            prefill = replace(prefill, other_adapter=other)
+        else:
+            decode = replace(decode, other_adapter=other)
+    return replace(
+        drawn,
+        prefill=prefill,
+        decode=decode,
+        adapters=adapters,
+        requests=requests,
+        concurrency=random.choice([3, 12, 12]),
+        max_answer=MAX_MODEL_TOKENS - drawn.max_prompt,
+    )
+
+
+def _keep_places(engine: EngineSetup, requests: int) -> EngineSetup:
+    """Returns a set-up in which vLLM gives no place of an adapter away.
+
+    It does for a request that runs and is not in a step: its tokens are in another stage, or blocks
+    are short and vLLM waits for those of a step in flight. An assertion ends the engine when that
+    request goes on; see `test_vllm_gives_the_place_of_an_adapter_away`.
+    """
+    engine = replace(engine, stages=1)
+    if engine.is_async and engine.kv_role != "kv_producer":
+        return replace(engine, pool_factor=2.0 * requests)
+    return engine
 
 
 def draw_mischief(random: Random) -> MischiefLevels:

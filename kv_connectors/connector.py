@@ -81,6 +81,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             self._create_scheduler(settings, key, vllm_config, kv_cache_config)
             _warn_of(settings, extra)
+            _warn_of_adapters(vllm_config)
             _note_short_shutdown(vllm_config.shutdown_timeout, settings.lease)
         else:
             compat.around_adapter_reads(vllm_config, prompt_digest.note_read)
@@ -338,6 +339,29 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
 def _log_off(difference: str) -> None:
     log.error("KV transfers are off: %s; this engine computes every prompt itself", difference)
+
+
+def _warn_of_adapters(vllm_config: VllmConfig) -> None:
+    """Warns of settings with which vLLM ends an engine that has too few places of adapters.
+
+    Its scheduler counts them by the requests of a step. A running request that is left out of one
+    loses its adapter's place, and an assertion fails when it goes on. Requests are left out with
+    pipeline stages, and as of vLLM 0.32 where blocks that are loaded ahead of a step are lacking.
+    """
+    if vllm_config.lora_config is None:
+        return
+    transfer = vllm_config.kv_transfer_config
+    loads = transfer is not None and transfer.is_kv_consumer
+    with_stages = vllm_config.parallel_config.pipeline_parallel_size > 1
+    if with_stages or (loads and vllm_config.scheduler_config.async_scheduling):
+        log.warning(
+            "--enable-lora with %s: vLLM may end this engine while requests of more than %d"
+            " adapters (--max-loras) are under way; set --max-loras to the number of adapters in"
+            " use%s",
+            "pipeline stages" if with_stages else "asynchronous scheduling and a full KV cache",
+            vllm_config.lora_config.max_loras,
+            "" if with_stages else ", or --no-async-scheduling",
+        )
 
 
 def _note_short_shutdown(shutdown_seconds: float, lease_seconds: float) -> None:

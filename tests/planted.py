@@ -2153,6 +2153,8 @@ MUTANTS: list[tuple[str, ...]] = [
     ("requests wait for a decode instance of another model", "proxy/routing/decode_wait.py", "            elif has_model and decode", "            elif decode", "tests/proxy/routing/test_decode_wait.py"),
     ("requests wait for another rank of a dead server", "proxy/routing/decode_wait.py", "avoided = self._fleet.with_other_ranks(failed)", "avoided = failed", "tests/proxy/routing/test_decode_wait.py"),
     ("a whole answer that is read slowly is recorded as an error", "proxy/requests/api.py", "            if not client.is_cut or client.ended:\n", "            if not client.is_cut:\n", "tests/proxy/requests/test_stopping_proxy.py"),
+    ("few places of adapters are not told", "kv_connectors/connector.py", "            _warn_of_adapters(vllm_config)\n", "", "tests/connector/test_adapters.py"),
+    ("few places of adapters are told of each engine", "kv_connectors/connector.py", "if with_stages or (loads and", "if with_stages or (", "tests/connector/test_connector.py"),
     ("vLLM's own calls of its workers are refused", "kv_connectors/client_calls.py", "METHODS_AT_START = frozenset((\"update_max_model_len\",))", "METHODS_AT_START = frozenset((\"\",))", "tests/connector/test_compatibility.py::test_no_client_changes_weights_or_kv_by_a_method_of_the_workers"),
     ("variables that choose numbers may differ", "kv_connectors/compatibility.py", "in surroundings.number_variables(is_quantized).items():\n", "in ():\n", "tests/connector/test_compatibility.py"),
     ("one token: installed processors of logits may differ", "kv_connectors/compatibility.py", "        surroundings.logits_processor_plugins(),\n", "", "tests/connector/test_compatibility.py"),

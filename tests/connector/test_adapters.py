@@ -366,7 +366,7 @@ def test_the_wrapped_add_lora_keeps_its_signature(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("role", list(KVConnectorRole))
 def test_each_half_of_the_connector_notes_what_it_must(
-    role: KVConnectorRole, monkeypatch: pytest.MonkeyPatch
+    role: KVConnectorRole, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Workers read adapters. What caches tell adapters by, both halves must name alike."""
     monkeypatch.setattr(supported, "refuse_unsupported", lambda *_, **__: None)
@@ -381,8 +381,8 @@ def test_each_half_of_the_connector_notes_what_it_must(
     )
     made: Any = SimpleNamespace(
         kv_transfer_config=transfer,
-        lora_config=SimpleNamespace(enable_tower_connector_lora=True),
-        parallel_config=SimpleNamespace(rank=0),
+        lora_config=SimpleNamespace(enable_tower_connector_lora=True, max_loras=1),
+        parallel_config=SimpleNamespace(rank=0, pipeline_parallel_size=2),
         shutdown_timeout=60,
     )
     with engine_process():
@@ -391,4 +391,5 @@ def test_each_half_of_the_connector_notes_what_it_must(
         assert prompt_digest.cache_name(lora) == "one"
     noted_by = getattr(WorkerLoRAManager._load_adapter, "noted_by", None)
     is_worker = role is KVConnectorRole.WORKER
+    assert ("--enable-lora with pipeline stages" in caplog.text) is not is_worker, "told once"
     assert noted_by is (prompt_digest.note_read if is_worker else None)

@@ -46,6 +46,37 @@ def test_old_names_of_settings_are_one_warning(caplog: pytest.LogCaptureFixture)
     assert not caplog.records
 
 
+@pytest.mark.parametrize(
+    ("places", "role", "stages", "is_async", "words"),
+    [
+        (1, "kv_consumer", 1, True, "a full KV cache: vLLM may end this engine"),
+        (2, "kv_both", 1, True, "more than 2 adapters (--max-loras) are under way"),
+        (1, "kv_producer", 2, False, "pipeline stages: vLLM may end this engine"),
+        (1, "kv_producer", 1, True, ""),
+        (1, "kv_consumer", 1, False, ""),
+        (None, "kv_consumer", 2, True, ""),
+    ],
+)
+def test_few_places_of_adapters_are_told_at_start(
+    places: int | None,
+    role: str,
+    stages: int,
+    is_async: bool,
+    words: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """vLLM's own defect: test_scheduler_worlds.py has engines that end by it."""
+    given: Any = SimpleNamespace(
+        lora_config=None if places is None else SimpleNamespace(max_loras=places),
+        kv_transfer_config=SimpleNamespace(is_kv_consumer=role != "kv_producer"),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
+        scheduler_config=SimpleNamespace(async_scheduling=is_async),
+    )
+    with caplog.at_level("WARNING", "vllm_disagg"):
+        connector._warn_of_adapters(given)
+    assert len(caplog.records) == bool(words) and words in caplog.text
+
+
 @pytest.mark.parametrize("value", [True, False])
 def test_the_old_setting_gpu_is_one_warning(value: bool, caplog: pytest.LogCaptureFixture) -> None:
     extra = {"key_file": "k", "gpu": value}

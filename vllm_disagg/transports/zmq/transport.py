@@ -116,9 +116,7 @@ class ZmqTransport:
             self._listen_locally()
         self.links: dict[str, zmq.Socket[bytes]] = {}
         self._were_up: set[str] = set()  # senders of `links` that have been connected
-        self._by_unix_socket: dict[
-            str, WorkerInfo
-        ] = {}  # senders that were dialled by it
+        self._by_unix_socket: dict[str, WorkerInfo] = {}  # senders that were dialled by it
         self._posted = PostedReads()
         # Senders whose reads waited at the last look, and that have sent nothing since.
         self._quiet: set[str] = set()

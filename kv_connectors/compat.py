@@ -182,18 +182,7 @@ def around_adapter_loads(note: Callable[[Any], AbstractContextManager[None]]) ->
     """
     from vllm.v1.engine.core import EngineCore  # noqa: PLC0415 - it imports connectors
 
-    load = EngineCore.add_lora
-    if getattr(load, "noted_by", None) is note:
-        return
-
-    # vLLM converts a client's arguments by the signature, which `wraps` keeps.
-    @wraps(load)
-    def add_lora(self: Any, lora_request: Any) -> bool:
-        with note(lora_request):
-            return load(self, lora_request)
-
-    add_lora.noted_by = note  # type: ignore[attr-defined]
-    EngineCore.add_lora = add_lora  # type: ignore[method-assign]
+    _run_within(note, EngineCore, "add_lora")
 
 
 def around_adapter_reads(
@@ -208,22 +197,30 @@ def around_adapter_reads(
         return
     from vllm.lora.worker_manager import WorkerLoRAManager  # noqa: PLC0415 - slow
 
-    read = getattr(WorkerLoRAManager, "_load_adapter", None)
-    if read is None:
+    if not hasattr(WorkerLoRAManager, "_load_adapter"):
         raise ConfigError(
             "DisaggConnector does not recognise how this vLLM reads adapters: start without"
             " --enable-lora"
         )
-    if getattr(read, "noted_by", None) is note:
+    _run_within(note, WorkerLoRAManager, "_load_adapter")
+
+
+def _run_within(
+    note: Callable[[Any], AbstractContextManager[None]], owner: type, name: str
+) -> None:
+    """Has a method, which takes one LoRA request, run within `note` of that request, once."""
+    method = getattr(owner, name)
+    if getattr(method, "noted_by", None) is note:
         return
 
-    @wraps(read)
-    def load_adapter(self: Any, lora_request: Any) -> Any:
+    # vLLM converts a client's arguments by the signature, which `wraps` keeps.
+    @wraps(method)
+    def noted(self: Any, lora_request: Any) -> Any:
         with note(lora_request):
-            return read(self, lora_request)
+            return method(self, lora_request)
 
-    load_adapter.noted_by = note  # type: ignore[attr-defined]
-    WorkerLoRAManager._load_adapter = load_adapter  # type: ignore[method-assign]
+    noted.noted_by = note  # type: ignore[attr-defined]
+    setattr(owner, name, noted)
 
 
 def before_blocks_change(vllm_config: Any, revoke: Callable[[Any], None]) -> None:

@@ -3,20 +3,15 @@
 Engines that were started for both roles (`kv_both`) can take either. A change concerns new requests
 only: running legs end where they are.
 
-The pressure of a role is the share of its objective that its load takes; above 1, requests miss it:
+The wanted split is the one with the fewest misses in the load of the last minute
+(`split_misses.py`). An instance changes its role towards it. Against changes to and fro:
 
-    prefill   (work that arrives within TTFT + work that waits) / (instances * TTFT)
-    decode    seconds of a step with an instance's share of the sequences / TPOT, or, if more, the
-              share of the KV cache that their contexts take
-
-Work is counted in seconds of one instance, by the engines' own step times. The wanted split has the
-least pressure of the role that has more of it. Against changes to and fro:
-
-    hysteresis   a change lowers that pressure by MIN_GAIN at least
-    donor        the role that gives an instance stays below MAX_DONOR_PRESSURE without it, or
-                 below MAX_DONOR_PRESSURE_IF_URGENT if the other is above URGENT_PRESSURE
-    confirmation the same change is wanted for CONFIRMATION_SECONDS
+    hysteresis   the split saves MIN_SAVED of all requests, and MIN_GAIN of those that miss
+    confirmation a change in the same direction is wanted for CONFIRMATION_SECONDS
     cooldown     `RoleRules.cooldown` seconds lie between two changes
+
+The numbers for an autoscaler need no such care. They come from the pressure of a role: its load, as
+the share of the objective that one of so many instances would take.
 
 Two cases wait for none of these: a fleet without a decode instance serves nobody, and one without a
 prefill instance splits no request. A member changes its role at the first observation of that. Only
@@ -26,30 +21,22 @@ where an instance of the missing role is still starting, it has START_GRACE_SECO
 from __future__ import annotations
 
 import math
-from typing import Literal, Protocol
+from bisect import bisect_left
+from typing import Literal
 
 import msgspec
 
+from .split_misses import Limits, Moment, SplitMisses, StepTimes
+
 Role = Literal["prefill", "decode"]
 
-MIN_GAIN = 0.15  # of the larger pressure
-MAX_DONOR_PRESSURE = 0.7  # load varies: the mean must leave room
-# The same where the other role misses its objective by far.
-URGENT_PRESSURE = 2.5
-MAX_DONOR_PRESSURE_IF_URGENT = 0.9
-MIN_PRESSURE = 0.7  # below it no objective is in danger, and nothing changes
+MIN_GAIN = 0.15  # of the misses
+MIN_SAVED = 0.03  # of all requests
 WANTED_PRESSURE = 0.8  # at which the numbers of instances for an autoscaler are reckoned
 CONFIRMATION_SECONDS = 3.0
 START_GRACE_SECONDS = 30.0  # for the first answer of a role's instances, while it has none
 SMOOTHING_SECONDS = 10.0  # in which an old load comes to count 1/e
 MAX_WANTED = 1024  # instances of a role
-
-
-class StepTimes(Protocol):
-    """Times of an instance's steps, as measured or modelled."""
-
-    def decode_step(self, sequences: float, contexts: float) -> float:
-        """Returns the seconds of a step of so many sequences with so many tokens of context."""
 
 
 class RoleMember(msgspec.Struct, frozen=True):
@@ -124,6 +111,7 @@ class RoleController:
     def __init__(self, rules: RoleRules) -> None:
         self._rules = rules
         self._load: _SmoothedLoad | None = None
+        self._misses = SplitMisses()
         self._changed_at = -math.inf
         self._wish: Role | None = None  # the role that should get one more member
         self._wished_since = 0.0
@@ -144,8 +132,10 @@ class RoleController:
         if self._load is None:
             self._load = _SmoothedLoad(event.prefill_work, event.sequences, event.contexts, now)
         self._load.add(event, now)
-        actions: list[RoleAction] = [self._wanted(event)]
-        wish = self._desired_gain(event)
+        self._misses.add(_moment(event, event.prefill_work, now))
+        limits = Limits(self._rules.ttft, self._rules.tpot, event.kv_tokens)
+        actions: list[RoleAction] = [self._wanted(event, event.steps, limits)]
+        wish = self._desired_gain(event, event.steps, limits)
         if wish != self._wish:
             self._wish = wish
             self._wished_since = now
@@ -166,59 +156,54 @@ class RoleController:
         self._changed_at = now
         self._wish = None
 
-    def prefill_pressure(self, event: LoadObserved, instances: int) -> float:
-        """Returns the pressure of so many prefill instances; without any it is infinite."""
-        if not instances:
-            return math.inf
-        load = self._load
-        arriving = load.prefill_work if load else event.prefill_work or 0.0
-        return (arriving + event.waiting_work / self._rules.ttft) / instances
-
-    def decode_pressure(self, event: LoadObserved, instances: int) -> float:
-        """Returns the pressure of so many decode instances; without any it is infinite."""
-        if not instances or event.steps is None:
-            return math.inf
-        # What decodes now is there, even if it is new; what has ended may come again.
-        load = self._load
-        sequences = max(event.sequences, load.sequences if load else 0.0) / instances
-        contexts = max(event.contexts, load.contexts if load else 0.0) / instances
-        pressure = event.steps.decode_step(sequences, contexts) / self._rules.tpot
-        return max(pressure, contexts / event.kv_tokens) if event.kv_tokens else pressure
-
-    def _desired_gain(self, event: LoadObserved) -> Role | None:
+    def _desired_gain(self, event: LoadObserved, steps: StepTimes, limits: Limits) -> Role | None:
         """Returns the role that should get a member from the other one; None for no change."""
         prefills, decodes = _counts(event)
-        prefill = self.prefill_pressure(event, prefills)
-        decode = self.decode_pressure(event, decodes)
-        if max(prefill, decode) < MIN_PRESSURE:
+        if not prefills or not decodes:
             return None
-        if prefill > decode:
-            gains: Role = "prefill"
-            before, after = prefill, self.prefill_pressure(event, prefills + 1)
-            donor = self.decode_pressure(event, decodes - 1)
-            is_free = _has_member(event, "decode")
-        else:
-            gains = "decode"
-            before, after = decode, self.decode_pressure(event, decodes + 1)
-            donor = self.prefill_pressure(event, prefills - 1)
-            is_free = _has_member(event, "prefill")
-        is_urgent = before > URGENT_PRESSURE
-        most = MAX_DONOR_PRESSURE_IF_URGENT if is_urgent else MAX_DONOR_PRESSURE
-        if not is_free or donor > most:
+        missed = self._misses.share(steps, limits, prefills, decodes)
+        gain, least = 0, missed
+        for more in _moves(event):
+            found = self._misses.share(steps, limits, prefills + more, decodes - more)
+            if found < least:
+                gain, least = more, found
+        if missed - least < MIN_SAVED or least > (1 - MIN_GAIN) * missed:
             return None
-        return gains if max(after, donor) <= (1 - MIN_GAIN) * before else None
+        return "prefill" if gain > 0 else "decode"
 
-    def _wanted(self, event: LoadObserved) -> ReportWanted:
+    def _wanted(self, event: LoadObserved, steps: StepTimes, limits: Limits) -> ReportWanted:
         """Returns the least numbers of instances whose pressures are as wanted."""
-        prefill = math.ceil(self.prefill_pressure(event, 1) / WANTED_PRESSURE)
-        decode = 1
-        while decode < MAX_WANTED and self.decode_pressure(event, decode) > WANTED_PRESSURE:
-            if self.decode_pressure(event, MAX_WANTED) > WANTED_PRESSURE:
-                # A step of one sequence takes longer: more instances are no help.
-                decode = _counts(event)[1]
-                break
-            decode += 1
-        return ReportWanted(min(max(1, prefill), MAX_WANTED), decode)
+        load = self._load
+        assert load is not None
+        prefill = (load.prefill_work + event.waiting_work / limits.ttft) / WANTED_PRESSURE
+        # What decodes now is there, even if it is new; what has ended may come again.
+        sequences = max(event.sequences, load.sequences)
+        contexts = max(event.contexts, load.contexts)
+
+        def is_enough(decodes: int) -> bool:
+            share = limits.decode_share(steps, sequences / decodes, contexts / decodes)
+            return share <= WANTED_PRESSURE
+
+        decodes = range(1, MAX_WANTED + 1)
+        if is_enough(MAX_WANTED):
+            decode = decodes[bisect_left(decodes, True, key=is_enough)]
+        else:  # a step of one sequence takes longer: more instances are no help
+            decode = _counts(event)[1]
+        return ReportWanted(min(max(1, math.ceil(prefill)), MAX_WANTED), decode)
+
+
+def _moment(event: LoadObserved, prefill_work: float, now: float) -> Moment:
+    """Returns what is kept of an observation."""
+    prefills, decodes = _counts(event)
+    return Moment(
+        at=now,
+        prefills=prefills,
+        decodes=decodes,
+        prefill_work=prefill_work,
+        waiting_work=event.waiting_work,
+        sequences=event.sequences,
+        contexts=event.contexts,
+    )
 
 
 def _counts(event: LoadObserved) -> tuple[int, int]:
@@ -226,6 +211,19 @@ def _counts(event: LoadObserved) -> tuple[int, int]:
     prefills = sum(member.role == "prefill" for member in event.members)
     decodes = len(event.members) - prefills
     return event.fixed_prefill + prefills, event.fixed_decode + decodes
+
+
+def _moves(event: LoadObserved) -> list[int]:
+    """Returns by how many instances prefill can grow, or, below 0, shrink: by 1, 2, 4, 8."""
+    found = []
+    for role, sign, fixed in (
+        ("decode", 1, event.fixed_decode),
+        ("prefill", -1, event.fixed_prefill),
+    ):
+        members = sum(member.role == role for member in event.members)
+        most = members if fixed else members - 1  # one instance of a role stays
+        found += [sign * 2**power for power in range(max(0, most).bit_length())]
+    return found
 
 
 def _has_member(event: LoadObserved, role: Role) -> bool:

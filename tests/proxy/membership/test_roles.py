@@ -268,9 +268,11 @@ def answer_heavy(instance: Instance, steps: Steps) -> None:
 
 def test_roles_follow_what_engines_report() -> None:
     kept = Kept(*(member(f"http://i{n}", "prefill" if not n else "decode") for n in range(4)))
+    kept.waiting_work = lambda: kept.now  # prompts come that they have no time for
     kept.run(60, prompt_heavy)
     assert kept.roles().count("p") > 1
     assert kept.wanted["prefill"] > 1
+    kept.waiting_work = lambda: 0.0
     turned_at = kept.now
     kept.run(60, answer_heavy)
     assert kept.roles().count("p") == 1

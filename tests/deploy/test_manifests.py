@@ -326,6 +326,17 @@ def test_the_proxys_container_sees_a_key_file_that_is_replaced() -> None:
     assert not any("subPath" in mount for mount in mounts)
 
 
+def test_prometheus_and_grafana_see_files_that_are_replaced() -> None:
+    folder = DEPLOY / "observability"
+    compose = yaml.safe_load((folder / "compose.yaml").read_text())
+    mounts = [mount for service in compose["services"].values() for mount in service["volumes"]]
+    sources = [
+        mount.replace("${TARGETS:-./targets}", "./targets").split(":")[0] for mount in mounts
+    ]
+    here = [source for source in sources if source.startswith(".")]
+    assert len(here) == 4 and all((folder / source).is_dir() for source in here)
+
+
 def test_containers_are_killed_behind_the_shutdown_timeout() -> None:
     compose = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())
     for role in ENGINES:

@@ -792,6 +792,30 @@ def test_a_new_worker_refuses_registrations_that_the_others_have_heard() -> None
     )
 
 
+def test_a_registration_costs_no_look_at_all_others() -> None:
+    looks = 0
+
+    class Moment(float):
+        def __sub__(self, other: float) -> float:
+            nonlocal looks
+            looks += 1
+            return float(self) - other
+
+    hub, said = BusHub(1), list[BusMessage]()
+    hub.workers[0].send = said.append  # type: ignore[assignment, method-assign]
+    for second in range(100):
+        for engine in range(10):
+            note = BusMessage("note", text=f"{engine}, {second}")
+            hub.on_message(hub.workers[0], note, Moment(second))
+    again = BusMessage("note", text="0, 91")  # another worker has accepted it, too
+    hub.on_message(hub.workers[0], again, Moment(99.0))
+    assert looks <= 2 * 1001
+    hub.on_message(hub.workers[0], BusMessage("ready"), Moment(105.0))
+    texts = [message.text for message in said if message.kind == "note"]
+    expected = [f"{engine}, {second}" for second in range(96, 100) for engine in range(10)]
+    assert texts == [*expected, "0, 91"], "those of the last 10 s, once each"
+
+
 def test_a_challenge_is_one_of_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each worker drew its own once it had heard of too many incarnations.
 

@@ -23,6 +23,7 @@ import os
 import signal
 import socket
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -125,7 +126,9 @@ class BusHub:
         self.workers = [WorkerProcess(index) for index in range(count)]
         self._changes: dict[tuple[str, str], MembershipChange] = {}
         self._roles: BusMessage | None = None  # the last ones
-        self._notes: dict[str, float] = {}  # time of arrival, by a registration's text
+        # Time of arrival by a registration's text, the oldest first. A plain dict would search for
+        # its first entry among those that were removed.
+        self._notes: OrderedDict[str, float] = OrderedDict()
         # Highest number of a registration by incarnation: protects new workers from replays.
         self._numbers: dict[str, int] = {}
         self.challenge = new_challenge()  # for registrations at any worker
@@ -189,6 +192,7 @@ class BusHub:
     def _remember_note(self, message: BusMessage, now: float) -> None:
         self._forget_old_notes(now)
         self._notes[message.text] = now
+        self._notes.move_to_end(message.text)  # two workers may have accepted it
         for incarnation, number in message.numbers.items():
             # Notes of several threads of an engine may come through two workers, in any order.
             self._numbers[incarnation] = max(number, self._numbers.get(incarnation, 0))
@@ -200,7 +204,8 @@ class BusHub:
                 worker.send(BusMessage("challenge", text=self.challenge))
 
     def _forget_old_notes(self, now: float) -> None:
-        self._notes = {text: at for text, at in self._notes.items() if now - at < NOTE_LIFE_SECONDS}
+        while self._notes and now - next(iter(self._notes.values())) >= NOTE_LIFE_SECONDS:
+            self._notes.popitem(last=False)
 
     def _pass_on(self, source: WorkerProcess, message: BusMessage) -> None:
         for worker in self.workers:

@@ -168,6 +168,23 @@ async def test_no_query_waits_for_one_that_cannot_come_back_for_it() -> None:
     assert (await began(waits(*ranks), failed=(ranks[0],))).done()
 
 
+@pytest.mark.parametrize("reason", [SILENT, NO_CONNECTION, NOT_PROBED])
+@pytest.mark.parametrize("has_failed", [False, True])
+async def test_only_an_instance_that_may_serve_a_query_is_waited_for(
+    reason: str, has_failed: bool
+) -> None:
+    stopping = instance("http://d", "it is being stopped", "a")
+    silent = instance("http://e", reason, "b")
+    waiting = waits(stopping, silent)
+    failed = (stopping,) if has_failed else ()
+    assert (await began(waiting, RoutingQuery(0, model="a"), failed)).done()
+    for model, models in (("b", {"b"}), ("", {"b"}), ("of none", {"b"}), ("a", set[str]())):
+        silent.models = frozenset(models)
+        task = await began(waiting, RoutingQuery(0, model=model), failed)
+        assert not task.done(), model
+        task.cancel()
+
+
 async def test_another_models_instance_is_no_alternative() -> None:
     fleet = (instance("http://d", SILENT, "a"), instance("http://e", "", "b"))
     query = RoutingQuery(0, model="a")

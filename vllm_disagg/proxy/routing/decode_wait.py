@@ -3,8 +3,9 @@
 A silent instance may be frozen, just slow, or behind a network that is gone for a moment: its
 running requests wait for it, for MAX_SILENCE_SECONDS at most, if no other instance can serve them.
 New ones wait as long, instead of an error at once. So do those that come before an instance was
-probed for the first time, as after the restart of a proxy worker. An instance that refuses
-connections has ended: requests wait for it amid rolling restarts only.
+probed for the first time, as after the restart of a proxy worker. None waits for an instance of
+another model alone. An instance that refuses connections has ended: requests wait for it amid
+rolling restarts only.
 
 Rolling restarts. A decode instance is stopped when another one has come back, perhaps a moment
 before this proxy has probed that one. So for RESTART_SECONDS after the last one went down requests
@@ -93,11 +94,15 @@ class DecodeWait:
             patience = min(patience, UNKNOWN_MODEL_SECONDS)
         given_up_at = 0.0
         avoided = self._fleet.with_other_ranks(failed)
+        is_known = self._fleet.knows_model(query.model)
         for decode in down:
             if decode in avoided:
                 continue
             has_model = not query.model or query.model in decode.models
-            if decode.unavailable_reason in reasons:
+            # One that has never answered may have any model. If none is known to have it, each
+            # instance refuses it, or has it as an adapter that no probe has listed.
+            may_serve = has_model or not decode.models or not is_known
+            if may_serve and decode.unavailable_reason in reasons:
                 given_up_at = max(given_up_at, decode.state_since + MAX_SILENCE_SECONDS)
             elif has_model and decode.state_since < gone_at - MIN_START_SECONDS:
                 given_up_at = max(given_up_at, gone_at + RESTART_SECONDS)

@@ -116,6 +116,28 @@ async def test_a_head_that_is_refused_is_answered_before_its_body(
         assert await client.reader.read() == b""
 
 
+@pytest.mark.parametrize("origin", ["http://page", "http://other"])
+@pytest.mark.parametrize(
+    ("framing", "status"),
+    [
+        (b"content-length: 101\r\n", 413),
+        (b"transfer-encoding: chunked\r\n\r\n65\r\n" + b"x" * 101, 413),
+        (b"transfer-encoding: gzip, chunked\r\n", 400),
+        (b"content-length: 90\r\n", 503),
+    ],
+)
+async def test_a_page_may_read_why_a_head_is_refused(
+    framing: bytes, status: int, origin: str
+) -> None:
+    limits = Limits(body_bytes=100, all_bodies_bytes=80)
+    async with world(prefill=0, ready=False, limits=limits, origins=["http://page"]) as w:
+        line = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\norigin: %b\r\n" % origin.encode()
+        reply = await w.raw(line + framing + b"\r\n")
+        assert reply.status == status
+        granted = origin if origin == "http://page" else None
+        assert reply.headers.get("access-control-allow-origin") == granted
+
+
 async def test_no_byte_of_a_refused_body_is_kept() -> None:
     async with serving(Limits(), limit=0) as (server, hand, port):
         client = await connect(port)

@@ -40,7 +40,7 @@ STOPPING = "the proxy is being stopped"
 
 Handler = Callable[[HttpRequest, "Connection"], Awaitable[None]]
 
-# Called with each error status that the server answered without the handler.
+# Called with each error status that the server answers without the handler. It may add headers.
 OnRefused = Callable[[HttpRequest, "Connection", int], None]
 
 
@@ -329,8 +329,8 @@ class Connection(asyncio.Protocol):
             headers.append((b"retry-after", b"1"))
         self.identify()
         body = error_body(status, message, request_id=request.request_id)
-        self.answer(status, headers, body)
         self._server.on_refused(request, self, status)
+        self.answer(status, headers, body)
         self._linger()
 
     def _linger(self) -> None:

@@ -31,8 +31,7 @@ class Cors:
     def handle(self, request: HttpRequest, client: Connection) -> bool:
         """Adds headers to the answer; returns whether it answered the request (a preflight)."""
         origin = request.header(b"origin")
-        granted = self._headers(origin)
-        client.response.extra_headers += granted
+        granted = self.admit(request, client)
         method = request.header(b"access-control-request-method")
         if not (origin and method and request.method == "OPTIONS"):
             return False
@@ -51,7 +50,11 @@ class Cors:
         )
         return True
 
-    def _headers(self, origin: bytes) -> Headers:
-        if origin and (b"*" in self._origins or origin in self._origins):
-            return [(b"access-control-allow-origin", origin), (b"vary", b"origin")]
-        return []
+    def admit(self, request: HttpRequest, client: Connection) -> Headers:
+        """Adds the headers by which the request's page may read the answer, and returns them."""
+        origin = request.header(b"origin")
+        if not origin or not (b"*" in self._origins or origin in self._origins):
+            return []
+        granted = [(b"access-control-allow-origin", origin), (b"vary", b"origin")]
+        client.response.extra_headers += granted
+        return granted

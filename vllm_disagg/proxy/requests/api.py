@@ -140,14 +140,19 @@ class Api:
         return min(MAX_NOTE_BYTES, self._body_bytes)
 
     def refused(self, request: HttpRequest, client: Connection, status: int) -> None:
-        """Records a request that was refused for its head or its framing."""
+        """Records a request that the server refuses itself; a page may read why."""
+        if self._cors:
+            self._cors.admit(request, client)
+        self._record_refusal(request, client, status)
+
+    def _record_refusal(self, request: HttpRequest, client: Connection, status: int) -> None:
         self._recorder.refused(request, client, _outcome(status), status)
 
     def _count_refusal(self, request: HttpRequest, client: Connection) -> None:
         """Records an answer with an error status that no route with an instance has given."""
         status = client.response.status
         if 400 <= status < 500 or status == LOOP_STATUS:
-            self.refused(request, client, status)
+            self._record_refusal(request, client, status)
 
     def _refusal(self, request: HttpRequest) -> tuple[int, Headers, bytes] | None:
         """Returns (status, headers, body) if the request's head alone is refused, else None."""

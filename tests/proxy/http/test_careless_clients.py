@@ -514,6 +514,20 @@ async def test_a_client_that_has_left_and_reads_nothing_is_cut() -> None:
         await until(lambda: not server.connections)
 
 
+async def test_clients_that_read_nothing_are_a_line_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sent = request(b"POST /endless HTTP/1.1")
+    async with half_reading(sent, 60.0) as (server, hand, _):
+        await until(lambda: hand.answers)
+        (connection,) = server.connections
+        for _ in range(3):  # as if there were as many clients
+            assert has_unread_bytes(connection._transport)
+            connection._abort_stalled_client()
+    assert caplog.text.count("the client has read nothing for 60 s (1 such") == 1
+    assert caplog.text.count("read nothing") == 1
+
+
 async def test_the_handler_of_a_client_that_has_left_ends_at_once() -> None:
     """Not with the connection, which waits for a reader: the body in memory is not counted."""
     async with half_reading(request(b"POST /endless HTTP/1.1"), 60.0) as (server, hand, writer):

@@ -155,12 +155,13 @@ async def test_a_handler_that_fails_cuts_the_connection(caplog: pytest.LogCaptur
 
     server = Server(broken, Limits())
     port = await server.start("127.0.0.1", 0)
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-    answer = await reader.read()
-    assert not answer.endswith(b"0\r\n\r\n")
-    assert "ZeroDivisionError" in caplog.text
-    writer.close()
+    for _ in range(3):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        answer = await reader.read()
+        assert not answer.endswith(b"0\r\n\r\n")
+        writer.close()
+    assert caplog.text.count("raise ZeroDivisionError") == 1, "one line a minute"
     await server.stop(1.0)
 
 

@@ -535,6 +535,15 @@ async def test_an_engine_that_is_gone_is_not_waited_for(monkeypatch: pytest.Monk
     assert not await asks.is_engine_running(instance)
 
 
+async def test_tokens_that_do_not_come_are_a_line_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    check = completeness.CompletenessCheck({}, NO_KEYS)
+    for _ in range(3):
+        assert not await check.is_engine_running(Instance("http://d", "decode", up=True))
+    assert caplog.text.count("did not produce one more token") == 1
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/cohere/v2/chat"])
 async def test_an_engine_without_completions_verifies_nothing(path: str, stream: bool) -> None:

@@ -18,6 +18,7 @@ from narrow_pipe import NarrowPipe
 from proxy_world import Call, until, world
 from vllm_disagg.proxy.flags import LogFormat
 from vllm_disagg.proxy.http.request import HttpRequest
+from vllm_disagg.proxy.requests.relay import Relay
 from vllm_disagg.proxy.telemetry import line_writer, logs
 from vllm_disagg.proxy.telemetry.logs import (
     FAILURE_PERIOD_SECONDS,
@@ -126,6 +127,23 @@ async def test_failed_requests_are_limited_to_a_summary(caplog: pytest.LogCaptur
     log.write(request, 502, ("", "http://d"), "reset")
     log.end_period()
     assert len(failures(caplog)) == MAX_FAILURE_LINES + 1
+
+
+async def test_an_error_of_the_proxy_is_a_traceback_a_minute(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that finds one could repeat it, and fill a disk."""
+
+    async def broken(*_: object) -> int:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Relay, "generate", broken)
+    async with world() as w:
+        for _ in range(3):
+            assert (await w.post()).status == 500
+    assert caplog.text.count("raise ZeroDivisionError") == 1
+    assert len(failures(caplog)) == 3, "each request has its own line, and that a limit of its own"
+    assert failures(caplog)[0].endswith("an error of the proxy: ZeroDivisionError")
 
 
 async def test_refused_registrations_are_limited_too(

@@ -861,6 +861,25 @@ def test_a_challenge_is_one_of_all_workers(monkeypatch: pytest.MonkeyPatch) -> N
     assert announce(0, "i3", first) == "again"
 
 
+async def test_registrations_that_one_worker_refuses_are_a_line_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As those with the fleet's new key, at a worker that has the old one."""
+    hub_end, worker_end = socket.socketpair()
+    table = os.memfd_create("load")
+    os.truncate(table, size(1))
+    place = WorkerPlace(0, 1, worker_end.detach(), table, 0, "c")
+    bus = WorkerBus(place, Fleet(), {}, lambda: None)
+    known = Registry(FleetKey(b"k" * 32), "c")
+    members: Any = SimpleNamespace(set=lambda *_: None)
+    for _ in range(3):
+        bus._apply(BusMessage("note", text="of another key"), members, known)
+    assert caplog.text.count("registrations that another worker accepted are refused here") == 1
+    bus._socket.close()
+    hub_end.close()
+    os.close(table)
+
+
 async def test_a_worker_takes_the_challenge_of_all() -> None:
     hub_end, worker_end = socket.socketpair()
     table = os.memfd_create("load")

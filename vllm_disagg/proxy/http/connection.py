@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol, cast
 
+from ...warning_limit import WarningLimit
 from .connection_state import (
     LINGERING,
     NEXT_REQUEST,
@@ -52,6 +53,8 @@ class ConnectionHost(Protocol):
     limits: Limits
     body_limit: BodyLimit
     budget: ByteBudget  # of all its connections
+    stalled_clients: WarningLimit
+    failed_handlers: WarningLimit
     connections: set[Connection]
     stopping: bool
 
@@ -217,11 +220,15 @@ class Connection(asyncio.Protocol):
         """Closes the connection of a client that reads nothing; its handler and legs end too."""
         # Without unread bytes it has only not closed its end of TLS.
         if has_unread_bytes(self._transport):
-            log.warning(
-                "http: client %s: connection closed: the client has read nothing for %g s",
-                self.peer,
-                self._server.limits.stall_seconds,
-            )
+            count = self._server.stalled_clients.note(time.monotonic())
+            if count:
+                log.warning(
+                    "http: client %s: connection closed: the client has read nothing for %g s"
+                    " (%d such clients since the last such line)",
+                    self.peer,
+                    self._server.limits.stall_seconds,
+                    count,
+                )
         self._transport.abort()
 
     def pause_reading(self, paused: bool) -> None:
@@ -360,12 +367,15 @@ class Connection(asyncio.Protocol):
         try:
             await self._server.handler(request, self)
         except Exception:
-            log.exception(
-                "http: client %s: handler of %s %s failed; without an answer the connection closes",
-                self.peer,
-                request.method,
-                request.path,
-            )
+            if count := self._server.failed_handlers.note(time.monotonic()):
+                log.exception(
+                    "http: client %s: handler of %s %s failed; without an answer the connection"
+                    " closes (%d such failures since the last such line)",
+                    self.peer,
+                    request.method,
+                    request.logged_path,
+                    count,
+                )
         finally:
             self._on_handler_end(request)
 

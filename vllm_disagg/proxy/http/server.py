@@ -6,6 +6,7 @@ import asyncio
 import math
 import ssl
 
+from ...warning_limit import WarningLimit
 from .connection import Connection, Handler, OnRefused
 from .limits import ByteBudget, Limits
 from .request import BodyLimit
@@ -28,6 +29,8 @@ class Server:
         self.body_limit = body_limit or (lambda _: limits.body_bytes)
         self.on_refused = on_refused or (lambda *_: None)
         self.budget = ByteBudget(limits.all_bodies_bytes)
+        self.stalled_clients = WarningLimit()
+        self.failed_handlers = WarningLimit()
         self.connections: set[Connection] = set()
         self.stopping = False
         self._listener: asyncio.Server

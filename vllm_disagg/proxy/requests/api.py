@@ -17,6 +17,7 @@ import msgspec
 
 from ...fleet.registration import MAX_NOTE_BYTES
 from ...fleet.registration import REGISTER_PATH as REGISTER
+from ...warning_limit import WarningLimit
 from ..http import bearer, routes
 from ..http.cancel_scope import TimeLimit
 from ..http.connection import STOPPING, Connection
@@ -88,6 +89,7 @@ class Api:
         self._timeout = settings.request_timeout
         self._time_limit = TimeLimit(settings.request_timeout)
         self._body_bytes = settings.limits.body_bytes
+        self._errors = WarningLimit()
         self._own_paths: dict[str, PlainHandler] = {
             "/health": self._health,
             "/ping": self._health,
@@ -217,15 +219,18 @@ class Api:
             status = 503
             reason = STOPPING
             answer_error(client, 503, reason, retry_after=1)
-        except Exception:
+        except Exception as error:
             status = 500
-            reason = "an error of the proxy"
-            log.exception(
-                "api: request %s: %s %s failed by an error of the proxy; answered with 500",
-                request.request_id,
-                request.method,
-                request.logged_path,
-            )
+            reason = f"an error of the proxy: {type(error).__name__}"
+            if count := self._errors.note(now()):
+                log.exception(
+                    "api: request %s: %s %s failed by an error of the proxy; answered with 500"
+                    " (%d such requests since the last such line)",
+                    request.request_id,
+                    request.method,
+                    request.logged_path,
+                    count,
+                )
             answer_error(client, 500, "the proxy failed; its log says why")
         finally:
             outcome = outcome or _outcome(status)

@@ -23,11 +23,13 @@ import asyncio
 import functools
 import logging
 import re
+import time
 
 import msgspec
 from packaging.version import InvalidVersion, Version
 
 from ...protocol.peers import EngineInfo
+from ...warning_limit import WarningLimit
 from ..http.bearer import AcceptedKeys
 from ..http.connection_pool import FULL_STATUSES, ConnectionPool, pool_of
 from ..http.endpoint_schema import SCHEMAS
@@ -136,6 +138,7 @@ class CompletenessCheck:
     def __init__(self, pools: dict[str, ConnectionPool], keys: AcceptedKeys) -> None:
         self._pools = pools
         self._keys = keys
+        self._failures = WarningLimit()
         self._running: dict[str, asyncio.Task[bool | None]] = {}  # by URL
         # By URL: not sent yet, so they will be later than all answers that wait for them.
         self._next: dict[str, asyncio.Task[bool | None]] = {}
@@ -204,10 +207,12 @@ class CompletenessCheck:
                     answer.close()
                 await asyncio.sleep(RETRY_SECONDS)
         except Unreachable as error:
-            log.warning(
-                "completeness: %s did not produce one more token: %s;"
-                " its last answers count as cut off",
-                url,
-                error,
-            )
+            if count := self._failures.note(time.monotonic()):
+                log.warning(
+                    "completeness: %s did not produce one more token: %s; its last answers count as"
+                    " cut off (%d such failures of any instance since the last such line)",
+                    url,
+                    error,
+                    count,
+                )
             return False

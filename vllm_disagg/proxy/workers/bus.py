@@ -39,6 +39,7 @@ from typing import Literal, get_args
 import msgspec
 
 from ...errors import BadGrant, ConfigError
+from ...warning_limit import WarningLimit
 from ..membership.members import Members, MembershipChange
 from ..membership.registry import Registered, Registry
 from ..routing.fleet import Fleet, Role
@@ -138,6 +139,7 @@ class WorkerBus:
         self._socket = socket.socket(fileno=place.hub)
         self._writer: asyncio.StreamWriter | None = None
         self._unsent: list[BusMessage] = []
+        self._refused_notes = WarningLimit()
         self._pending_texts: dict[Topic, asyncio.Future[list[str]]] = {}  # that the hub was asked
 
     async def sync(self) -> None:
@@ -217,10 +219,13 @@ class WorkerBus:
         try:
             registry.register(text.encode(), now)
         except BadGrant as error:
-            log.warning(
-                "proxy worker: a registration that another worker accepted is refused here: %s",
-                error,
-            )
+            if count := self._refused_notes.note(now):
+                log.warning(
+                    "proxy worker: %d registrations that another worker accepted are refused here,"
+                    " the last one: %s",
+                    count,
+                    error,
+                )
         members.set("registration", registry.members)
 
     def _send_repeated(self, message: BusMessage) -> None:

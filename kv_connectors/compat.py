@@ -330,15 +330,6 @@ def leave_out_last(request: Any) -> None:
     request.num_prompt_tokens -= 1
 
 
-def preempts_all(transfer: Any) -> bool:
-    """Returns whether vLLM preempts all requests of a full cache for one block.
-
-    Before 0.32 an engine that loads KV may do so: steps in flight still hold the blocks that it
-    takes back, and it goes on to the next request. `transfer`: its settings of KV transfers.
-    """
-    return Results is None and bool(transfer.is_kv_consumer)
-
-
 def can_load_groups() -> bool:
     """Returns whether vLLM takes load failures by request, as several KV-cache groups need."""
     return Results is not None

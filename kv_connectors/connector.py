@@ -124,12 +124,12 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Whether vLLM drops the tokens in flight of requests that it preempts.
+        """Whether vLLM drops the tokens in flight of requests that it preempts: never.
 
-        P computes the prompt again then, and D gets its KV; else D computes it. Where vLLM preempts
-        all requests again and again, none of them would ever get on without these tokens.
+        A request that P computes whole would go on with the next of its seed's random numbers. D
+        has heard that the blocks are lost, and computes the prompt.
         """
-        return super().requires_kv_delivery and not compat.preempts_all(self._kv_transfer_config)
+        return False
 
     # Worker ---------------------------------------------------------------------------------------
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

@@ -104,17 +104,11 @@ def test_on_gpus_heads_are_contiguous(device: str, use_mla: bool, preferred: boo
     assert DisaggConnector.get_required_kvcache_layout(vllm_config) is None
 
 
-@pytest.mark.parametrize("is_old", [False, True])
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
-def test_tokens_in_flight_are_dropped_where_an_engine_gets_on_without_them(
-    role: Any, is_old: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before 0.32 an engine that loads, too, preempts all requests of a full cache at once."""
-    monkeypatch.setattr(compat, "Results", None if is_old else object())
+def test_tokens_in_flight_of_preempted_requests_are_kept(role: Any) -> None:
     engine: Any = object.__new__(DisaggConnector)
     engine._kv_transfer_config = KVTransferConfig(kv_connector="DisaggConnector", kv_role=role)
-    drops = {"kv_producer": True, "kv_consumer": False, "kv_both": not is_old}
-    assert engine.requires_kv_delivery is drops[role]
+    assert engine.requires_kv_delivery is False
 
 
 def test_the_preferred_layout_is_one_of_vllms() -> None:

@@ -659,6 +659,21 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
+def stand_still(seconds: float, on_arrival: Callable[[], None]) -> None:
+    """Blocks the loop, as a pause of the process; calls `on_arrival` for what came in it."""
+    here, there = socket.socketpair()
+
+    def read() -> None:
+        loop.remove_reader(here)
+        here.close()
+        on_arrival()
+
+    loop = asyncio.get_running_loop()
+    loop.add_reader(here, read)
+    there.close()
+    time.sleep(seconds)
+
+
 async def until(condition: Callable[[], Any], limit: float = 200.0) -> None:
     """Waits for a condition, plain or a coroutine."""
     async with asyncio.timeout(limit):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
+from proxy_world import stand_still, until
+from vllm_disagg.proxy.http import cancel_scope
 from vllm_disagg.proxy.http.cancel_scope import CancelScope, TimeLimit
 
 
@@ -90,3 +93,38 @@ async def test_a_block_in_time_leaves_nothing() -> None:
     with limit.start():
         limit._cancel_late_blocks()  # as the timer of the first block
         await asyncio.sleep(0)
+
+
+async def test_a_pause_of_this_process_counts_for_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cancel_scope, "PAUSE_SECONDS", 0.1)
+    limit = TimeLimit(0.4)
+    came = asyncio.Event()
+
+    async def block() -> None:
+        with limit.start():
+            await came.wait()
+
+    blocks = [asyncio.create_task(block()) for _ in range(2)]
+    await asyncio.sleep(0)
+    stand_still(0.7, came.set)
+    await asyncio.gather(*blocks)
+    with pytest.raises(TimeoutError), limit.start():
+        await asyncio.Event().wait()
+
+
+async def test_a_pause_long_before_a_deadline_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cancel_scope, "PAUSE_SECONDS", 0.1)
+    limit = TimeLimit(60.0)
+    with limit.start():
+        (deadline,) = limit._deadlines.values()
+        stand_still(0.5, lambda: None)
+        await until(lambda: list(limit._deadlines.values()) > [deadline + 0.3])
+
+
+async def test_a_block_that_begins_behind_a_pause_gets_no_more_time() -> None:
+    limit = TimeLimit(60.0)
+    with limit.start():
+        (deadline,) = limit._deadlines.values()
+        limit._timer_at -= 3600.0  # as if it had been due before the block began
+        limit._cancel_late_blocks()
+        assert deadline <= limit._deadlines.popitem()[1] <= time.monotonic() + 60.0

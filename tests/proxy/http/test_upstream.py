@@ -362,6 +362,19 @@ async def test_patience_runs_out_when_we_run() -> None:
             await asyncio.Event().wait()
 
 
+@pytest.mark.parametrize("seconds", [0.0, 1e-9])
+async def test_patience_may_be_short(seconds: float) -> None:
+    """Any timer is later than so short a slice."""
+
+    async def hold() -> None:
+        async with patient(seconds):
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(hold())
+    await asyncio.wait({task}, timeout=20.0)
+    assert task.done() and isinstance(task.exception(), TimeoutError)
+
+
 @pytest.mark.parametrize("addresses", [("127.0.0.1", "127.0.0.2"), ("127.0.0.2", "127.0.0.1")])
 async def test_any_allowed_address_of_a_name_may_accept(
     monkeypatch: pytest.MonkeyPatch, addresses: tuple[str, str]

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from proxy_world import World, until, world
+from proxy_world import World, settle, stand_still, until, world
 from vllm_disagg.proxy.http.upstream_response import Unreachable
 from vllm_disagg.proxy.membership.instance_client import connection_refusal
 from vllm_disagg.proxy.routing import decode_wait
@@ -75,6 +75,20 @@ async def test_waits_from_the_leg_that_found_no_connection() -> None:
     task = await began(waiting)
     assert not task.done()
     task.cancel()
+
+
+async def test_a_pause_of_the_proxy_is_no_wait() -> None:
+    d = instance("http://d", SILENT)
+    waiting = waits(d, patience=0.4)
+    task = await began(waiting)
+    came = asyncio.Event()
+    stand_still(0.6, came.set)
+    await came.wait()
+    await settle()
+    assert not task.done()
+    d.up = True
+    waiting.wake()
+    assert await task
 
 
 async def test_waits_for_nothing_else() -> None:

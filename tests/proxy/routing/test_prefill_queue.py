@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from proxy_world import stand_still
 from vllm_disagg.protocol.peers import EngineInfo, WorkerInfo
 from vllm_disagg.proxy.routing.fleet import Fleet, Instance
 from vllm_disagg.proxy.routing.pairing import InstancePair
@@ -71,6 +72,14 @@ async def test_no_request_waits_for_ever() -> None:
     with pytest.raises(QueueTimeout):
         await admission.acquire(RoutingQuery(1))
     assert len(admission) == 0 and p.prefill_legs == 1
+
+
+async def test_a_pause_of_the_proxy_counts_for_no_request() -> None:
+    admission, _, _ = queue(patience=0.2)
+    held = await taken(admission)
+    waiting = await waiter(admission)
+    stand_still(0.4, lambda: admission.release(held))
+    assert await waiting
 
 
 async def test_no_request_waits_without_a_fitting_pair() -> None:

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from proxy_world import Call, answer, until, world
+from proxy_world import Call, answer, stand_still, until, world
 from vllm_disagg.proxy.http.limits import Limits
 from vllm_disagg.proxy.routing.concurrency_limit import ConcurrencyLimit, priority
 from vllm_disagg.proxy.routing.prefill_queue import QueueFull, QueueTimeout
@@ -83,6 +83,15 @@ async def test_places_survive_cancelled_requests() -> None:
     await gate.enter(0)
     gate.leave()
     assert gate._running == 0 and not len(gate)
+
+
+async def test_a_pause_of_the_proxy_takes_no_place() -> None:
+    gate = ConcurrencyLimit(1, 9, 0.2)
+    await gate.enter(0)
+    waiting = asyncio.create_task(gate.enter(0))
+    await asyncio.sleep(0)
+    stand_still(0.4, gate.leave)
+    await waiting
 
 
 async def endless(call: Call) -> None:

@@ -13,6 +13,8 @@ from proxy_world import Call, Client, Reply, ScriptedEngine, World, answer, unti
 STREAMS = 16  # in flight at the fault
 WAITING = 8  # the same, in a prefill or in its queue
 PAUSED_SECONDS = 5.0  # more than an instance may be silent
+# Less than the pause.
+LIMITS = ("--prefill-timeout", "4", "--queue-timeout", "4")
 LIMIT_SECONDS = 30.0  # of each end: far less than a request may take
 EVENTS = 40  # of a stream, which goes on until long after the pause
 EVENT_SECONDS = 0.2
@@ -35,6 +37,8 @@ class SlowEngines:
         self.running: set[Call] = set()
         self.goes_on = asyncio.Event()  # the prefill of those that wait
         self.streams = 0  # that have begun at any D
+        self.prefills = 0  # answers of P
+        self.whole = 0  # requests that a D computed alone
         names = ("p", "d", "e")
         self.engines = [
             BusyEngine(name, "prefill" if name == "p" else "decode", self._serve) for name in names
@@ -57,6 +61,8 @@ class SlowEngines:
         self.running.discard(call)
 
     async def _answer(self, call: Call) -> None:
+        self.prefills += call.leg == "prefill"
+        self.whole += call.leg == "whole"
         if call.leg == "prefill" and call.body["prompt"] == "waiting":
             await self.goes_on.wait()
         if call.leg != "prefill" and call.body.get("stream"):
@@ -119,15 +125,15 @@ async def test_a_killed_proxy_breaks_its_connections_and_leaves_nothing_at_the_e
 
 
 async def test_a_frozen_proxy_goes_on_where_it_was(tmp_path: Path) -> None:
-    """It was silent for longer than an instance may be, and no engine was late."""
+    """It was silent for longer than a leg or an instance may be, and no engine was late."""
     slow = SlowEngines()
-    async with engines(*slow.engines) as world, whole_proxy(tmp_path, world) as proxy:
+    async with engines(*slow.engines) as world, whole_proxy(tmp_path, world, *LIMITS) as proxy:
         streaming, waiting = await in_flight(slow, world)
         proxy.signal(signal.SIGSTOP)
         asked = [await world.start(prompt="short") for _ in range(STREAMS)]
+        slow.goes_on.set()  # P answers now, and is read later
         await asyncio.sleep(PAUSED_SECONDS)
         proxy.signal(signal.SIGCONT)
-        slow.goes_on.set()
         async with asyncio.timeout(LIMIT_SECONDS + EVENTS * EVENT_SECONDS):
             for client in (*asked, *waiting):
                 assert (await client.receive()).status == 200
@@ -136,4 +142,6 @@ async def test_a_frozen_proxy_goes_on_where_it_was(tmp_path: Path) -> None:
                 assert [event["choices"][0]["text"] for event in events] == texts(f"stream{at}")
                 assert last == "[DONE]"
         assert slow.streams == STREAMS, "none had to move"
+        assert slow.prefills == STREAMS + WAITING + len(asked), "each is computed once"
+        assert not slow.whole
         await all_answer(world)

@@ -11,6 +11,8 @@ import time
 from types import TracebackType
 from typing import Any, Self
 
+from .stall_timer import PAUSE_SECONDS
+
 
 class CancelScope:
     """A block of a task's code that `cancel` ends early; a context manager.
@@ -67,7 +69,9 @@ class CancelScope:
 class TimeLimit:
     """Bounds blocks of code to the same number of seconds: `with limit.start():`.
 
-    Blocks that begin earlier end earlier, so the oldest running one alone needs a timer.
+    Blocks that begin earlier end earlier, so the oldest running one alone needs a timer. It fires
+    each PAUSE_SECONDS at least, so that a pause of this process shows, and counts for no block:
+    answers that came meanwhile were not read.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -75,6 +79,7 @@ class TimeLimit:
         self._loop = asyncio.get_running_loop()
         self._deadlines: dict[CancelScope, float] = {}  # of running blocks, the oldest first
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
 
     def start(self) -> CancelScope:
         """Returns the scope of one block; it raises TimeoutError at the end of a late one."""
@@ -94,6 +99,13 @@ class TimeLimit:
     def _cancel_late_blocks(self) -> None:
         now = time.monotonic()
         self._timer = None
+        lateness = now - self._timer_at
+        if lateness > PAUSE_SECONDS:
+            pause = lateness + PAUSE_SECONDS  # at most: it may have begun as the timer was set
+            self._deadlines = {
+                scope: min(deadline + pause, now + self._seconds)
+                for scope, deadline in self._deadlines.items()
+            }
         for scope, deadline in list(self._deadlines.items()):
             if deadline > now:
                 self._start_timer(deadline)
@@ -101,5 +113,6 @@ class TimeLimit:
             self.remove(scope)
             scope.cancel()
 
-    def _start_timer(self, at: float) -> None:
-        self._timer = self._loop.call_at(at, self._cancel_late_blocks)
+    def _start_timer(self, deadline: float) -> None:
+        self._timer_at = min(deadline, time.monotonic() + PAUSE_SECONDS)
+        self._timer = self._loop.call_at(self._timer_at, self._cancel_late_blocks)

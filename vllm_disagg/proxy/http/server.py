@@ -10,6 +10,7 @@ from ...warning_limit import WarningLimit
 from .connection import Connection, Handler, OnRefused
 from .limits import ByteBudget, Limits
 from .request import BodyLimit
+from .stall_timer import patient
 
 CUT_SECONDS = 1.0  # for clients to read the error with which their cut request ends
 
@@ -92,7 +93,7 @@ class Server:
     async def _are_all_closed(self, seconds: float) -> bool:
         """Returns whether all connections close within so many seconds."""
         try:
-            async with asyncio.timeout(seconds):
+            async with patient(seconds):
                 await self._all_closed.wait()
         except TimeoutError:
             return False

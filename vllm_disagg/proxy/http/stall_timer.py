@@ -7,6 +7,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 SLICES_PER_TIMEOUT = 8
+MIN_LATENESS_SECONDS = 0.01  # of a timer that was late; a busy loop delays short slices by less
+# A timer that is late by more shows that this process stood still: it was stopped, or its machine.
+PAUSE_SECONDS = 1.0
 
 
 class StallTimer:
@@ -60,7 +63,7 @@ async def patient(seconds: float) -> AsyncIterator[None]:
         def tick(due: float) -> None:
             nonlocal slices_left, timer
             now = loop.time()
-            slices_left -= now - due < slice_seconds
+            slices_left -= now - due < max(slice_seconds, MIN_LATENESS_SECONDS)
             if slices_left:
                 timer = loop.call_later(slice_seconds, tick, now + slice_seconds)
             else:

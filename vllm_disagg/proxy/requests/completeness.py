@@ -34,6 +34,7 @@ from ..http.bearer import AcceptedKeys
 from ..http.connection_pool import FULL_STATUSES, ConnectionPool, pool_of
 from ..http.endpoint_schema import SCHEMAS
 from ..http.error_replies import RequestFailed
+from ..http.stall_timer import patient
 from ..http.upstream_response import Unreachable
 from ..routing.fleet import Instance
 from .streams import aborted
@@ -168,7 +169,7 @@ class CompletenessCheck:
         self._running[url] = self._next.pop(url)
         request = asyncio.create_task(self._request_token(url, instance.model))
         try:
-            async with asyncio.timeout(CHECK_TIMEOUT_SECONDS):
+            async with patient(CHECK_TIMEOUT_SECONDS):
                 # One request only: after a restart a second one would meet another process.
                 while not request.done() and instance.up:
                     await asyncio.wait((request,), timeout=RETRY_SECONDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from ..http.stall_timer import patient
 from .prefill_queue import QueueFull, QueueTimeout
 from .priority_queue import PriorityQueue
 
@@ -47,7 +48,7 @@ class ConcurrencyLimit:
         self._waiting.add(place, priority, loop.time())
         entered = False
         try:
-            async with asyncio.timeout(self._patience):
+            async with patient(self._patience):
                 await place
                 entered = True
         except TimeoutError:

@@ -22,6 +22,7 @@ import asyncio
 import time
 from collections.abc import Collection
 
+from ..http.stall_timer import patient
 from .fleet import MAX_SILENCE_SECONDS, NO_CONNECTION, NOT_PROBED, SILENT, Fleet, Instance
 from .pairing import decodes_for
 from .policies import RoutingQuery
@@ -65,7 +66,7 @@ class DecodeWait:
         try:
             while left := self._seconds_left(query, came_at, failed):
                 # Not `wait_for`: Python 3.11's drops a cancellation that meets a change.
-                async with asyncio.timeout(left):
+                async with patient(left):
                     await self._changed.wait()
         except TimeoutError:
             pass  # the caller finds no instance, and says so

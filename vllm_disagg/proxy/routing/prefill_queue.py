@@ -19,6 +19,7 @@ import time
 from dataclasses import dataclass
 
 from ...errors import DisaggError
+from ..http.stall_timer import patient
 from .fleet import Fleet
 from .pairing import Choice, InstancePair, choose
 from .policies import Policy, RoutingQuery
@@ -90,7 +91,7 @@ class PrefillQueue:
         self.backlog.on_queued(waiting.uncached_bytes)
         pair = None
         try:
-            async with asyncio.timeout(self._patience):
+            async with patient(self._patience):
                 pair = await waiting.pair
                 return pair
         except TimeoutError:

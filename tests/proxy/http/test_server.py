@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from proxy_world import Call, Client, answer, until, world
+from proxy_world import Call, Client, answer, stand_still, until, world
+from vllm_disagg.proxy.http import connection
 from vllm_disagg.proxy.http.connection import Connection
 from vllm_disagg.proxy.http.limits import Limits
 from vllm_disagg.proxy.http.request import HttpRequest
@@ -452,4 +453,40 @@ async def test_each_request_begins_an_idle_time() -> None:
         assert (await client.receive()).status == 200
     assert await asyncio.wait_for(client.reader.read(), 20) == b""
     assert time.monotonic() - answered_at > idle_seconds * 0.9
+    await server.stop(0)
+
+
+@pytest.mark.parametrize(
+    ("first", "rest"),
+    [
+        (b"", b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"),
+        (b"GET / HTTP/1.1\r\nhost: x\r\n", b"\r\n"),
+        (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\na", b"b"),
+    ],
+)
+async def test_what_comes_in_a_pause_of_the_proxy_is_in_time(
+    first: bytes, rest: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "PAUSE_SECONDS", 0.1)
+
+    async def handle(_: HttpRequest, client: Connection) -> None:
+        client.answer(200, [], b"")
+
+    limits = Limits(idle_seconds=1.0, header_seconds=1.0, body_seconds=1.0)
+    server = Server(handle, limits)
+    port = await server.start("127.0.0.1", 0)
+    loop = asyncio.get_running_loop()
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.setblocking(False)
+        await until(lambda: server.connections)
+        await loop.sock_sendall(client, first)
+        (kept,) = server.connections
+        await until(lambda: not first or kept._reader.state.is_reading)
+
+        def pause() -> None:  # behind the loop's look at its sockets, so that timers come first
+            client.send(rest)
+            time.sleep(1.3)
+
+        stand_still(0.0, pause)
+        assert (await loop.sock_recv(client, 4096)).startswith(b"HTTP/1.1 200 ")
     await server.stop(0)

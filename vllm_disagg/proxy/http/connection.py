@@ -32,7 +32,7 @@ from .limits import ByteBudget, Limits
 from .request import REQUEST_ID_HEADER, BodyLimit, HttpRequest
 from .request_reader import RequestReader
 from .response import JSON, ResponseEncoder, error_body
-from .stall_timer import StallTimer
+from .stall_timer import PAUSE_SECONDS, StallTimer
 from .tcp_progress import acknowledged_bytes, has_unread_bytes
 
 log = logging.getLogger(__name__)
@@ -297,10 +297,14 @@ class Connection(asyncio.Protocol):
         self._deadline_timer = None
         if self._deadline is None:
             return
-        if time.monotonic() < self._deadline:
+        now = time.monotonic()
+        if now < self._deadline:
             self._set_timer(self._deadline)
-            return
-        self._on_deadline()
+        elif now - self._timer_at > PAUSE_SECONDS:
+            # The time begins anew: what the client sent in a pause of this process is not read yet.
+            self._start_deadline()
+        else:
+            self._on_deadline()
 
     def _on_deadline(self) -> None:
         """Refuses what has not come in time; ends an idle connection."""

@@ -220,6 +220,7 @@ class InstanceExam:
     # The connector --------------------------------------------------------------------------------
     async def _check_connector(self) -> bool:
         """Probes the engine as the proxy does; adds whether it can take part."""
+        began = asyncio.get_running_loop().time()
         answer = await self._probe(None)
         card = card_in(answer)
         if card and card.rank == self._instance.rank:
@@ -234,7 +235,7 @@ class InstanceExam:
         engine = engine_in(answer)
         if card:
             now = asyncio.get_running_loop().time()
-            self._instance.set_clock(engine.clock if engine else card.clock, now)
+            self._instance.set_clock(engine.clock if engine else card.clock, began, now)
         if card and engine is None:  # another data parallel rank has answered
             engine = EngineInfo(card.incarnation, self._instance.role, [], {}, card.rank)
         params = params_in(answer)

@@ -889,6 +889,14 @@ async def test_grants_end_by_the_clock_of_the_engine_that_they_are_for() -> None
         assert w.p.calls[-1].grant
 
 
+@pytest.mark.parametrize(("answered_at", "offset"), [(11.0, 1e6), (19.0, 1e6), (9.0, 1e6 - 11.0)])
+def test_an_answer_that_lay_unread_sets_no_clock_back(answered_at: float, offset: float) -> None:
+    """A proxy that was paused for longer than a grant's time minted grants that had ended."""
+    p = Instance("http://p", "prefill", clock_offset=1e6)
+    p.set_clock(answered_at + 1e6, asked_at=10.0, now=20.0)
+    assert p.clock_offset == offset and p.clock_read_at == 20.0
+
+
 async def test_an_engine_that_restarts_between_two_probes_is_probed_again() -> None:
     """The second probe names the first's incarnation, and is refused."""
     async with world() as w:
@@ -966,7 +974,7 @@ async def test_why_an_instance_makes_no_transfers(
     key = KEY if has_key else FleetKey(None)
     watcher = Discovery(Fleet(), {}, key, lambda: None, NO_KEYS, 1.0, 100.0)
     completion = json.dumps({"choices": [], "kv_transfer_params": answer}).encode()
-    watcher.prober._take_facts(made, ["m"], completion, None)
+    watcher.prober._take_facts(made, ["m"], completion, None, 0.0)
     if words == "the same key" and not has_key:
         words = "this proxy has no fleet key"
     assert made.unavailable_reason.startswith("serves no KV transfers: ")

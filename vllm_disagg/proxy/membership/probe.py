@@ -131,6 +131,7 @@ class Prober:
 
     async def probe(self, instance: Instance) -> None:
         """Probes an instance, and records what it is, or why it is down."""
+        began = asyncio.get_running_loop().time()
         try:
             names, answer, card = await self._request_facts(instance)
         except TimeoutError:
@@ -143,18 +144,23 @@ class Prober:
             if not (instance.up and shows_nothing):
                 instance.mark_down(_probe_failure(error))
         else:
-            self._take_facts(instance, names, answer, card)
+            self._take_facts(instance, names, answer, card, began)
         self._changes.report(instance)
 
     def _take_facts(
-        self, instance: Instance, names: list[str], answer: bytes, card: EngineCard | None
+        self,
+        instance: Instance,
+        names: list[str],
+        answer: bytes,
+        card: EngineCard | None,
+        began: float,
     ) -> None:
         """Records a probe's results; the instance is up afterwards."""
         now = asyncio.get_running_loop().time()
         instance.step_monitor.on_step_seen(now)
         engine = engine_in(answer)
         if card:
-            instance.set_clock(engine.clock if engine else card.clock, now)
+            instance.set_clock(engine.clock if engine else card.clock, began, now)
         if engine:
             # The clock differs in each answer, and would look like a change of the engine.
             engine = msgspec.structs.replace(engine, clock=0.0)

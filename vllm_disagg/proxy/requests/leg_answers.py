@@ -104,7 +104,9 @@ def _error_detail(event: bytes) -> str:
     return f"it began with an error: {event[:MAX_ERROR_BYTES].decode(errors='replace')}"
 
 
-def verify_prefill(path: str, pair: InstancePair, content: bytes, now: float) -> str:
+def verify_prefill(
+    path: str, pair: InstancePair, content: bytes, asked_at: float, now: float
+) -> str:
     """Verifies that the process named in D's grant gave a prefill leg's answer.
 
     Returns why the answer is of no use for D; "" if it is. Notes the answer's facts at both
@@ -113,7 +115,7 @@ def verify_prefill(path: str, pair: InstancePair, content: bytes, now: float) ->
     instance = pair.prefill
     report = report_in(content)
     if report and report.clock is not None:
-        instance.set_clock(report.clock, now)
+        instance.set_clock(report.clock, asked_at, now)
     if report and not report.workers:
         # Its clock may differ from what the proxy assumed. D's may too, and D reports nothing.
         instance.needs_probe = True

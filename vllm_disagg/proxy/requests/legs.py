@@ -167,11 +167,13 @@ class LegRunner:
         self, attempt: Attempt, pair: InstancePair, body: bytes
     ) -> LegOutcome:
         """Runs a prefill leg, and verifies that the process named in D's grant answered."""
+        began = time.monotonic()
         answer = await self._prefill_leg(attempt, pair, body)
         if not isinstance(answer, UpstreamResponse):
             return answer
         content = await answer.read()
-        problem = verify_prefill(attempt.context.request.path, pair, content, time.monotonic())
+        path = attempt.context.request.path
+        problem = verify_prefill(path, pair, content, began, time.monotonic())
         if problem:
             return AttemptFailure("prefill", "stale", problem)
         if attempt.first_token:

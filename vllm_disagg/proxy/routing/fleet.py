@@ -192,13 +192,18 @@ class Instance:
             return f"is no data parallel rank: give it as {self.server}"
         return f"has several data parallel ranks: give each as an instance, {self.url}@0 and so on"
 
-    def set_clock(self, engine_clock: float, now: float) -> None:
-        """Notes the engine's clock, read from an answer that came at `now`."""
-        self.clock_offset = engine_clock - now
+    def set_clock(self, engine_clock: float, asked_at: float, now: float) -> None:
+        """Notes the engine's clock, from an answer that was read at `now`.
+
+        It may have come long before, in a pause of the proxy. So the offset that is known stays
+        while the answer fits it. Grants would end too early by the pause.
+        """
+        if not asked_at <= engine_clock - self.clock_offset <= now:
+            self.clock_offset = engine_clock - now
         self.clock_read_at = now
 
     def engine_clock_after(self, seconds: float, now: float) -> float:
-        """Returns the engine's clock in so many seconds; a little less, since answers take time."""
+        """Returns the engine's clock in so many seconds, but for the time that an answer took."""
         return max(0.0, now + self.clock_offset + seconds)
 
     def mark_down(self, reason: str) -> None:

@@ -75,6 +75,20 @@ def test_old_measurements_lose_weight() -> None:
     assert backlog.seconds(450.0) == pytest.approx(1000 * 250 / 100_000)
 
 
+@pytest.mark.parametrize("instances", [1, 3])
+def test_so_they_do_while_no_instance_is_idle(instances: int) -> None:
+    backlog = PrefillBacklog()
+    prefills = [Instance(f"http://{number}", "prefill") for number in range(instances)]
+    for p in prefills:
+        backlog.on_leg_started(p, 4000, 0.0)
+    seconds = 86_400
+    for now in range(0, seconds + 1800, 2):
+        size = 40_000 if now < seconds else 4_000
+        for p in prefills:
+            compute(backlog, p, size, now, now + 2)
+    assert backlog.seconds(now + 2) == pytest.approx(instances * 4000 / 2000, rel=0.1)
+
+
 def test_a_cached_prompt_is_computed_from_its_last_block_on() -> None:
     assert uncached_bytes(1000, 400) == 600
     assert uncached_bytes(1000, 1000) == prefill_backlog.MIN_UNCACHED_BYTES

@@ -38,9 +38,9 @@ class PrefillBacklog:
         self._waiting_bytes = 0
         self._running_bytes = 0
         self._computed_bytes = 0.0
-        self._busy_seconds = 0.0  # of instances that are idle now, and of others up to their start
+        self._busy_seconds = 0.0  # of each instance up to its last end of a leg
         self._legs: dict[Instance, int] = {}  # running prefill legs; without zeros
-        self._busy_since: dict[Instance, float] = {}
+        self._busy_since: dict[Instance, float] = {}  # or since the last end of a leg
 
     def on_queued(self, uncached: int) -> None:
         """Adds the prompt of a request that waits."""
@@ -64,10 +64,12 @@ class PrefillBacklog:
         """Removes what `on_leg_started` added."""
         self._running_bytes -= uncached
         self._legs[instance] -= 1
-        if self._legs[instance]:
-            return
-        del self._legs[instance]
+        # At each end: an instance may be busy for days, and the window must be shorter.
         self._busy_seconds += now - self._busy_since.pop(instance)
+        if self._legs[instance]:
+            self._busy_since[instance] = now
+        else:
+            del self._legs[instance]
         if self._busy_seconds > WINDOW_SECONDS:
             self._busy_seconds /= 2
             self._computed_bytes /= 2

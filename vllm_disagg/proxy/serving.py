@@ -364,7 +364,7 @@ def _sources(
         yield follow_names(settings.names, settings.lookup_interval, on_members)
     if settings.selectors:
         yield kubernetes.follow(
-            kubernetes.connect(settings.slices),
+            partial(kubernetes.connect, settings.slices),
             kubernetes.endpoint_members if settings.slices else kubernetes.members,
             settings.namespace,
             settings.selectors,

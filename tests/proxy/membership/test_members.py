@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -833,12 +833,14 @@ class ScriptedCluster:
     def __init__(self) -> None:
         self.pods: dict[str, list[dict[str, Any]]] = {}
         self.broken = False
+        self.token = ""
         self.asked: list[str] = []
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer), contextlib.suppress(EOFError, ConnectionError):
             while True:
-                path = (await reader.readuntil(b"\r\n\r\n")).decode().split(" ")[1]
+                request = (await reader.readuntil(b"\r\n\r\n")).decode()
+                path = request.split(" ")[1]
                 self.asked.append(path)
                 selector = path.partition("labelSelector=")[2].partition("&")[0]
                 body = json.dumps(
@@ -850,6 +852,8 @@ class ScriptedCluster:
                     }
                 )
                 status = "500 X" if self.broken else "200 OK"
+                if self.token and f"authorization: bearer {self.token}\r\n" not in request.lower():
+                    status = "401 Unauthorized"
                 head = (
                     f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\n"
                     f"content-length: {len(body)}\r\n\r\n"
@@ -935,6 +939,34 @@ async def test_pods_by_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             cluster.broken = False
             cluster.pods["role%3Ddecode"] = [pod("127.0.0.1", leaving=True)]
             await until(lambda: gone(w, d.url))
+
+
+async def test_a_token_is_read_again_when_the_api_refuses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client's own time for that is one of the clock of the day, which may step back."""
+    async with a_cluster(tmp_path, monkeypatch) as cluster:
+        found: list[Iterable[Member]] = []
+        cluster.pods["d"] = [pod("127.0.0.1")]
+        cluster.token = "first"
+
+        def connect() -> Any:
+            lister = kubernetes.connect(slices=False)
+            lister.__self__.api_client.set_default_header(
+                "authorization", f"bearer {cluster.token}"
+            )
+            return lister
+
+        following = asyncio.create_task(
+            kubernetes.follow(
+                connect, kubernetes.members, "ns", {"decode": "d"}, 8000, 0.01, found.append
+            )
+        )
+        for cluster.token in ("first", "second"):
+            found.clear()
+            await until(lambda: found, 60.0)
+            assert set(found[0]) == {Member("http://127.0.0.1:8000", "decode")}
+        following.cancel()
 
 
 def endpoints(

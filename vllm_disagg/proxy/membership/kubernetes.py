@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 from ...errors import ConfigError
@@ -104,7 +105,7 @@ def _member(address: str, port: int, role: Role) -> Member:
 
 
 async def follow(
-    lister: Any,
+    make_lister: Callable[[], Any],
     read: Reader,
     namespace: str,
     selectors: dict[Role, str],
@@ -114,11 +115,13 @@ async def follow(
 ) -> None:
     """Calls `on_members` with all ready instances, every `interval` seconds.
 
-    While the API server does not answer, the fleet does not change. `lister`: from `connect`.
+    While the API server does not answer, the fleet does not change. `make_lister`: `connect`.
     """
+    lister = None
     failing = False
     while True:
         try:
+            lister = lister or make_lister()
             found: set[Member] = set()
             for role, selector in selectors.items():
                 listed = await asyncio.to_thread(
@@ -135,6 +138,10 @@ async def follow(
                     str(error)[:MAX_LOGGED_CHARACTERS],
                 )
             failing = True
+            # The client itself reads a replaced token once the clock of the day has gone on by a
+            # minute. That takes hours behind a step back.
+            if getattr(error, "status", 0) == HTTPStatus.UNAUTHORIZED:
+                lister = None
         else:
             failing = False
             on_members(found)

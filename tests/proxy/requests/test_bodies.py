@@ -309,7 +309,10 @@ def test_prefill_leg_of_generate() -> None:
         ("/v1/responses", {"input": "x", "truncation": "auto"}, "truncation"),
         ("/v1/responses", {"input": "x", "tools": [{"type": "code_interpreter"}]}, "tools"),
         ("/v1/responses", {"input": {}}, "input"),
-        ("/v1/messages", {"messages": "x"}, "messages"),
+        ("/v1/messages", {"model": "m", "max_tokens": 1, "messages": "x"}, "messages"),
+        ("/v1/messages", {"model": "m", "messages": []}, "max_tokens"),
+        ("/v1/messages", {"max_tokens": 1, "messages": []}, "model"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": None}, "sampling_params"),
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"n": 2}}, "n"),
         (
             "/inference/v1/generate",
@@ -321,7 +324,11 @@ def test_prefill_leg_of_generate() -> None:
             {"token_ids": [1], "sampling_params": {"max_tokens": 0}},
             "max_tokens",
         ),
-        ("/inference/v1/generate", {"token_ids": [1], "features": {"a": 1}}, "features"),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [1], "sampling_params": {}, "features": {"a": 1}},
+            "features",
+        ),
         (
             "/inference/v1/generate",
             {"token_ids": [1], "sampling_params": {"prompt_logprob_token_ids": [3]}},

@@ -461,6 +461,32 @@ async def test_decode_dies_in_a_stream(part: bytes) -> None:
         assert await w.metric("vllm_disagg_requests_total", 'outcome="upstream_error"') == 1
 
 
+@pytest.mark.parametrize("framing", ["whole", "first event", "later event", "failed event"])
+async def test_no_client_reads_a_grant(framing: str) -> None:
+    """vLLM 0.28 repeats the body of a leg in errors about some fields."""
+
+    async def refuse(call: Call) -> None:
+        error = {"message": f"Value error, 'input': {call.body}", "code": 400}
+        if framing == "whole":
+            await call.json({"error": error}, 400)
+            return
+        await call.stream()
+        if framing == "later event":
+            await call.event({"choices": [{"index": 0, "text": "a"}]})
+        await call.event({"error": error | {"code": 500 if framing == "failed event" else 400}})
+        await call.end()
+
+    async with world() as w:
+        w.p.script = hang
+        w.d.script = refuse
+        reply = await w.post(stream=framing != "whole")
+        assert reply.complete and b"..." in reply.body
+        for call in w.p.calls + w.d.calls:
+            params = call.body["kv_transfer_params"]
+            if "disagg_grant" in params:
+                assert params["disagg_grant"].encode()[:60] not in reply.body
+
+
 async def test_decode_dies_after_done() -> None:
     async with world() as w:
 

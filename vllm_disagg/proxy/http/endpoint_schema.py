@@ -98,6 +98,7 @@ class EndpointSchema:
     # Fields that limit the answer's tokens: the first always counts, the others if they are set.
     caps: tuple[str, ...]
     drop: frozenset[str] = _NOT_FOR_PREFILL  # fields that a prefill leg leaves out
+    required: tuple[str, ...] = ()  # fields without which the engine refuses a request
     # Fields whose content precedes the prompt in the model's input.
     before: tuple[str, ...] = ()
     whole: frozenset[str] = _WHOLE  # fields that, when set, require one instance
@@ -131,7 +132,7 @@ class EndpointSchema:
                 # vLLM reads `false` as the count 0, which asks for logprobs of the prompt.
                 if value not in _UNSET or (value == b"false" and name == "prompt_logprobs"):
                     return name
-        if name := _sample_count(sampling):
+        if name := self._missing(fields) or _sample_count(sampling):
             return name
         if bytes(sampling.get(self.caps[0], b"")) == b"0":
             return self.caps[0]
@@ -157,6 +158,10 @@ class EndpointSchema:
             return True  # a list of prompts, or one beside `prompt`
         prompt = _beginning(fields, self.prompt)
         return prompt.startswith(b"[") and not _is_one_prompt(prompt)
+
+    def _missing(self, fields: Fields) -> str:
+        missing = (name for name in self.required if _beginning(fields, name) in (b"", b"null"))
+        return next(missing, "")
 
     def _unsplittable(self, fields: Fields, prompt: bytes) -> str:
         if self.prompt != "input":
@@ -264,6 +269,7 @@ RESPONSES = EndpointSchema(
 MESSAGES = EndpointSchema(
     prompt="messages",
     caps=("max_tokens",),
+    required=("model", "max_tokens"),
     before=(*_CHAT, "system", "thinking"),
     # Without it, vLLM requires a thinking budget below the one token of the prefill leg.
     extra=("do_remote_decode",),
@@ -271,6 +277,7 @@ MESSAGES = EndpointSchema(
 GENERATE = EndpointSchema(
     prompt="token_ids",
     caps=("max_tokens",),
+    required=("sampling_params",),
     before=("model", "cache_salt"),
     nested="sampling_params",
     unparsed=True,

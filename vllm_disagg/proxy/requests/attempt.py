@@ -134,6 +134,7 @@ class Attempt:
         self.progress = progress
         self.pair: InstancePair | None = None  # None: the decode instance serves alone
         self.first_token: FirstTokenRelay | None = None  # None: the stream begins with D's token
+        self.grants: tuple[str, ...] = ()  # of its legs
         if isinstance(plan, InstancePair):
             self.pair = plan
             self.decode = plan.decode
@@ -204,6 +205,12 @@ class Attempt:
         self._unstarted_pair = None
         if pair:
             self._prefill_queue.release(pair)
+
+    def without_grants(self, error: bytes) -> bytes:
+        """Returns an error for the client: in some of them vLLM repeats the body of a leg."""
+        for grant in self.grants:
+            error = error.replace(grant.encode(), b"...")
+        return error
 
     def close_at_end(self, answer: UpstreamResponse) -> None:
         """Takes an answer that is closed at the end of the attempt."""

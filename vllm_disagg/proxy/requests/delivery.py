@@ -87,6 +87,8 @@ class Delivery:
         if answer.status == 404 and self._fleet.is_model_uncertain(context.query.model):
             raise RequestFailed(503, MODEL_MAY_BE_ELSEWHERE, retry_after=5)
         content = await answer.read()
+        if answer.status >= 400:
+            content = attempt.without_grants(content)
         context.client.answer(answer.status, end_to_end(answer.headers), content)
         await context.client.drained()
         return answer.status
@@ -104,6 +106,7 @@ class Delivery:
             client.start(answer.status, end_to_end(answer.headers))
             recorder = self._make_recorder(attempt, compressed)
             attempt.progress.recorder = recorder
+        recorder.clean_error = attempt.without_grants
         client.on_pause = answer.pause_reading
         sink = recorder.start_answer(answer.reject, compressed)
         try:

@@ -116,9 +116,8 @@ class LegRunner:
 
     async def _run_concurrently(self, attempt: Attempt, pair: InstancePair) -> LegOutcome:
         """Runs both legs; returns D's answer, or the first failure or refusal."""
-        prefill_grant, decode_grant = mint_grants(
-            self._key, pair, self._prefill_timeout, time.monotonic()
-        )
+        attempt.grants = mint_grants(self._key, pair, self._prefill_timeout, time.monotonic())
+        prefill_grant, decode_grant = attempt.grants
         prefill_body = attempt.context.body.prefill_body({REQUEST_KEY: prefill_grant})
         decode_body = attempt.context.body.decode_body({REQUEST_KEY: decode_grant})
         prefill = attempt.start_prefill_leg(
@@ -190,6 +189,7 @@ class LegRunner:
             answer, error_event = await self._exchange(attempt, leg, body)
         except Unreachable as error:
             return attempt.record_failure(leg, error.reason, str(error))
+        error_event = attempt.without_grants(error_event)
         attempt.close_at_end(answer)
         problem = find_problem(attempt.context.request.path, answer, error_event)
         if not problem and may_be_cut_off(attempt, instance, answer):

@@ -245,6 +245,7 @@ class StreamRecorder:
         self._replay: AnyReplay | None = None
         self._last_written = b""
         self._last_events = b""  # the last ones of the present answer, as its instance sent them
+        self.clean_error: Callable[[bytes], bytes] = bytes  # takes out what no client may see
         self.error_event = b""  # the instance's report that it failed
         self.continued = False  # by a second instance
 
@@ -340,7 +341,7 @@ class StreamRecorder:
         """Returns the events before a failure or an abort; holds the last ends of parts back."""
         self._held_ends = b""
         if ERROR in data or EVENT_ERROR in data or EVENT_FAILED in data:
-            data = self._before_error(data)
+            data = self._before_error(self.clean_error(data))
         if ABORTS[0] in data or ABORTS[1] in data:
             data = self._before_abort(data)
         if self._part_end:

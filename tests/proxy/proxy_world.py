@@ -178,6 +178,7 @@ class ScriptedEngine:
     version = ""  # of vLLM
     drains = False  # was started with --shutdown-timeout
     answer_settings = "the same"
+    models_status = 200  # of /v1/models
     own_key = ""  # header of the last health check
 
     def __init__(self, name: str, role: EngineRole, script: Script = answer) -> None:
@@ -415,7 +416,8 @@ class ScriptedEngine:
             self.own_key = call.headers.get("authorization", "")
             await call.json({}, self.health)
         elif call.path == "/v1/models":
-            await call.json({"data": [{"id": model} for model in self.models]})
+            models = {"data": [{"id": model} for model in self.models]}
+            await call.json(models, self.models_status)
         elif self.is_stopping and call.path in ("/v1/completions", "/v1/chat/completions"):
             self.refused += 1
             await refuse_as_stopping(call)

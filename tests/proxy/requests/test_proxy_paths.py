@@ -620,6 +620,23 @@ async def test_two_models() -> None:
             assert {(await w.post(model=model)).json()["text"] for _ in range(6)} == names
 
 
+async def test_models_are_those_of_the_instances_that_answer() -> None:
+    def prepare(w: Any) -> None:
+        w.decodes[2].models = ["other"]
+
+    def models(reply: Any) -> list[str]:
+        return [model["id"] for model in reply.json()["data"]]
+
+    async with world(prefill=0, decode=3, prepare=prepare, probe_interval=60.0) as w:
+        await w.d.stop()
+        assert models(await w.get("/v1/models")) == ["m", "other"]
+        w.decodes[1].models_status = 500
+        assert models(await w.get("/v1/models")) == ["other"]
+        w.decodes[2].models_status = 429
+        reply = await w.get("/v1/models")
+        assert reply.status == 503 and reply.headers["retry-after"]
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
 async def test_a_model_of_an_instance_that_has_not_answered_is_not_unknown(path: str) -> None:
     """As behind a proxy that starts before a model's only engine: clients got 404 for the model."""

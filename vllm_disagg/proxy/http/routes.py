@@ -5,7 +5,8 @@
                bodies must not contain parameters that only the proxy may send
     look up    decode instances are asked in turn until one has the id in the path or in the body;
                none has it only if all of them say so
-    models     one instance answers, or one of each kind if they serve different models
+    models     one instance answers, or one of each kind if they serve different models;
+               a kind of which none answers is left out
     session    a WebSocket, connected to one instance (`websocket.py`)
     all        every instance must do it
     own        the proxy answers

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from urllib.parse import parse_qs
@@ -320,7 +321,10 @@ class Api:
     ) -> int:
         """Answers with the models of all decode instances."""
         request.mode = "passthrough"
-        by_models = {d.models: d for d in self._relay.fleet.with_role("decode") if d.up}
+        by_models: defaultdict[frozenset[str], list[Instance]] = defaultdict(list)
+        for decode in self._relay.fleet.with_role("decode"):
+            if decode.up:
+                by_models[decode.models].append(decode)
         if len(by_models) > 1:
             return await self._relay.forwarder.models(request, client, list(by_models.values()))
         return await self._relay.forwarder.forward(

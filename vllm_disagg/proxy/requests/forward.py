@@ -229,10 +229,17 @@ class Forwarder:
         return answer.status
 
     async def models(
-        self, request: HttpRequest, client: Connection, instances: list[Instance]
+        self, request: HttpRequest, client: Connection, groups: list[list[Instance]]
     ) -> int:
-        """Answers with the models of several instances as one list; returns the status."""
-        answers = await asyncio.gather(*(self._fetch(request, instance) for instance in instances))
+        """Answers with the models of several groups as one list; returns the status.
+
+        The instances of a group serve the same models. A group is left out if each of them fails.
+        Raises RequestFailed if no group answers.
+        """
+        answers = await asyncio.gather(*(self._fetch_any(request, group) for group in groups))
+        answers = [answer for answer in answers if not _failure_reason(answer[0], answer[2])]
+        if not answers:
+            raise RequestFailed(503, "no instance has told its models", retry_after=5)
         known: dict[str, msgspec.Raw] = {}
         for status, headers, content in answers:
             if status != 200:
@@ -266,6 +273,16 @@ class Forwarder:
         await client.drained()
         return status
 
+    async def _fetch_any(
+        self, request: HttpRequest, instances: list[Instance]
+    ) -> tuple[int, Headers, bytes]:
+        """Returns the answer of the first instance that does not fail, else the last one's."""
+        for instance in instances:
+            answer = status, _, content = await self._fetch(request, instance)
+            if not _failure_reason(status, content):
+                break
+        return answer
+
     async def _fetch(self, request: HttpRequest, instance: Instance) -> tuple[int, Headers, bytes]:
         """Forwards a request and returns (status, headers, content); 502 if there is no answer."""
         answer: UpstreamResponse | None = None
@@ -277,6 +294,7 @@ class Forwarder:
             return answer.status, end_to_end(answer.headers), await answer.read()
         except Unreachable as error:
             self.fleet.on_leg_failed(instance, error.reason, time.monotonic())
+            request.failure = f"{instance.url} failed: {error}"
             message = "an instance failed, others may have done it"
             return 502, [JSON], error_body(502, message, request_id=request.request_id)
         finally:

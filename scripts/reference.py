@@ -125,7 +125,7 @@ LABELS = (
             "prefill_stalled": "P's engine made no steps",
             "prefill_stale": "another process than the known one answered at P's address",
             "prefill_diverged": "always 0: only a decode leg can diverge",
-            "prefill_too_large": "always 0: only a decode leg has events",
+            "prefill_too_large": "always 0: such a request is not tried again",
             "prefill_local": "this proxy had no descriptor or port for the connection",
         },
     ),

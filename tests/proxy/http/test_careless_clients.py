@@ -671,7 +671,7 @@ async def test_heads(line: bytes, fields: bytes, status: int, after: bytes, piec
 
 
 async def test_a_head_of_an_instance_has_a_limit() -> None:
-    async with world(prefill=0) as w:
+    async with world(prefill=0, decode=2) as w:
 
         async def endless(call: Call) -> None:
             call.raw_write("HTTP/1.1 200 OK\r\n")
@@ -680,9 +680,24 @@ async def test_a_head_of_an_instance_has_a_limit() -> None:
                 await call.writer.drain()
                 await asyncio.sleep(0)
 
-        w.d.script = endless
+        for d in w.decodes:
+            d.script = endless
         reply = await w.get("/version")
         assert reply.status == 502 and "head is larger" in reply.json()["error"]["message"]
+        # The request asks for it: another instance is not asked, and none is to blame.
+        assert sum(len(d.calls) for d in w.decodes) == 1
+        assert not any(row["last_failure"] for row in await w.instances())
+
+
+async def test_a_head_of_an_instance_may_describe_many_embeddings() -> None:
+    async with world(prefill=0) as w:
+
+        async def embed(call: Call) -> None:
+            await call.json({}, 200, "metadata: " + "a" * (3 << 20) + "\r\n")
+
+        w.d.script = embed
+        reply = await w.ask("POST", "/v1/embeddings", b"{}")
+        assert reply.status == 200 and len(reply.headers["metadata"]) == 3 << 20
 
 
 # -- paths -----------------------------------------------------------------------------------------

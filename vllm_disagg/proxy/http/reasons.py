@@ -6,7 +6,7 @@ from typing import Literal
 
 # "local": this proxy lacked something, and the instance is not to blame.
 # "no_connection": the network has no route, or brought no answer. The instance may be well.
-# "too_large": an event, which the request asks for. Each instance would give it.
+# "too_large": an event or a head, which the request asks for. Each instance would give it.
 # "declined": P refuses a request that D may serve, or D has not what it names.
 # "stopping": the instance has got SIGTERM, and aborts requests that it would have to begin.
 Reason = Literal[

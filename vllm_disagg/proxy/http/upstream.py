@@ -29,7 +29,9 @@ from .reasons import CUT_OFF_DETAIL, Reason
 from .upstream_response import Unreachable, UpstreamResponse
 
 QUICKACK: int = getattr(socket, "TCP_QUICKACK", 0)  # Linux has it
-MAX_HEAD_BYTES = 256 * 1024  # of an answer, with the 1xx heads before it
+# Of an answer, with the 1xx heads before it. For embeddings as bytes vLLM has a header that
+# describes each of them, in some 150 bytes.
+MAX_HEAD_BYTES = 4 * 1024 * 1024
 CLOSED_DETAIL = "the connection was closed"
 
 
@@ -227,7 +229,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self._state is AWAITING_HEAD:
             self._exchange.head_bytes += len(data)
             if self._exchange.head_bytes > MAX_HEAD_BYTES:
-                self._fail("garbled", f"its answer's head is larger than {MAX_HEAD_BYTES} bytes")
+                self._fail("too_large", f"its answer's head is larger than {MAX_HEAD_BYTES} bytes")
         elif self._state is COMPLETE:
             self._end_exchange()
 

@@ -119,7 +119,7 @@ class Forwarder:
                     skip_failed=may_repeat and not held_by_one,
                 )
             except Unreachable as failure:
-                is_last = client.started or not may_repeat
+                is_last = client.started or not may_repeat or failure.reason in SAME_ELSEWHERE
                 self._failures.write(request, instance.url, str(failure), is_last)
                 self._note_failure(progress, leg, failure.reason)
                 error = failure

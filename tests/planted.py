@@ -2290,4 +2290,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("one kind of instances that fails hides all models", "proxy/requests/forward.py", "        answers = [answer for answer in answers if not _failure_reason(answer[0], answer[2])]\n", "", "tests/proxy/requests/test_proxy_paths.py::test_models_are_those_of_the_instances_that_answer"),
     ("an answer's head that is too large is asked of others", "proxy/requests/forward.py", " or failure.reason in SAME_ELSEWHERE\n", "\n", "tests/proxy/http/test_careless_clients.py::test_a_head_of_an_instance_has_a_limit"),
     ("embeddings as bytes have a small head", "proxy/http/upstream.py", "MAX_HEAD_BYTES = 4 * 1024 * 1024", "MAX_HEAD_BYTES = 256 * 1024", "tests/proxy/http/test_careless_clients.py::test_a_head_of_an_instance_may_describe_many_embeddings"),
+    ("a response's id may be a part of a path", "proxy/http/routes.py", "r\"(?!\\.\\.?$)[A", "r\"[A", "tests/proxy/requests/test_proxy_paths.py::test_unknown_paths_never_reach_an_engine"),
+    ("a response's id is read as it is written", "proxy/http/routes.py", "fullmatch(unquote(name))", "fullmatch(name)", "tests/proxy/requests/test_proxy_paths.py::test_a_response_is_looked_up_where_it_is"),
+    ("a chat continues a stored response", "proxy/requests/bodies.py", "        return given and self._schema.stores", "        return given", "tests/proxy/requests/test_bodies.py::test_only_responses_continue_a_stored_one"),
 ]

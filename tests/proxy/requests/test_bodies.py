@@ -152,6 +152,12 @@ def test_disaggregated(fields: dict[str, Any]) -> None:
     assert whole(**fields) == ""
 
 
+def test_only_responses_continue_a_stored_one() -> None:
+    body = b'{"previous_response_id":"r"}'
+    continuing = [path for path in SCHEMAS if parse(body, SCHEMAS[path]).has_previous_response]
+    assert continuing == ["/v1/responses"]
+
+
 def test_chat_needs_messages() -> None:
     assert whole(chat=True) == "messages"
     assert whole(chat=True, messages=[]) == ""

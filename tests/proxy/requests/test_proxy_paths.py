@@ -22,6 +22,13 @@ async def test_unknown_paths_never_reach_an_engine() -> None:
             "//",
             "/v1//completions",
             "/v1/models/../../pause",
+            "/v1/responses/.",
+            "/v1/responses/../cancel",
+            "/v1/responses/%2e%2E",
+            "/v1/responses/%252e",
+            "/v1/responses/a%2Fb",
+            "/v1/responses/a%0A",
+            "/v1/responses/%",
             "/static/x",
             "/adapters/..",
             "/adapters/a/b",
@@ -502,7 +509,9 @@ async def test_a_response_is_looked_up_where_it_is() -> None:
 
         for d in w.decodes:
             d.script = knows
-        assert (await w.get("/v1/responses/resp_1")).json() == {"by": "d1"}
+        for name in ("resp_1", "job.17", "job:17~2", "resp%5F1", "job%3a17", "...", "a.."):
+            assert (await w.get(f"/v1/responses/{name}")).json() == {"by": "d1"}
+            assert w.decodes[1].calls[-1].path == f"/v1/responses/{name}"
         assert (await w.ask("POST", "/v1/responses/resp_1/cancel", b"")).json() == {"by": "d1"}
         body = b'{"input":"x","previous_response_id":"resp_1"}'
         assert (await w.ask("POST", "/v1/responses", body)).json() == {"by": "d1"}

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 from typing import Literal
+from urllib.parse import unquote
 
 from .endpoint_schema import SCHEMAS
 
@@ -150,7 +151,8 @@ UNGUARDED = frozenset(
 RESPONSES = "/v1/responses/"
 ADAPTERS = "/adapters/"
 OTHER = "other"  # the template of all paths that are not served
-_RESPONSE_ID = re.compile(r"[A-Za-z0-9_-]+")
+# Clients may choose these ids. "." and ".." are parts of a path, as an engine reads it.
+_RESPONSE_ID = re.compile(r"(?!\.\.?$)[A-Za-z0-9_.:~-]+")
 _ADAPTER = re.compile(r"[A-Za-z0-9_:-][A-Za-z0-9_.:-]*")
 
 
@@ -179,7 +181,7 @@ def template(path: str) -> str:
         return path
     if path.startswith(RESPONSES):
         name, slash, rest = path[len(RESPONSES) :].partition("/")
-        if _RESPONSE_ID.fullmatch(name) and (rest == "cancel" or not slash):
+        if _RESPONSE_ID.fullmatch(unquote(name)) and (rest == "cancel" or not slash):
             return "/v1/responses/{id}/cancel" if slash else "/v1/responses/{id}"
     if path.startswith(ADAPTERS) and _ADAPTER.fullmatch(path, len(ADAPTERS)):
         return "/adapters/{name}"

@@ -117,7 +117,8 @@ class Body:
     @property
     def has_previous_response(self) -> bool:
         """Whether it continues a response, which one instance alone has stored."""
-        return bytes(self._fields.get("previous_response_id", b"null")) != b"null"
+        given = bytes(self._fields.get("previous_response_id", b"null")) != b"null"
+        return given and self._schema.stores  # other endpoints have no such field
 
     def _asks_one_token(self) -> bool:
         is_parsed = bytes(self._fields.get("output_mode", b"null")) not in _UNPARSED_OUTPUT

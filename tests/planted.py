@@ -2293,4 +2293,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a response's id may be a part of a path", "proxy/http/routes.py", "r\"(?!\\.\\.?$)[A", "r\"[A", "tests/proxy/requests/test_proxy_paths.py::test_unknown_paths_never_reach_an_engine"),
     ("a response's id is read as it is written", "proxy/http/routes.py", "fullmatch(unquote(name))", "fullmatch(name)", "tests/proxy/requests/test_proxy_paths.py::test_a_response_is_looked_up_where_it_is"),
     ("a chat continues a stored response", "proxy/requests/bodies.py", "        return given and self._schema.stores", "        return given", "tests/proxy/requests/test_bodies.py::test_only_responses_continue_a_stored_one"),
+    ("the id in a body is nothing to the engine", "proxy/requests/api.py", "        if body.request_id:\n            client.rename(body.request_id)\n        request.priority = priority(request.header(PRIORITY_HEADER), body", "        request.priority = priority(request.header(PRIORITY_HEADER), body", "tests/proxy/http/test_careless_clients.py::test_the_id_in_a_body_is_the_request_s"),
+    ("the id in a body replaces that of the header", "proxy/http/connection.py", "        if request.has_made_id:\n", "        if True:\n", "tests/proxy/http/test_careless_clients.py::test_the_id_in_a_body_is_the_request_s"),
 ]

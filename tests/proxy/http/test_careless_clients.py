@@ -916,6 +916,32 @@ async def test_a_request_without_an_id_gets_one(tmp_path: Path) -> None:
     assert [json.loads(line)["id"] for line in log.read_text().splitlines()][:4] == ids
 
 
+async def test_the_id_in_a_body_is_the_request_s(tmp_path: Path) -> None:
+    """As plain vLLM takes it, if there is no header."""
+    log = tmp_path / "log"
+    made = "0" * 32
+    cases = (
+        ('"order-17"', {}, "order-17"),
+        ('"order-17"', {"x_request_id": "mine"}, "mine"),
+        ('"a b"', {}, made),
+        ('"a\\u0041"', {}, made),
+        (f'"{"a" * 129}"', {}, made),
+        ("17", {}, made),
+    )
+    async with world(access_log=str(log)) as w:
+        for path in ("/v1/completions", "/v1/embeddings"):
+            for text, headers, expected in cases:
+                body = f'{{"model":"m","prompt":"x","request_id":{text}}}'.encode()
+                reply = await w.ask("POST", path, body, **headers)
+                found = reply.headers["x-request-id"]
+                assert found == expected or (expected == made and len(found) == 32)
+                assert reply.header_names.count("x-request-id") == 1
+                assert w.d.calls[-1].headers["x-request-id"] == found
+                assert w.d.calls[-1].body["request_id"] == json.loads(text)
+        assert w.p.calls[0].headers["x-request-id"] == "order-17"
+    assert json.loads(log.read_text().partition("\n")[0])["id"] == "order-17"
+
+
 async def test_large_bodies_are_served(tmp_path: Path) -> None:
     async with world() as w:
         body = json.dumps({"model": "m", "prompt": "漢" * 1_000_000, "x": {"y": "*" * 10}}).encode()

@@ -456,7 +456,18 @@ class Connection(asyncio.Protocol):
         if not request_id:
             request_id = os.urandom(16).hex().encode()
             request.replace_header(REQUEST_ID_HEADER, request_id)
+            request.has_made_id = True
         self.response.extra_headers.append((REQUEST_ID_HEADER, request_id))
+
+    def rename(self, request_id: bytes) -> None:
+        """Gives the present request and its answer another id in place of one made here."""
+        request = self.response.request
+        if request.has_made_id:
+            request.replace_header(REQUEST_ID_HEADER, request_id)
+            self.response.extra_headers = [
+                (name, request_id if name == REQUEST_ID_HEADER else value)
+                for name, value in self.response.extra_headers
+            ]
 
     def answer(self, status: int, headers: Headers, body: bytes) -> None:
         """Sends a whole answer."""

@@ -31,6 +31,7 @@ class HttpRequest(msgspec.Struct, eq=False):
     chunked_ok: bool = True  # the client uses HTTP/1.1
     upgrade: bytes = b""  # the protocol to switch to, "websocket", or empty
     refusal: Refusal | None = None  # an error found while reading
+    has_made_id: bool = False  # its client sent no header with an id
     mode: str = ""  # how the handler served the request, for metrics and the access log
     priority: int = 0  # as in vLLM: smaller is earlier
     rung: str = ""  # of failover: the last step that was taken after a failure

@@ -243,6 +243,8 @@ class Api:
         """Serves a request of generation, disaggregated where that is possible."""
         request.mode = "whole"
         body = await bodies.parse_async(request.body, SCHEMAS[request.path])
+        if body.request_id:
+            client.rename(body.request_id)
         request.priority = priority(request.header(PRIORITY_HEADER), body.priority)
         await self._enter(request, meter)
         try:
@@ -277,7 +279,10 @@ class Api:
         if is_form:
             await bodies.check_form(request.header(b"content-type"), request.body)
         else:
-            model = await bodies.check_json(request.body)
+            body = await bodies.check_json(request.body)
+            model = body.model
+            if body.request_id:
+                client.rename(body.request_id)
         request.priority = priority(request.header(PRIORITY_HEADER), 0)
         await self._enter(request, meter)
         try:

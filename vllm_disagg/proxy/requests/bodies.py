@@ -44,6 +44,8 @@ MAX_DIGITS = 64  # digits of a number that are read
 FEW_FIELDS_BYTES = 64 * 1024  # a smaller body has so few fields that parsing them all is quick
 LARGE_BYTES = 1024 * 1024  # a larger body is parsed in a thread
 SLICE_BYTES = 1024 * 1024  # searched in one call: some 20 ms at worst
+# An id that fits a header and a line of a log.
+_REQUEST_ID = re.compile(rb'"([!#-\[\]-~]{1,128})"')
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_text = msgspec.json.Decoder(str).decode
 _encode = msgspec.json.Encoder().encode
@@ -169,6 +171,12 @@ class Body:
         except (msgspec.DecodeError, UnicodeDecodeError):
             return ""
 
+    @property
+    def request_id(self) -> bytes:
+        """The client's id of the request; empty if there is none, or no plain one."""
+        given = _REQUEST_ID.fullmatch(self._fields.get("request_id", b""))
+        return given[1] if given else b""
+
     def routing_query(self, session: bytes, with_prefix: bool) -> RoutingQuery:
         """Returns the facts that decide which instances serve this request."""
         schema = self._schema
@@ -245,9 +253,9 @@ def parse(raw: bytes, schema: EndpointSchema = COMPLETIONS) -> Body:
         raise BadBody(f"the request's body is not valid JSON: {error}") from None
 
 
-async def check_json(raw: bytes) -> str:
-    """Returns the model's name in a body that is forwarded unchanged, or ""; raises BadBody."""
-    return (await parse_async(raw)).model if raw else ""
+async def check_json(raw: bytes) -> Body:
+    """Parses a body that is forwarded unchanged, if there is one; raises BadBody."""
+    return await parse_async(raw or b"{}")
 
 
 async def check_form(content_type: bytes, raw: bytes) -> None:

@@ -165,3 +165,25 @@ async def test_the_status_is_collected_at_once_and_shared() -> None:
         hub.render(1, "b", "status")
         (message,) = hub.take_sent(0)
         assert sorted(message.texts) == ["a", "b"]
+
+
+async def test_a_worker_that_is_slow_has_one_request_to_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each second another one was queued there: at last it did nothing but render."""
+    monkeypatch.setattr(text_collection, "TEXTS_TIMEOUT_SECONDS", 0.01)
+    monkeypatch.setattr(MetricsCollection, "pause_seconds", 0.0)
+    hub = Hub()
+
+    async def scrape() -> list[str]:
+        hub.ask(0)
+        hub.render(0, counted(1))
+        await until(lambda: any(m.kind == "texts" for m in hub.sent[0]))
+        hub.take_sent(0)
+        return [message.kind for message in hub.take_sent(1)]
+
+    assert [await scrape(), await scrape()] == [["render"], []]
+    hub.render(1, counted(2))
+    assert [await scrape(), await scrape()] == [["render"], []]
+    hub.on_death(hub.workers[1])
+    assert await scrape() == ["render"], "another process"

@@ -37,6 +37,7 @@ class TextCollection:
         self.last_texts: dict[TextWorker, str] = {}  # last text of each live process
         self._workers = workers
         self._answered: set[TextWorker] = set()
+        self._rendering: set[TextWorker] = set()  # have not answered the last request yet
         self._asking: set[TextWorker] = set()
         self._is_running = False  # else none has asked, or the collection begins later
         self._earliest_start = 0.0
@@ -48,6 +49,7 @@ class TextCollection:
 
     def on_death(self, worker: TextWorker) -> None:
         """Drops the text of a process."""
+        self._rendering.discard(worker)
         self.last_texts.pop(worker, None)
 
     def ask(self, worker: TextWorker) -> None:
@@ -64,6 +66,7 @@ class TextCollection:
     def on_rendered(self, worker: TextWorker, text: str) -> None:
         """Takes a worker's text; the last one ends the request."""
         self.last_texts[worker] = text
+        self._rendering.discard(worker)
         if not self._is_running:
             return
         self._answered.add(worker)
@@ -77,7 +80,9 @@ class TextCollection:
         self._answered = set()
         self._timer = loop.call_later(TEXTS_TIMEOUT_SECONDS, self._send)
         for other in self._workers:
-            if other.ready.is_set():
+            # One that is slow would have ever more requests to answer.
+            if other.ready.is_set() and other not in self._rendering:
+                self._rendering.add(other)
                 other.send(BusMessage("render", topic=self.topic))
 
     def _send(self) -> None:
@@ -107,7 +112,9 @@ class MetricsCollection(TextCollection):
 
     def on_death(self, worker: TextWorker) -> None:
         """Keeps the last known counts of a dead process."""
-        if text := self.last_texts.pop(worker, ""):
+        text = self.last_texts.get(worker, "")
+        super().on_death(worker)
+        if text:
             self._dead_text = _merged([self._dead_text, text], gauges=False) or self._dead_text
 
 

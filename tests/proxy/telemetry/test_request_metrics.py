@@ -12,6 +12,7 @@ from proxy_world import Call, answer_at_once, settle, until, world
 from vllm_disagg import __version__
 from vllm_disagg.proxy.requests.failover import FALLBACK_REASONS
 from vllm_disagg.proxy.routing.fleet import Fleet, Instance
+from vllm_disagg.proxy.telemetry import metrics as metrics_module
 from vllm_disagg.proxy.telemetry.merged_metrics import merge
 from vllm_disagg.proxy.telemetry.meter import HistogramBuckets, TrafficCounters
 from vllm_disagg.proxy.telemetry.metrics import OUTCOMES, LatencyObjectives, Metrics
@@ -348,3 +349,34 @@ def test_pairs_that_have_left_are_forgotten_without_a_scrape() -> None:
         metrics.ended("/v1/completions", "disaggregated", "ok", meter, received=8)
     metrics.decay_pair_weights()
     assert metrics.pair_weights() == {("http://p", "http://d"): 4}
+
+
+def test_the_series_of_pairs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fleet of 500 and 500 has 250,000 pairs: a page of 80 MB, rendered in 6 s."""
+    monkeypatch.setattr(metrics_module, "MAX_PAIRS", 2)
+    urls = [f"http://d{number}" for number in range(4)]
+    fleet = Fleet([Instance("http://p", "prefill"), *(Instance(url, "decode") for url in urls)])
+    metrics = Metrics(fleet)
+
+    def serve(decode: str, received: int) -> None:
+        meter = metrics.meter()
+        meter.paired("http://p", decode)
+        metrics.ended("/v1/completions", "disaggregated", "ok", meter, received=received)
+
+    def served() -> dict[str, float]:
+        name = "vllm_disagg_pair_requests_total"
+        lines = metrics.render().decode().splitlines()
+        found = [line for line in lines if line.startswith(f"{name}{{")]
+        return {line.split('"')[1]: float(line.split()[-1]) for line in found}
+
+    for number, url in enumerate(urls):
+        serve(url, 10 + number)
+        serve(url, 10)
+    assert served() == {urls[0]: 2, urls[1]: 2, "other": 4}
+    metrics.decay_pair_weights()
+    assert metrics.pair_weights() == {("http://p", urls[2]): 11, ("http://p", urls[3]): 11}
+    serve(urls[0], 500)
+    serve(urls[3], 500)
+    assert served() == {urls[0]: 3, urls[1]: 2, "other": 5}, "no series ever falls"
+    fleet.instances.pop(1)
+    assert served() == {urls[1]: 2, "other": 5}

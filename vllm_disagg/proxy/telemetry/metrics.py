@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from heapq import nlargest
 from itertools import product
+from operator import itemgetter
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
@@ -74,6 +76,9 @@ PHASE_BOUNDS = {name: subdivide(_HISTOGRAMS[name][1], _SUBDIVISIONS) for name in
 OBJECTIVES = ("ttft", "tpot")
 _JUDGED_OUTCOMES = frozenset(("ok", "upstream_error", "timeout"))  # no mistakes of clients
 _WEIGHT_DECAY = 0.5  # of a pair's recent bytes, at each call of `decay_pair_weights`
+# With series of their own, and with recent bytes: a fleet of 500 and 500 has 250,000 pairs.
+MAX_PAIRS = 256
+OTHER_PAIRS = ("other", "other")  # labels of all pairs beyond the first MAX_PAIRS
 
 # Counters with one label, by name: the label, all of its values, the help text.
 _LABELLED_COUNTS = {
@@ -108,7 +113,6 @@ class _PairSums(msgspec.Struct):
     prefill: float = 0.0
     handoff: float = 0.0
     ttft: float = 0.0
-    recent_bytes: float = 0.0  # of requests; older ones count less
 
 
 class Metrics:
@@ -172,7 +176,10 @@ class Metrics:
         }
         self._goodput = 0
         self._judged = 0  # requests of generation that count for or against goodput
-        self._pairs: dict[tuple[str, str], _PairSums] = {}  # by the URLs of a pair
+        # By the URLs of a pair, or OTHER_PAIRS. Sums never move to another key: a counter that
+        # falls in one worker looks like a restart of all.
+        self._pairs: dict[tuple[str, str], _PairSums] = {}
+        self._recent_bytes: dict[tuple[str, str], int] = {}  # of requests; older ones count less
         self.files = FileMetrics()
         views = [_build, self._instances, self._load, self._phases, self._counts, self._pairings]
         views.append(self.files.collect)
@@ -272,12 +279,11 @@ class Metrics:
 
     def _observe_pair(self, meter: TrafficCounters, received: int) -> None:
         pair = (meter.prefill, meter.decode)
-        sums = self._pairs.get(pair)
-        if not sums:
-            sums = _PairSums()
-            self._pairs[pair] = sums
+        self._recent_bytes[pair] = self._recent_bytes.get(pair, 0) + received
+        if pair not in self._pairs and len(self._pairs) >= MAX_PAIRS:
+            pair = OTHER_PAIRS
+        sums = self._pairs.setdefault(pair, _PairSums())
         sums.requests += 1
-        sums.recent_bytes += received
         sums.prefill += meter.prefill_seconds
         if meter.first:
             sums.handoff += meter.handoff or 0.0
@@ -306,13 +312,20 @@ class Metrics:
 
     def pair_weights(self) -> dict[tuple[str, str], float]:
         """Returns the bytes of recent requests by the URLs of their pair."""
-        return {pair: sums.recent_bytes for pair, sums in self._pairs.items() if sums.recent_bytes}
+        return {pair: recent for pair, recent in self._recent_bytes.items() if recent}
 
     def decay_pair_weights(self) -> None:
-        """Lets all requests so far count less for `pair_weights`; forgets pairs that have left."""
-        self._keep_present_pairs()
-        for sums in self._pairs.values():
-            sums.recent_bytes = int(sums.recent_bytes * _WEIGHT_DECAY)
+        """Lets all requests so far count less for `pair_weights`; keeps the largest of them.
+
+        Forgets pairs that have left.
+        """
+        urls = self._urls()
+        decayed = [
+            (pair, int(recent * _WEIGHT_DECAY))
+            for pair, recent in self._recent_bytes.items()
+            if urls.issuperset(pair)
+        ]
+        self._recent_bytes = dict(nlargest(MAX_PAIRS, decayed, key=itemgetter(1)))
 
     # -- read at each scrape -----------------------------------------------------------------------
 
@@ -423,10 +436,15 @@ class Metrics:
     def _pairings(self) -> Iterator[Metric]:
         labels = ["prefill", "decode"]
         requests = CounterMetricFamily(
-            "vllm_disagg_pair_requests", "Requests by the pair that served them.", labels=labels
+            "vllm_disagg_pair_requests",
+            "Requests by the pair that served them; those beyond the first"
+            f" {MAX_PAIRS} pairs of a proxy worker have the pair other.",
+            labels=labels,
         )
         spent = CounterMetricFamily(
-            "vllm_disagg_pair_seconds", "Time spent, by pair and phase.", labels=[*labels, "phase"]
+            "vllm_disagg_pair_seconds",
+            "Time spent, by the same pairs and phase.",
+            labels=[*labels, "phase"],
         )
         self._keep_present_pairs()
         for pair, sums in self._pairs.items():
@@ -437,8 +455,11 @@ class Metrics:
 
     def _keep_present_pairs(self) -> None:
         """Forgets pairs of instances that have left: they would be ever more."""
-        urls = {instance.url for instance in (*self._fleet.instances, *self._fleet.leaving)}
+        urls = self._urls().union(OTHER_PAIRS)
         self._pairs = {pair: sums for pair, sums in self._pairs.items() if urls.issuperset(pair)}
+
+    def _urls(self) -> set[str]:
+        return {instance.url for instance in (*self._fleet.instances, *self._fleet.leaving)}
 
 
 def _build() -> Iterator[Metric]:

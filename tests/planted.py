@@ -1050,6 +1050,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("each pair that served has series", "proxy/telemetry/metrics.py", "        if pair not in self._pairs and len(self._pairs) >= MAX_PAIRS:\n", "        if False:\n", "tests/proxy/telemetry/test_request_metrics.py::test_the_series_of_pairs_are_bounded"),
     ("requests of other pairs are not counted", "proxy/telemetry/metrics.py", "urls = self._urls().union(OTHER_PAIRS)", "urls = self._urls()", "tests/proxy/telemetry/test_request_metrics.py::test_the_series_of_pairs_are_bounded"),
     ("each pair that served has a weight", "proxy/telemetry/metrics.py", "nlargest(MAX_PAIRS, decayed", "nlargest(len(decayed), decayed", "tests/proxy/telemetry/test_request_metrics.py::test_the_series_of_pairs_are_bounded"),
+    ("status: a worker makes its own share beside the hub's", "proxy/status/feed.py", "shares or [self._board.share()]", "(shares, self._board.share())[0]", "tests/proxy/status/test_status.py::test_a_worker_makes_no_second_share"),
     ("pairs that do not fit count as working", "proxy/routing/instance_report.py", "sum(not misfit(prefill, decode) for decode in decodes)", "len(decodes)", "tests/proxy/routing/test_instance_report.py"),
     ("the last failure of a leg is forgotten", "proxy/routing/fleet.py", "        self.last_failure = reason\n", "", "tests/proxy/routing/test_instance_report.py"),
     ("an outage fills the log with failed requests", "proxy/telemetry/logs.py", "            self._left_out += 1\n            return\n", "            self._left_out += 1\n", "tests/proxy/telemetry/test_logs.py"),

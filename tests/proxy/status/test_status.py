@@ -16,9 +16,12 @@ from vllm_disagg.proxy.http.request import HttpRequest
 from vllm_disagg.proxy.http.server import Server
 from vllm_disagg.proxy.membership import metrics_poll
 from vllm_disagg.proxy.routing.fleet import Fleet
+from vllm_disagg.proxy.routing.instance_report import Clock
 from vllm_disagg.proxy.status import feed
 from vllm_disagg.proxy.status.page import PAGE_FILE
+from vllm_disagg.proxy.status.share import StatusBoard, WorkerShare
 from vllm_disagg.proxy.telemetry.access_log import AccessLog
+from vllm_disagg.proxy.telemetry.kv_traffic import KvTraffic
 from vllm_disagg.proxy.telemetry.meter import HistogramBuckets, TrafficCounters
 from vllm_disagg.proxy.telemetry.metrics import LatencyObjectives, Metrics
 from vllm_disagg.proxy.telemetry.record import RequestRecorder
@@ -293,3 +296,27 @@ async def test_drained_instances_stay_listed() -> None:
             return await state() == "up"
 
         await until(is_up)
+
+
+async def test_a_worker_makes_no_second_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub has asked it for one already."""
+    fleet = Fleet()
+    board = StatusBoard(fleet, Metrics(fleet), KvTraffic(), [], lambda: Clock(1.0, 2.0), 0)
+    status_feed = feed.StatusFeed(board, LatencyObjectives(), lambda: Clock(1.0, 2.0), 2, False)
+    text = status_feed.share_text().decode()
+    texts = [text, text]
+    made: list[WorkerShare] = []
+    share = board.share
+
+    def kept() -> WorkerShare:
+        made.append(share())
+        return made[-1]
+
+    async def all_shares() -> list[str]:
+        return texts
+
+    monkeypatch.setattr(board, "share", kept)
+    status_feed.all_shares = all_shares
+    assert (await status_feed.status()).workers_answered == 2 and not made
+    texts = []
+    assert (await status_feed.status()).workers_answered == 1 and made, "the hub did not answer"

@@ -60,12 +60,14 @@ class StatusFeed:
 
     async def status(self) -> FleetStatus:
         """Returns the status of all workers that answer in time."""
-        shares = [self._board.share()]
-        if self.all_shares:
-            texts = await self.all_shares()
-            shares = [decode_share(text) for text in texts] or shares
+        texts = await self.all_shares() if self.all_shares else []
+        shares = [decode_share(text) for text in texts]
         return merge_shares(
-            shares, self._workers, self._objectives, self._clock(), self._can_change
+            shares or [self._board.share()],
+            self._workers,
+            self._objectives,
+            self._clock(),
+            self._can_change,
         )
 
     async def answer(self, client: Connection, sees_requests: bool) -> int:

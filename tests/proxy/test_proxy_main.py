@@ -23,6 +23,7 @@ from vllm_disagg.proxy import flags, main, serving
 from vllm_disagg.proxy.http.limits import Limits
 from vllm_disagg.proxy.main import add_arguments, run
 from vllm_disagg.proxy.routing.fleet import OTHER_RELEASE, TRANSFERS_OFF, Fleet, Instance, Role
+from vllm_disagg.proxy.routing.pairing_table import PairingTable
 from vllm_disagg.proxy.settings import ProxySettings, from_arguments
 from vllm_disagg.proxy.workers.bus import WorkerPlace
 
@@ -526,7 +527,7 @@ def test_a_fleet_without_a_decode_instance_has_no_misfit() -> None:
     fleet = misfits()
     del fleet.instances[1]
     fleet.instances[0].can_transfer = True
-    assert not fleet.permanent_mismatch()
+    assert not PairingTable(fleet).permanent_mismatch()
 
 
 async def test_a_lack_of_files_is_one_line(

@@ -217,7 +217,7 @@ def _describe(row: InstanceReport) -> str:
     usage = "" if row.kv_cache_usage is None else f", KV use {row.kv_cache_usage:.0%}"
     version = f", vLLM {row.version}" if row.version else ""
     transports = f" ({', '.join(row.transports)})" if row.transports else ""
-    pairs = f"pairs with {len(row.pairs_with)}"
+    pairs = f"pairs with {max(len(row.pairs_with), row.pair_count)}"  # older proxies count none
     connector = f"{row.connector}{transports}"
     return f"{row.model}{version}, {connector}, {pairs}, {row.in_flight} in flight{usage}"
 

@@ -38,6 +38,7 @@ from .routing.concurrency_limit import ConcurrencyLimit
 from .routing.decode_wait import DecodeWait
 from .routing.fleet import Fleet, Instance, Role
 from .routing.instance_report import Clock
+from .routing.pairing_table import PairingTable
 from .routing.policies import Policy
 from .routing.prefill_queue import PrefillQueue
 from .routing.queues import Queues
@@ -427,7 +428,7 @@ async def _refuse_misfit(fleet: Fleet, interval: float) -> None:
     refused_until = loop.time() + _MISFIT_SECONDS
     while not all(instance.up for instance in fleet.instances):
         await asyncio.sleep(interval)
-    found = fleet.permanent_mismatch()
+    found = PairingTable(fleet).permanent_mismatch()
     if not found:
         return
     is_start = loop.time() <= refused_until and not fleet.has_served

@@ -7,6 +7,7 @@ import pytest
 from vllm_disagg.protocol.peers import EngineInfo, WorkerInfo
 from vllm_disagg.proxy.routing.fleet import Fleet, Instance, mismatch
 from vllm_disagg.proxy.routing.pairing import InstancePair, choose, choose_decode
+from vllm_disagg.proxy.routing.pairing_table import PairingTable
 from vllm_disagg.proxy.routing.policies import Policy, RoutingQuery
 
 POLICY = Policy()
@@ -235,14 +236,14 @@ def test_an_engine_is_never_paired_with_itself() -> None:
         and choose_decode(world, POLICY, 0.0) is d
     )
     assert mismatch(p, d) == "they are one engine, and no engine is paired with itself"
-    assert world.pairing_problem(p) == f"{p.url} and {d.url} do not fit: {mismatch(p, d)}"
+    assert PairingTable(world).problem(p) == f"{p.url} and {d.url} do not fit: {mismatch(p, d)}"
     other = instance("decode", "2")
     world = fleet(p, d, other)
     d.last_choice, other.in_flight = 0, 5  # by its load the other is worse
     for _ in range(3):
         choice = pair(choose(world, POLICY, 9, RoutingQuery(1), 0.0))
         assert choice.decode is other
-    assert not world.pairing_problem(p)
+    assert not PairingTable(world).problem(p)
     third = instance("prefill", "3")
     world = fleet(p, d, third)
     assert pair(choose(world, POLICY, 1, RoutingQuery(1), 0.0)).prefill is third

@@ -5,6 +5,7 @@ import pytest
 
 from vllm_disagg.proxy.routing.fleet import Fleet, Instance
 from vllm_disagg.proxy.routing.instance_report import Clock
+from vllm_disagg.proxy.routing.pairing_table import PairingTable
 from vllm_disagg.proxy.routing.readiness import Readiness
 from vllm_disagg.proxy.status.merge import FleetStatus, merge_events, merge_shares
 from vllm_disagg.proxy.status.share import (
@@ -159,7 +160,9 @@ def test_a_large_fleet_has_a_bounded_number_of_links() -> None:
         instance.unavailable_reason = ""
         instance.compatibility_key = "same"
     fleet.instances[-1].compatibility_key = "other"
-    found = links(fleet, 0.0, {("http://p7", "http://d7"): 5.0})
+    found = links(PairingTable(fleet), 0.0, {("http://p7", "http://d7"): 5.0})
     assert len(found) == MAX_LINKS
-    assert [link.state for link in found[:41]] == ["misfit"] * 40 + ["working"]
-    assert (found[40].prefill, found[40].decode) == ("http://p7", "http://d7")
+    assert [link.state for link in found[:3]] == ["misfit", "working", "working"]
+    assert (found[0].prefill, found[0].decode) == ("http://p0", "http://d39"), "one for two keys"
+    assert (found[1].prefill, found[1].decode) == ("http://p7", "http://d7"), "the most bytes"
+    assert len({(link.prefill, link.decode) for link in found}) == MAX_LINKS

@@ -33,6 +33,7 @@ from ..routing.concurrency_limit import PRIORITY_HEADER, ConcurrencyLimit, prior
 from ..routing.fleet import Instance
 from ..routing.instance_report import Clock, report
 from ..routing.pairing import choose_decode
+from ..routing.pairing_table import PairingTable
 from ..routing.policies import RoutingQuery
 from ..routing.prefill_queue import QueueFull, QueueTimeout
 from ..routing.readiness import READINESS_MODES, judge_readiness
@@ -412,7 +413,8 @@ class Api:
     async def _instances(self, request: HttpRequest, client: Connection) -> int:
         fleet = self._relay.fleet
         clock = Clock(asyncio.get_running_loop().time(), time.time())
-        rows = [report(fleet, i, clock) for i in (*fleet.instances, *fleet.leaving)]
+        table = PairingTable(fleet)
+        rows = [report(table, i, clock) for i in (*fleet.instances, *fleet.leaving)]
         client.answer(200, [JSON], msgspec.json.encode(rows))
         return 200
 

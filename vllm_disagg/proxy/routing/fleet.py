@@ -92,7 +92,7 @@ class Instance:
     compatibility_key: str = ""  # instances of the other role with an equal key can be paired
     step_monitor: StepMonitor = field(default_factory=StepMonitor)
     prefill_times: PrefillTimes = field(default_factory=PrefillTimes)
-    worker_names: frozenset[str] = frozenset()
+    engine_names: frozenset[str] = frozenset()  # its incarnation, and its workers' names
     clock_offset: float = 0.0  # its engine's clock minus the proxy's, last reported
     clock_read_at: float = float("-inf")  # when it was reported
     # Identity of the prefix cache's content; a restart makes a new one.
@@ -130,11 +130,12 @@ class Instance:
         if not self.takes_both_roles:
             self.role = self.named_role  # the engine before may have taken both
         self.models = frozenset((model, *models))
-        self.worker_names = frozenset(w.name for w in engine.workers) if engine else frozenset()
+        self.engine_names = frozenset()
         self.connector = "plain"
         self.compatibility_key = ""
         if engine:
             self.connector = "disagg"
+            self.engine_names = frozenset((engine.incarnation, *(w.name for w in engine.workers)))
             # A str caches its hash, which makes grouping by this key cheap.
             self.compatibility_key = repr(("disagg", sorted(engine.layout.items())))
         elif nixl:
@@ -303,11 +304,7 @@ def is_one_engine(a: Instance, b: Instance) -> bool:
     An engine cannot read its own KV: both legs of a request would wait in one scheduler, and share
     their workers' tables.
     """
-    if not a.engine or not b.engine:
-        return False
-    if a.engine.incarnation == b.engine.incarnation:
-        return True
-    return not a.worker_names.isdisjoint(b.worker_names)
+    return not a.engine_names.isdisjoint(b.engine_names)
 
 
 def mismatch(prefill: Instance, decode: Instance) -> str:
@@ -324,14 +321,6 @@ def mismatch(prefill: Instance, decode: Instance) -> str:
     if not prefill.engine or not decode.engine:
         return "one of them serves no KV transfers"
     return difference(prefill.engine.layout, decode.engine.layout)
-
-
-@dataclass(frozen=True, slots=True)
-class FleetMismatch:
-    """Why no prefill and decode instance of a fleet can be paired."""
-
-    reason: str  # for people
-    may_pass: bool  # a roll-out that goes on, or a restart, may end it; else the operator must
 
 
 @dataclass(slots=True)
@@ -399,50 +388,3 @@ class Fleet:
         """Returns these instances and all other data parallel ranks of their servers."""
         servers = {instance.server for instance in instances}
         return [instance for instance in self.instances if instance.server in servers]
-
-    def pairing_problem(self, instance: Instance) -> str:
-        """Returns why an instance fits no instance of the other role that is up.
-
-        "" if one fits, or if none is up.
-        """
-        if not (instance.up and instance.can_transfer):
-            return ""
-        first_problem = ""
-        for other in self.instances:
-            if other.role == instance.role or not (other.up and other.can_transfer):
-                continue
-            is_prefill = instance.role == "prefill"
-            prefill = instance if is_prefill else other
-            decode = other if is_prefill else instance
-            problem = mismatch(prefill, decode)
-            if not problem:
-                return ""
-            if not first_problem:
-                first_problem = _words_of(prefill, decode)
-        return first_problem
-
-    def permanent_mismatch(self) -> FleetMismatch | None:
-        """Returns why no two instances can be paired, although all of them answer.
-
-        None while that is not known.
-        """
-        prefills = self.with_role("prefill")
-        decodes = self.with_role("decode")
-        if not (prefills and decodes) or not all(i.up for i in self.instances):
-            return None
-        able = [(p, d) for p in prefills for d in decodes if p.can_transfer and d.can_transfer]
-        if not all(mismatch(p, d) for p, d in able):
-            return None
-        # Versions, flags or weights of two engines, which change one engine after the other.
-        for prefill, decode in able:
-            if not is_one_engine(prefill, decode):
-                return FleetMismatch(_words_of(prefill, decode), may_pass=True)
-        reasons = [f"{i.url} {i.unavailable_reason}" for i in self.instances if not i.can_transfer]
-        if reasons:
-            passing = (OTHER_RELEASE, TRANSFERS_OFF)
-            return FleetMismatch(reasons[0], any(words in r for r in reasons for words in passing))
-        return FleetMismatch(_words_of(*able[0]), may_pass=False)
-
-
-def _words_of(prefill: Instance, decode: Instance) -> str:
-    return f"{prefill.url} and {decode.url} do not fit: {mismatch(prefill, decode)}"

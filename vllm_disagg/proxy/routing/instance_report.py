@@ -6,15 +6,18 @@ Pure: the times of the event loop's clock and of the wall clock are passed in.
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Literal
 
 import msgspec
 
-from .fleet import Connector, Fleet, Instance, Role, mismatch
+from .fleet import Connector, Instance, Role
+from .pairing_table import PairingTable
 
 BreakerState = Literal["closed", "open", "half-open"]
 DRAINED = "drained"  # why an instance is not used, until the admin API ends its drain
 UNNAMED = "leaves, since no source names it"
+MAX_PARTNERS = 64  # in each list of a row; 1,000 rows with all of theirs have 12 MB
 
 
 class Misfit(msgspec.Struct, frozen=True):
@@ -55,7 +58,8 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     breaker: BreakerState
     state_since: str  # when it became up or down, in UTC, ISO 8601
     last_failure: LastFailure | None
-    pairs_with: list[str]
+    pairs_with: list[str]  # MAX_PARTNERS at most, and so of `misfits`
+    pair_count: int = 0  # instances with which it can be paired
     misfits: list[Misfit]
 
 
@@ -71,11 +75,11 @@ class Clock(msgspec.Struct, frozen=True):
         return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def report(fleet: Fleet, instance: Instance, clock: Clock) -> InstanceReport:
+def report(table: PairingTable, instance: Instance, clock: Clock) -> InstanceReport:
     """Returns the row of one instance."""
     usable = instance.is_usable(clock.loop)
-    is_leaving = instance in fleet.leaving
-    pairs_with, misfits = partners(fleet, instance)
+    is_leaving = instance in table.fleet.leaving
+    pairs_with, misfits = partners(table, instance)
     failure = None
     if instance.last_failure:
         failure = LastFailure(instance.last_failure, clock.iso(instance.last_failure_at))
@@ -84,7 +88,7 @@ def report(fleet: Fleet, instance: Instance, clock: Clock) -> InstanceReport:
         role=instance.role,
         connector_role=instance.engine.role if instance.engine else "",
         usable=usable and not is_leaving and (instance.role == "decode" or instance.can_transfer),
-        why_not=why_not(fleet, instance, usable),
+        why_not=why_not(table, instance, usable),
         incarnation=instance.engine.incarnation if instance.engine else "",
         in_flight=instance.active_requests,
         leaving=is_leaving,
@@ -99,48 +103,22 @@ def report(fleet: Fleet, instance: Instance, clock: Clock) -> InstanceReport:
         state_since=clock.iso(instance.state_since),
         last_failure=failure,
         pairs_with=pairs_with,
+        pair_count=len(table.fitting(instance)) if pairs_with else 0,
         misfits=misfits,
     )
 
 
-def partners(fleet: Fleet, instance: Instance) -> tuple[list[str], list[Misfit]]:
+def partners(table: PairingTable, instance: Instance) -> tuple[list[str], list[Misfit]]:
     """Returns the URLs with which an instance can be paired, and those that do not fit.
 
+    Each list has MAX_PARTNERS at most.
     Instances that are down or leave are in neither list: nothing is known of them.
     """
-    fitting: list[str] = []
-    misfits: list[Misfit] = []
-    if not instance.up or instance in fleet.leaving:
-        return fitting, misfits
-    for other in fleet.instances:
-        if other.role == instance.role or not other.up:
-            continue
-        is_prefill = instance.role == "prefill"
-        prefill = instance if is_prefill else other
-        decode = other if is_prefill else instance
-        if why := misfit(prefill, decode):
-            misfits.append(Misfit(other.url, why))
-        else:
-            fitting.append(other.url)
-    return fitting, misfits
-
-
-def misfit(prefill: Instance, decode: Instance) -> str:
-    """Returns why no request is split between two instances that are up; "" if one can be."""
-    for instance in (prefill, decode):
-        if not instance.can_transfer:
-            return f"{instance.url} {instance.unavailable_reason}"
-    return mismatch(prefill, decode)
-
-
-def working_pairs(fleet: Fleet) -> int:
-    """Returns how many pairs of instances can work: both are up, and they fit."""
-    decodes = [d for d in fleet.with_role("decode") if d.up]
-    count = 0
-    for prefill in fleet.with_role("prefill"):
-        if prefill.up:
-            count += sum(not misfit(prefill, decode) for decode in decodes)
-    return count
+    if not instance.up or instance in table.fleet.leaving:
+        return [], []
+    fitting = [other.url for other in table.fitting(instance)[:MAX_PARTNERS]]
+    misfits = islice(table.misfits(instance), MAX_PARTNERS)
+    return fitting, [Misfit(other.url, why) for other, why in misfits]
 
 
 def breaker_state(instance: Instance, now: float) -> BreakerState:
@@ -150,15 +128,16 @@ def breaker_state(instance: Instance, now: float) -> BreakerState:
     return "open" if now < instance.open_until else "half-open"
 
 
-def why_not(fleet: Fleet, instance: Instance, usable: bool) -> str:
+def why_not(table: PairingTable, instance: Instance, usable: bool) -> str:
     """Returns why an instance is not used, or not in full; "" if it is.
 
     `usable`: it is up, and its circuit breaker is not open.
     """
+    fleet = table.fleet
     if instance in fleet.leaving:
         return DRAINED if instance.url in fleet.drained else UNNAMED
     if instance.unavailable_reason:
         return instance.unavailable_reason
     if instance.up and not usable:
         return "rests after failures"
-    return fleet.pairing_problem(instance)
+    return table.problem(instance)

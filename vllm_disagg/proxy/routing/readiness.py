@@ -13,8 +13,9 @@ from typing import Literal
 
 import msgspec
 
-from .fleet import Fleet, Instance, mismatch
+from .fleet import Fleet
 from .instance_report import DRAINED
+from .pairing_table import PairingTable
 
 ReadinessMode = Literal["any", "pair"]
 READINESS_MODES: tuple[ReadinessMode, ...] = ("any", "pair")
@@ -39,24 +40,18 @@ class Readiness(msgspec.Struct, frozen=True, omit_defaults=True):
 def judge_readiness(fleet: Fleet, now: float) -> Readiness:
     """Returns the present readiness of a fleet; a drained instance counts as one that is down."""
     decodes = [d for d in fleet.with_role("decode") if d.up]
-    prefills = [p for p in fleet.with_role("prefill") if _is_paired(p, decodes, now)]
-    found = Readiness(len(prefills), len(decodes), instances=_problems(fleet))
+    table = PairingTable(fleet)
+    prefills = [p for p in fleet.with_role("prefill") if p.can_prefill(now) and table.fitting(p)]
+    found = Readiness(len(prefills), len(decodes), instances=_problems(table))
     if not decodes:
         return msgspec.structs.replace(found, reason=_missing("decode", fleet))
     if prefills or not _has_prefill(fleet):
         return found
     degraded = f"{_missing('prefill', fleet)}; decode instances compute all prompts"
-    misfit = fleet.permanent_mismatch()
+    misfit = table.permanent_mismatch()
     return msgspec.structs.replace(
         found, degraded=degraded, mismatch=misfit.reason if misfit else ""
     )
-
-
-def _is_paired(prefill: Instance, decodes: list[Instance], now: float) -> bool:
-    """Whether a prefill instance can be used now, with one of these decode instances."""
-    if not prefill.can_prefill(now):
-        return False
-    return any(d.can_transfer and not mismatch(prefill, d) for d in decodes)
 
 
 def _has_prefill(fleet: Fleet) -> bool:
@@ -71,10 +66,10 @@ def _missing(role: str, fleet: Fleet) -> str:
     return f"no {role} instance can be used"
 
 
-def _problems(fleet: Fleet) -> dict[str, str]:
-    problems = dict.fromkeys(fleet.drained, DRAINED)
-    for instance in fleet.instances:
-        reason = instance.unavailable_reason or fleet.pairing_problem(instance)
+def _problems(table: PairingTable) -> dict[str, str]:
+    problems = dict.fromkeys(table.fleet.drained, DRAINED)
+    for instance in table.fleet.instances:
+        reason = instance.unavailable_reason or table.problem(instance)
         if reason:
             problems[instance.url] = reason
     return problems

@@ -7,6 +7,7 @@ in each share, and requests are in one of them. `merge.py` makes one status of a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain, islice, product
 from typing import Literal
 
 import msgspec
@@ -17,9 +18,9 @@ from ..routing.instance_report import (
     Clock,
     LastFailure,
     breaker_state,
-    misfit,
     why_not,
 )
+from ..routing.pairing_table import PairingTable
 from ..routing.readiness import Readiness, judge_readiness
 from ..telemetry.journal import EventJournal, FleetEvent
 from ..telemetry.kv_traffic import KvSums, KvTraffic
@@ -149,11 +150,12 @@ class StatusBoard:
         minutes = self._window.increase(counts, clock.loop, SPAN_SECONDS)
         present = self._window.increase(counts, clock.loop, NOW_SECONDS)
         weights = self._metrics.pair_weights()
+        table = PairingTable(fleet)
         return WorkerShare(
             index=self._index,
             started_at=self._started_at,
-            instances=self._instances(clock),
-            links=links(fleet, clock.loop, weights),
+            instances=self._instances(table, clock),
+            links=links(table, clock.loop, weights),
             weights=[PairWeight(p, d, recent) for (p, d), recent in weights.items()],
             readiness=judge_readiness(fleet, clock.loop),
             waiting=self._metrics.now_waiting(),
@@ -165,12 +167,11 @@ class StatusBoard:
             events=list(self._journal.events),
         )
 
-    def _instances(self, clock: Clock) -> list[InstanceStatus]:
+    def _instances(self, table: PairingTable, clock: Clock) -> list[InstanceStatus]:
         fleet = self._fleet
-        return [self._instance(instance, clock) for instance in (*fleet.instances, *fleet.leaving)]
+        return [self._instance(table, i, clock) for i in (*fleet.instances, *fleet.leaving)]
 
-    def _instance(self, instance: Instance, clock: Clock) -> InstanceStatus:
-        fleet = self._fleet
+    def _instance(self, table: PairingTable, instance: Instance, clock: Clock) -> InstanceStatus:
         failure = None
         if instance.last_failure:
             failure = LastFailure(instance.last_failure, clock.iso(instance.last_failure_at))
@@ -178,8 +179,8 @@ class StatusBoard:
         return InstanceStatus(
             url=instance.url,
             role=instance.role,
-            state=instance_state(fleet, instance, clock.loop),
-            why=why_not(fleet, instance, instance.is_usable(clock.loop)),
+            state=instance_state(table, instance, clock.loop),
+            why=why_not(table, instance, instance.is_usable(clock.loop)),
             model=instance.model,
             version=instance.engine.version if instance.engine else "",
             connector=instance.connector,
@@ -195,8 +196,9 @@ class StatusBoard:
         )
 
 
-def instance_state(fleet: Fleet, instance: Instance, now: float) -> InstanceState:
+def instance_state(table: PairingTable, instance: Instance, now: float) -> InstanceState:
     """Returns the state of an instance in one word; the first that holds."""
+    fleet = table.fleet
     if instance in fleet.leaving:
         is_idle = not instance.active_requests
         return "drained" if is_idle and instance.url in fleet.drained else "draining"
@@ -204,39 +206,51 @@ def instance_state(fleet: Fleet, instance: Instance, now: float) -> InstanceStat
         return "starting" if instance.unavailable_reason == NOT_PROBED else "down"
     if not instance.is_usable(now):
         return "resting"
-    if instance.unavailable_reason or fleet.pairing_problem(instance):
+    if instance.unavailable_reason or table.problem(instance):
         return "limited"
     return "up"
 
 
-def links(fleet: Fleet, now: float, weights: Mapping[tuple[str, str], float]) -> list[LinkStatus]:
+def links(
+    table: PairingTable, now: float, weights: Mapping[tuple[str, str], float]
+) -> list[LinkStatus]:
     """Returns the pairs of a fleet, MAX_LINKS at most.
 
-    Those that do not fit come first, then those with the most recent bytes.
+    Of more pairs, those with the most recent bytes come behind a pair for each two compatibility
+    keys that do not fit. The first pairs of the fleet fill what room is left.
     """
-    found = []
-    states = {i.url: instance_state(fleet, i, now) for i in fleet.instances}
-    carried = {i.url: set(i.engine.transports) for i in fleet.instances if i.engine}
-    for prefill in fleet.with_role("prefill"):
-        for decode in fleet.with_role("decode"):
-            link = _link(prefill, decode, states)
-            if link.state == "working" and prefill.engine and decode.engine:
-                link.transports = sorted(carried[prefill.url] & carried[decode.url])
-            found.append(link)
-    if len(found) > MAX_LINKS:
-        found.sort(key=lambda link: weights.get((link.prefill, link.decode), 0.0), reverse=True)
-        found.sort(key=lambda link: link.state != "misfit")
-    return found[:MAX_LINKS]
+    fleet = table.fleet
+    states = {i.url: instance_state(table, i, now) for i in fleet.instances}
+    prefills = fleet.with_role("prefill")
+    decodes = fleet.with_role("decode")
+    pairs: Iterable[tuple[Instance, Instance]] = product(prefills, decodes)
+    if len(prefills) * len(decodes) > MAX_LINKS:
+        by_url = {(i.role, i.url): i for i in fleet.instances}
+        busiest = sorted(weights, key=weights.__getitem__, reverse=True)
+        used = [
+            (by_url["prefill", prefill], by_url["decode", decode])
+            for prefill, decode in busiest
+            if ("prefill", prefill) in by_url and ("decode", decode) in by_url
+        ]
+        misfits = islice(table.misfit_examples(), MAX_LINKS)
+        found = dict.fromkeys(chain(misfits, used, islice(pairs, MAX_LINKS)))
+        pairs = islice(found, MAX_LINKS)
+    return [_link(table, prefill, decode, states) for prefill, decode in pairs]
 
 
-def _link(prefill: Instance, decode: Instance, states: Mapping[str, InstanceState]) -> LinkStatus:
+def _link(
+    table: PairingTable, prefill: Instance, decode: Instance, states: Mapping[str, InstanceState]
+) -> LinkStatus:
     link = LinkStatus(prefill.url, decode.url, "working")
     for instance in (prefill, decode):
         if states[instance.url] in ("down", "starting", "resting"):
             link.state = "broken"
             link.why = f"{instance.url} {instance.unavailable_reason or 'rests after failures'}"
             return link
-    if why := misfit(prefill, decode):
+    if why := table.misfit(prefill, decode):
         link.state = "misfit"
         link.why = why
+    elif prefill.engine and decode.engine:
+        common = set(prefill.engine.transports).intersection(decode.engine.transports)
+        link.transports = sorted(common)
     return link

@@ -14,6 +14,7 @@ import msgspec
 
 from ..routing.fleet import NOT_PROBED, Fleet, Instance
 from ..routing.instance_report import BreakerState, Clock, breaker_state
+from ..routing.pairing_table import PairingTable
 
 MAX_EVENTS = 50
 MERGE_SECONDS = 30.0  # failovers of one reason within this time are one event
@@ -52,9 +53,10 @@ class EventJournal:
 
     def observe(self, fleet: Fleet, fallbacks: Mapping[str, int], clock: Clock) -> None:
         """Adds what has changed since the last call. `fallbacks`: counts so far, by reason."""
-        seen = {i.url: _look(fleet, i, False, clock.loop) for i in fleet.instances}
+        table = PairingTable(fleet)
+        seen = {i.url: _look(table, i, False, clock.loop) for i in fleet.instances}
         for instance in fleet.leaving:
-            seen.setdefault(instance.url, _look(fleet, instance, True, clock.loop))
+            seen.setdefault(instance.url, _look(table, instance, True, clock.loop))
         if self._seen is not None:
             self.events.extend(_differences(self._seen, seen, clock.wall))
         self._seen = seen
@@ -80,8 +82,8 @@ class EventJournal:
         return None
 
 
-def _look(fleet: Fleet, instance: Instance, leaving: bool, now: float) -> _Seen:
-    reason = instance.unavailable_reason or fleet.pairing_problem(instance)
+def _look(table: PairingTable, instance: Instance, leaving: bool, now: float) -> _Seen:
+    reason = instance.unavailable_reason or table.problem(instance)
     return _Seen(instance.up, reason, breaker_state(instance, now), leaving)
 
 

@@ -25,7 +25,7 @@ from ... import __version__
 from ..http.endpoint_schema import SCHEMAS
 from ..http.routes import GENERATING
 from ..routing.fleet import Fleet
-from ..routing.instance_report import working_pairs
+from ..routing.pairing_table import PairingTable
 from ..routing.queues import Queues
 from .computed_metrics import ComputedMetrics
 from .file_metrics import FileMetrics
@@ -356,7 +356,7 @@ class Metrics:
         pairs = GaugeMetricFamily(
             "vllm_disagg_pairs", "Pairs of instances that can work: both are up, and they fit."
         )
-        pairs.add_metric([], working_pairs(self._fleet))
+        pairs.add_metric([], PairingTable(self._fleet).working_pairs())
         yield pairs
 
     def _load(self) -> Iterator[Metric]:

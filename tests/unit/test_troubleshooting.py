@@ -222,7 +222,7 @@ def _(_: Path) -> object:
 def _(_: Path) -> object:
     prefill = instance("prefill", engine("prefill", block_size="16"))
     decode = instance("decode", engine("decode", block_size="32"))
-    return state_changes.log_mismatch(prefill, decode)
+    return state_changes.log_mismatches(prefill, [decode])
 
 
 @produces("P's workers are on the loopback")
@@ -232,7 +232,7 @@ def _(_: Path) -> object:
     for role, machine_name in described:
         worker = WorkerInfo(role, "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", host=machine_name)
         made.append(instance(role, EngineInfo(role, role, [worker], {})))
-    return state_changes.log_mismatch(*made)
+    return state_changes.log_mismatches(made[0], made[1:])
 
 
 @produces("this engine recomputes")

@@ -95,7 +95,7 @@ def _compare_transports(name: str, prefill: EngineInfo, decode: EngineInfo, repo
 
 def _may_dial(name: str, prefill: EngineInfo, decode: EngineInfo, report: Report) -> bool:
     """Adds whether D dials P's addresses, and whether these can be right."""
-    if obstacle := dialling.obstacle(prefill, decode):
+    if obstacle := dialling.obstacle(dialling.reach(prefill), dialling.reach(decode)):
         report.fail(name, obstacle, SET_HOST)
         return False
     return True

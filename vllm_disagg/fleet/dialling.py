@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from ..config import Address, plain, unreachable
 from ..protocol.peers import EngineInfo, WorkerInfo
@@ -63,17 +64,35 @@ def is_on_loopback(engine: EngineInfo) -> bool:
     return all(address is not None and plain(address).is_loopback for address in addresses)
 
 
-def obstacle(prefill: EngineInfo, decode: EngineInfo) -> str:
-    """Return why D cannot dial P, by what both describe; empty where it may.
+class Reach(NamedTuple):
+    """From where the workers of an engine can be dialled, by its description."""
+
+    machines: frozenset[str]  # empty if one of them is not known
+    is_on_loopback: bool
+    refusal: str  # why an engine does not dial them; empty if it does
+    refusal_on_loopback: str  # likewise, of one that no other machine reaches
+
+
+def reach(engine: EngineInfo) -> Reach:
+    """Return the part of a description that `obstacle` compares.
 
     A machine is known by its boot id, which older engines do not state.
     """
-    machines = {worker.host for worker in prefill.workers}
-    own_machines = {worker.host for worker in decode.workers}
-    is_known = bool(machines and own_machines) and "" not in machines | own_machines
-    if is_known and is_on_loopback(prefill) and not machines & own_machines:
+    machines = frozenset(worker.host for worker in engine.workers)
+    return Reach(
+        frozenset() if "" in machines else machines,
+        is_on_loopback(engine),
+        refusal(engine.workers, loopback_only=False),
+        refusal(engine.workers, loopback_only=True),
+    )
+
+
+def obstacle(prefill: Reach, decode: Reach) -> str:
+    """Return why D cannot dial P, by what both describe; empty where it may."""
+    is_known = bool(prefill.machines and decode.machines)
+    if is_known and prefill.is_on_loopback and prefill.machines.isdisjoint(decode.machines):
         return "P's workers are on the loopback, and D runs on another machine"
-    if problem := refusal(prefill.workers, loopback_only=is_on_loopback(decode)):
+    if problem := prefill.refusal_on_loopback if decode.is_on_loopback else prefill.refusal:
         return f"D refuses P's grants: {problem}"
     return ""
 

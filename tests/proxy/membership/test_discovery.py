@@ -272,11 +272,38 @@ def test_engines_that_cannot_reach_each_other_are_a_warning(
         instance = Instance(f"http://{role}:1", role)
         instance.on_probe_answered("m", EngineInfo(role, role, [worker], {"dtype": "x"}))
         made.append(instance)
-    for pair in (made, made[::-1]):
+    for instance, other in (made, made[::-1]):
         caplog.clear()
-        state_changes.log_mismatch(*pair)
+        state_changes.log_mismatches(instance, [other])
         assert caplog.text.count(f"http://prefill:1 and http://decode:1: {words}") == bool(words)
         assert caplog.text.count("set host in their kv_connector_extra_config") == bool(words)
+
+
+def test_instances_that_are_never_paired_are_a_line_for_each_layout(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A proxy that started amid a roll-out of 500 and 500 wrote 130,000 lines."""
+
+    def made(role: Any, name: str, version: str, address: str = "10.0.0.1") -> Instance:
+        at = f"tcp://{address}:1"
+        found = Instance(f"http://{role}{name}:1", role)
+        worker = WorkerInfo(f"{role}{name}", at, at, host="a")
+        found.on_probe_answered("m", EngineInfo(name, role, [worker], {"vllm": version}))
+        return found
+
+    prefill = made("prefill", "0", "1")
+    decodes = [made("decode", f"{n}", version) for n, version in enumerate("1223333", 1)]
+    decodes += [made("decode", f"{n}", "1", "127.0.0.1") for n in (8, 9)]
+    state_changes.log_mismatches(prefill, decodes)
+    two, three, local = [record.getMessage() for record in caplog.records]
+    assert "http://decode2:1 are never paired: vllm is 1 on one side" in two
+    assert two.endswith("; the same holds for 1 more (decode)")
+    assert "http://decode4:1 are never paired" in three and "for 3 more" in three
+    assert "http://decode8:1: D refuses P's grants" in local and "for 1 more" in local
+    caplog.clear()
+    state_changes.log_mismatches(decodes[0], [prefill, made("prefill", "1", "1")])
+    (record,) = caplog.records
+    assert "and http://decode1:1 are never paired: they are one engine" in record.getMessage()
 
 
 async def test_worker_counts_may_differ() -> None:

@@ -1,17 +1,18 @@
 """Records and logs each change of an instance's state.
 
-An instance that is up is logged with each other one that it cannot be paired with.
+An instance that is up is logged with the other ones that it cannot be paired with.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 
 from ...fleet import dialling
 from ...protocol.peers import EngineInfo
-from ..routing.fleet import NOT_PROBED, Fleet, Instance, mismatch
+from ..routing.fleet import NOT_PROBED, Fleet, Instance, in_order, is_one_engine, mismatch
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class StateChanges:
             self._on_change()
 
     def _log_state(self, instance: Instance) -> None:
-        """Logs an instance's state, and each instance that it cannot be paired with."""
+        """Logs an instance's state, and with which instances it cannot be paired."""
         if not instance.up:
             log.warning(
                 "instance %s (%s) is not used: %s",
@@ -88,29 +89,55 @@ class StateChanges:
         can_prefill = instance.role == "prefill" or instance.takes_both_roles
         if self.wants_prefill_tokens and can_prefill and instance.engine:
             _log_missing_tokens(instance.url, instance.engine)
-        for other in self._fleet.instances:
-            if other.role != instance.role and other.up and other.can_transfer:
-                log_mismatch(instance, other)
+        others = [i for i in self._fleet.instances if i.role != instance.role]
+        log_mismatches(instance, [other for other in others if other.up and other.can_transfer])
 
 
-def log_mismatch(instance: Instance, other: Instance) -> None:
-    """Logs why two instances are never paired, or that KV cannot pass between them."""
-    prefill = instance if instance.role == "prefill" else other
-    decode = other if instance.role == "prefill" else instance
-    if reason := mismatch(prefill, decode):
-        log.warning("instances %s and %s are never paired: %s", prefill.url, decode.url, reason)
-        return
-    if not (prefill.engine and decode.engine):
-        return
-    # The boot ids of containers may differ on one machine, so this is no reason to part the two.
-    if obstacle := dialling.obstacle(prefill.engine, decode.engine):
+def log_mismatches(instance: Instance, others: Iterable[Instance]) -> None:
+    """Logs why an instance is never paired with others, or that KV cannot pass between them.
+
+    That is a line for each compatibility key of theirs, with one of them. A proxy of 500 and 500
+    that starts amid a roll-out would write 125,000.
+    """
+    misfits: defaultdict[str, list[Instance]] = defaultdict(list)
+    unreachable: list[Instance] = []
+    for other in others:
+        key = other.compatibility_key
+        if key != instance.compatibility_key or is_one_engine(instance, other):
+            misfits[key].append(other)
+        elif _obstacle(*in_order(instance, other)):
+            unreachable.append(other)
+    for alike in misfits.values():
+        prefill, decode = in_order(instance, alike[0])
         log.warning(
-            "instances %s and %s: %s; set host in their kv_connector_extra_config to addresses"
-            " that the other one reaches, else D computes the prompts",
+            "instances %s and %s are never paired: %s%s",
             prefill.url,
             decode.url,
-            obstacle,
+            mismatch(prefill, decode),
+            _and_more(alike),
         )
+    if unreachable:
+        prefill, decode = in_order(instance, unreachable[0])
+        # The boot ids of containers may differ on one machine, so this is no reason to part them.
+        log.warning(
+            "instances %s and %s: %s; set host in their kv_connector_extra_config to addresses"
+            " that the other one reaches, else D computes the prompts%s",
+            prefill.url,
+            decode.url,
+            _obstacle(prefill, decode),
+            _and_more(unreachable),
+        )
+
+
+def _obstacle(prefill: Instance, decode: Instance) -> str:
+    if not (prefill.reach and decode.reach):
+        return ""
+    return dialling.obstacle(prefill.reach, decode.reach)
+
+
+def _and_more(alike: list[Instance]) -> str:
+    more = len(alike) - 1
+    return f"; the same holds for {more} more ({alike[0].role})" if more else ""
 
 
 def _log_missing_tokens(url: str, engine: EngineInfo) -> None:

@@ -24,6 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ...fleet import dialling
 from ...protocol.peers import EngineInfo, difference
 from ..http.addresses import split_rank
 from ..http.endpoint_schema import RANKLESS
@@ -93,6 +94,7 @@ class Instance:
     step_monitor: StepMonitor = field(default_factory=StepMonitor)
     prefill_times: PrefillTimes = field(default_factory=PrefillTimes)
     engine_names: frozenset[str] = frozenset()  # its incarnation, and its workers' names
+    reach: dialling.Reach | None = None  # of its workers, without which no KV comes from it
     clock_offset: float = 0.0  # its engine's clock minus the proxy's, last reported
     clock_read_at: float = float("-inf")  # when it was reported
     # Identity of the prefix cache's content; a restart makes a new one.
@@ -131,6 +133,7 @@ class Instance:
             self.role = self.named_role  # the engine before may have taken both
         self.models = frozenset((model, *models))
         self.engine_names = frozenset()
+        self.reach = dialling.reach(engine) if engine else None
         self.connector = "plain"
         self.compatibility_key = ""
         if engine:
@@ -305,6 +308,11 @@ def is_one_engine(a: Instance, b: Instance) -> bool:
     their workers' tables.
     """
     return not a.engine_names.isdisjoint(b.engine_names)
+
+
+def in_order(instance: Instance, other: Instance) -> tuple[Instance, Instance]:
+    """Returns two instances of different roles, the prefill instance first."""
+    return (instance, other) if instance.role == "prefill" else (other, instance)
 
 
 def mismatch(prefill: Instance, decode: Instance) -> str:

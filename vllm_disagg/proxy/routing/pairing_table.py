@@ -17,6 +17,7 @@ from .fleet import (
     Fleet,
     Instance,
     Role,
+    in_order,
     is_one_engine,
     mismatch,
 )
@@ -67,7 +68,7 @@ class PairingTable:
                 continue
             for other in group:
                 if not fits or is_one_engine(instance, other):
-                    yield other, self.misfit(*_in_order(instance, other))
+                    yield other, self.misfit(*in_order(instance, other))
 
     def misfit_examples(self) -> Iterator[tuple[Instance, Instance]]:
         """Yields a prefill and a decode instance for each pair of keys that do not fit."""
@@ -97,7 +98,7 @@ class PairingTable:
             return ""
         for key, group in self._groups[_OTHER_ROLE[instance.role]].items():
             if key:
-                return self._words_of(*_in_order(instance, group[0]))
+                return self._words_of(*in_order(instance, group[0]))
         return ""
 
     def working_pairs(self) -> int:
@@ -139,8 +140,3 @@ class PairingTable:
 
 def _key(instance: Instance) -> str:
     return instance.compatibility_key if instance.can_transfer else ""
-
-
-def _in_order(instance: Instance, other: Instance) -> tuple[Instance, Instance]:
-    """Returns two instances of different roles, the prefill instance first."""
-    return (instance, other) if instance.role == "prefill" else (other, instance)

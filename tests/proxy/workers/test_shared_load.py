@@ -1,11 +1,15 @@
 """Tests the table in which proxy workers share the load of instances."""
 
+import asyncio
 import os
+import socket
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
-from vllm_disagg.proxy.routing.fleet import Instance
+from vllm_disagg.proxy.routing.fleet import Fleet, Instance
+from vllm_disagg.proxy.workers import bus
 from vllm_disagg.proxy.workers.shared_load import MAX_PROBES, SharedLoad, clear, size
 
 
@@ -102,3 +106,28 @@ def test_an_instance_that_finds_no_slot_takes_none_of_another(tables: list[Share
     ours.sync(mine[:-1])
     theirs.sync(seen)
     assert [instance.in_flight for instance in seen] == [1] * MAX_PROBES + [0]
+
+
+async def test_exchanges_of_loads_take_a_part_of_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 500 and 500 each took 4 ms, 50 times a second."""
+    ours, theirs = socket.socketpair()
+    fd = os.memfd_create("loads")
+    os.truncate(fd, size(1))
+    place = bus.WorkerPlace(0, 1, ours.detach(), fd, 0, "")
+    worker = bus.WorkerBus(place, Fleet(), {}, lambda: None)
+    times = iter((1.0, 1.0001, 2.0, 2.01))
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 2:
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr(bus, "time", SimpleNamespace(thread_time=lambda: next(times)))
+    monkeypatch.setattr(bus.asyncio, "sleep", sleep)
+    with pytest.raises(asyncio.CancelledError):
+        await worker.sync()
+    assert pauses == [bus.SYNC_SECONDS, pytest.approx(0.19)]
+    theirs.close()
+    worker._socket.close()
+    os.close(fd)

@@ -59,6 +59,9 @@ class Registry:
         self._numbers: dict[str, int] = {}  # the last one of each incarnation
         self.last_numbers: dict[str, int] = {}  # of the registration accepted last
         self._listed: dict[Member, _Listed] = {}
+        # The engines that have registered, and have neither left nor expired. The same object until
+        # they change.
+        self.members: frozenset[Member] = frozenset()
 
     def register(self, data: bytes, now: float) -> Literal["ok", "again"]:
         """Accepts a registration; "again" asks for one with the present challenge.
@@ -79,11 +82,14 @@ class Registry:
         self._remember_number(note)
         if not note.leaving:
             self._listed[member] = _Listed(now, note.incarnation)
+            if member not in self.members:
+                self.members = frozenset(self._listed)
             return "ok"
         listed = self._listed.get(member)
         # A later engine may have taken the URL.
         if listed and listed.incarnation == note.incarnation:
             del self._listed[member]
+            self.members = frozenset(self._listed)
         return "ok"
 
     def mark_used(self, numbers: dict[str, int]) -> None:
@@ -99,11 +105,6 @@ class Registry:
         self._numbers.clear()
         self.challenge = challenge
 
-    @property
-    def members(self) -> frozenset[Member]:
-        """The engines that have registered, and have neither left nor expired."""
-        return frozenset(self._listed)
-
     def expire(self, now: float) -> None:
         """Removes the engines whose registrations have expired.
 
@@ -114,6 +115,8 @@ class Registry:
             for member, listed in self._listed.items()
             if now - listed.at < EXPIRY_SECONDS
         }
+        if len(self._listed) < len(self.members):
+            self.members = frozenset(self._listed)
 
     def forgive(self, seconds: float, now: float) -> None:
         """Lets all listed engines expire later: this process has not run for so long."""

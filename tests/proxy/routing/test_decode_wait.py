@@ -52,6 +52,29 @@ async def test_waits_until_the_instance_comes_back(reason: str) -> None:
     assert len(waiting) == 0
 
 
+async def test_first_probes_of_others_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that waited for a restarted proxy went to the first of 500 that was up."""
+    monkeypatch.setattr(decode_wait, "FIRST_PROBES_SECONDS", 600.0)
+    first, second = instance("http://d", NOT_PROBED), instance("http://e", NOT_PROBED)
+    waiting = waits(first, second)
+    tasks = [await began(waiting) for _ in range(2)]
+    first.up, first.unavailable_reason = True, ""
+    assert (await began(waiting)).done(), "one that has not waited"
+    waiting.wake()
+    await asyncio.sleep(0.01)
+    assert len(waiting) == 2 and not any(task.done() for task in tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    assert len(waiting) == 0
+    monkeypatch.setattr(decode_wait, "FIRST_PROBES_SECONDS", 0.01)
+    first.up, first.unavailable_reason = False, NOT_PROBED
+    task = await began(waiting)
+    first.up, first.unavailable_reason = True, ""
+    waiting.wake()
+    assert await asyncio.wait_for(task, 20.0)
+
+
 @pytest.mark.parametrize("steps", range(5))
 async def test_a_change_of_the_fleet_hides_no_departure(steps: int) -> None:
     """A request whose client had left, or whose time was over, went on, without a limit of time."""

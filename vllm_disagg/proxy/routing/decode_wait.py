@@ -30,6 +30,8 @@ from .prefill_queue import QueueFull
 
 # For the first probe of an instance that may alone have a model; four a second are sent.
 UNKNOWN_MODEL_SECONDS = 3.0
+# For the first probes of others, once one instance is up: all that waited would go there.
+FIRST_PROBES_SECONDS = 0.5
 RESTART_SECONDS = 3.0  # for the probe of an instance that has come back
 # Between two instances of which one may be back when the other one ends. Those that end together,
 # as with their machine, start together.
@@ -68,6 +70,8 @@ class DecodeWait:
                 # Not `wait_for`: Python 3.11's drops a cancellation that meets a change.
                 async with patient(left):
                     await self._changed.wait()
+            if any(d.unavailable_reason == NOT_PROBED for d in self._fleet.with_role("decode")):
+                await asyncio.sleep(FIRST_PROBES_SECONDS)
         except TimeoutError:
             pass  # the caller finds no instance, and says so
         finally:

@@ -120,12 +120,30 @@ def test_the_highest_certain_gain_is_taken() -> None:
 def test_flags_are_not_tried_where_they_cannot_be_judged() -> None:
     scenario = _scenario("900:20")
     for change, reason in (
-        ({"distserve": True}, "DistServe's rules"),
-        ({"seeds": 1}, "with one sample"),
-        ({"requests": 20_001}, "more than 20000 requests"),
+        ({"distserve": True}, "DistServe's rules have no such proxy: give --rules vllm"),
+        ({"seeds": 1}, "with one sample a gain has no interval: give --seeds 2 or more"),
+        ({"requests": 20_001, "seeds": 1}, "more than 20000 requests: give --spill, with which"),
     ):
         other = msgspec.structs.replace(scenario, **change)
         assert reason in proxy_flags.reason_not_to_try(SearchResult(other, [], []))
+
+
+def test_a_document_names_the_flags_that_were_not_tried_and_what_has_them_tried() -> None:
+    rows = tuple(TraceRequest(float(n), 600, 20) for n in range(450))
+    scenario = msgspec.structs.replace(
+        _scenario("900:20"), seeds=1, workload=workload.Workload("t", trace=Trace(rows))
+    )
+    result = SearchResult(scenario, [PlacementScore(PAIR, [1.0])], [])
+    for arrivals, end in (
+        ("poisson", "give --seeds 2 or more"),
+        ("trace", "give --seeds 2 or more, and a trace long enough for them"),
+    ):
+        other = msgspec.structs.replace(scenario, arrivals=workload.Arrivals(arrivals))
+        found = advice._flags_not_tried(msgspec.structs.replace(result, scenario=other))
+        assert found == (
+            "--min-prompt-bytes and --spill were not tried: with one sample a gain has no"
+            f" interval: {end}"
+        )
 
 
 def test_only_spill_is_tried_on_a_trace_with_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +155,9 @@ def test_only_spill_is_tried_on_a_trace_with_prefixes(monkeypatch: pytest.Monkey
     assert [trial.placement.proxy_flags for trial in result.flag_trials] == [["--spill"]]
     found = advice.advise(result)
     document = documents.as_json(found, "m")
-    assert "the trace has hash_ids" in document["proxy_flags"]["not_tried"]
+    not_tried = document["proxy_flags"]["not_tried"]
+    assert not_tried.startswith("--min-prompt-bytes was not tried: the trace has hash_ids")
+    assert not_tried.endswith("give --workload without them")
     text = report.text(found, document | {"parts": 1}, [])
     assert "proxy --spill: " in text
     assert "--min-prompt-bytes was not tried: the trace has hash_ids" in text

@@ -14,7 +14,7 @@ import msgspec
 
 from ...errors import ConfigError
 from ..cost.profile import LatencyFit
-from ..search import demand, sample_size
+from ..search import demand, proxy_flags, sample_size
 from ..search.advice import MIN_GAIN_RATIO
 from ..search.demand import DemandResult, DemandScore
 from ..search.placement import Placement
@@ -130,11 +130,14 @@ def _document(result: DemandResult, chosen: DemandScore, model: str) -> dict[str
 
 
 def _flags_not_tried(result: DemandResult) -> str:
-    """Returns what is to be given where flags of the proxy may save GPUs; empty if they were."""
+    """Names the proxy's flags that may save GPUs; empty if they cannot, or were given."""
     scenario = result.scenario
     if not result.split or scenario.gives_proxy_flags or scenario.no_proxy_flags:
         return ""
-    return "with --rate they are taken as given, and with them fewer GPUs may hold it: try --spill"
+    return proxy_flags.not_tried(
+        "--min-prompt-bytes and --spill were",
+        "with --rate they are taken as given, and with them fewer GPUs may hold it: try --spill",
+    )
 
 
 def _recommendation(result: DemandResult, placement: Placement) -> str:
@@ -198,7 +201,7 @@ def _notes(result: DemandResult, document: dict[str, Any]) -> list[str]:
         least = _of_unit(result.least_units, unit)
         lines.append(f"by capacity alone no placement needs less than {least}")
     if not_tried := document["proxy_flags"]["not_tried"]:
-        lines.append(f"--min-prompt-bytes and --spill were not tried: {not_tried}")
+        lines.append(not_tried)
     return lines
 
 

@@ -108,10 +108,7 @@ def _proxy_flags(found: Advice, document: dict[str, Any]) -> list[str]:
     """Formats what flags of the proxy do, one trial a line; no line where they were given."""
     lines = []
     if found.flags_not_tried:
-        flags = "--min-prompt-bytes and --spill were not tried"
-        if found.flag_trials:  # of --spill alone
-            flags = "--min-prompt-bytes was not tried"
-        lines.append(f"{flags}: {found.flags_not_tried}")
+        lines.append(found.flags_not_tried)
     for trial, row in zip(found.flag_trials, document["proxy_flags"]["tried"], strict=True):
         words = " ".join(trial.placement.proxy_flags)
         verdict = "taken" if row["taken"] else "not taken"

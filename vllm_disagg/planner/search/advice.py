@@ -13,7 +13,7 @@ from .enumeration import colocated, disaggregated
 from .evaluation import estimate
 from .placement import Placement
 from .placement_score import FlagTrial, PlacementScore
-from .proxy_flags import reason_not_to_try
+from .proxy_flags import not_tried, reason_not_to_try
 from .sample_size import LARGE_REQUESTS, SearchResult
 from .scenario import Scenario
 
@@ -79,7 +79,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     considered: int
     missing: int  # requests that a sample needs; 0 if it has them
     flag_trials: Sequence[FlagTrial] = ()  # of the proxy's flags, best first
-    flags_not_tried: str = ""  # the reason; beside trials that of --min-prompt-bytes
+    flags_not_tried: str = ""  # which of them, why, and what would have them tried
 
     @property
     def is_sure(self) -> bool:
@@ -156,12 +156,12 @@ def advise(result: SearchResult, draws: bool = False) -> Advice:
 
 
 def _flags_not_tried(result: SearchResult) -> str:
-    """Returns why flags of the proxy were not tried; empty if they were, or were given."""
+    """Names the proxy's flags that were not tried; empty if they were, or were given."""
     if not result.split or result.scenario.gives_proxy_flags:
         return ""
     if result.flag_trials:
-        return result.scenario.no_min_prompt_bytes
-    return reason_not_to_try(result)
+        return not_tried("--min-prompt-bytes was", result.scenario.no_min_prompt_bytes)
+    return not_tried("--min-prompt-bytes and --spill were", reason_not_to_try(result))
 
 
 def curves_of(

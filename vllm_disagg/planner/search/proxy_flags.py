@@ -25,18 +25,25 @@ from .scenario import Scenario
 
 # Of the prompts, the shortest, that a tried --min-prompt-bytes sends to decode instances.
 SHORT_SHARES = (0.25, 0.5, 0.75)
+ALL_WITH_SPILL = "give --spill, with which all placements are searched"
 
 
 def reason_not_to_try(result: SearchResult) -> str:
-    """Returns why no flags are tried; empty if they are."""
+    """Returns why no flags are tried, and what would have them tried; empty if they are."""
     scenario = result.scenario
     if result.missing:
-        return "the samples are too short"
-    if scenario.seeds < 2:
-        return "with one sample a gain has no interval"
+        return f"the samples are too short: {scenario.longer_sample()}"
     if scenario.requests > LARGE_REQUESTS:
-        return f"samples have more than {LARGE_REQUESTS} requests"
+        return f"samples have more than {LARGE_REQUESTS} requests: {ALL_WITH_SPILL}"
+    if scenario.seeds < 2:
+        longer = ", and a trace long enough for them" if scenario.arrivals.kind == "trace" else ""
+        return f"with one sample a gain has no interval: give --seeds 2 or more{longer}"
     return scenario.no_proxy_flags
+
+
+def not_tried(flags: str, reason: str) -> str:
+    """Returns a line about flags that were not tried, with the reason; empty without one."""
+    return f"{flags} not tried: {reason}" if reason else ""
 
 
 def tuned(

@@ -69,7 +69,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def no_proxy_flags(self) -> str:
         """The reason why those flags cannot be simulated; empty if they can."""
-        return "DistServe's rules have no such proxy" if self.distserve else ""
+        if self.distserve:
+            return "DistServe's rules have no such proxy: give --rules vllm"
+        return ""
 
     @property
     def no_min_prompt_bytes(self) -> str:
@@ -78,7 +80,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         if trace and any(row.hash_ids for row in trace.requests):
             return (
                 "the trace has hash_ids: the proxy counts the bytes that D lacks of a prompt, and"
-                " here all bytes of it are counted"
+                " here all bytes of it are counted: give --workload without them"
             )
         return self.no_proxy_flags
 

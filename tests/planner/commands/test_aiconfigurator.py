@@ -193,8 +193,9 @@ def test_a_model_that_needs_a_pipeline_is_refused(
 def test_running_engines_have_their_own_times() -> None:
     parser = argparse.ArgumentParser()
     flags.add_arguments(parser)
-    with pytest.raises(ConfigError, match="--step-times goes with --gpu"):
-        plan_inputs.read(parser.parse_args(TABLES), 2, "--gpus", live.UNMEASURED)
+    for words in (TABLES, ["--node-gpus", "4"], ["--node-links", "2"]):
+        with pytest.raises(ConfigError, match=f"{words[0]} goes with --gpu"):
+            plan_inputs.read(parser.parse_args(words), 2, "--gpus", live.UNMEASURED)
 
 
 @pytest.mark.skipif(not find_spec("aiconfigurator_core"), reason="aiconfigurator-core is missing")

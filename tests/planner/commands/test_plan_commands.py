@@ -82,6 +82,8 @@ def test_closed_form(capsys: pytest.CaptureFixture[str]) -> None:
     assert _json(capsys, *words)["bandwidth"] == pytest.approx(
         10 * 1.208e9, rel=1e-3
     )  # 2P1D: 10 requests/s
+    half = _json(capsys, *words, "--kv-cache-dtype", "fp8")["bandwidth"]
+    assert half == pytest.approx(5 * 1.208e9, rel=1e-3)
 
 
 def test_plan_says_all_that_is_promised(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -120,6 +122,7 @@ def test_plan_says_all_that_is_promised(capsys: pytest.CaptureFixture[str], tmp_
 
 
 BURST = ["--gpu", "h100", "--model", "llama-3.1-8b", "--workload", "500:100", "--gpus", "2"]
+CLOSED = ["--capacity-prefill", "5", "--capacity-decode", "9"]
 BURST += ["--requests", "200", "--seeds", "1", "--jobs", "1"]
 
 
@@ -556,7 +559,7 @@ def test_requests_that_the_model_does_not_take_are_left_out_or_refused(
     assert (found["setting"]["requests"], found["setting"]["left_out"]) == (2, 1)
     assert cli.main([*simulated, str(path)]) == 0
     assert "1 of the trace left out: vLLM refuses their length" in capsys.readouterr().out
-    assert cli.main(["plan", *words, "--gpus", "2", "--replay", str(path)]) == 0
+    assert cli.main(["plan", *words[:4], "--gpus", "2", "--replay", str(path)]) == 0
     assert "2 requests at 0.5 req/s, 1 left out" in capsys.readouterr().out
 
 
@@ -648,7 +651,52 @@ def test_a_profiled_instance_has_the_gpus_of_the_measured_one(
         (["plan", *QUICK, "--spill"], "cannot be simulated: DistServe's rules have no such proxy"),
         (
             ["simulate", *QUICK, "--colocated", "1x1", "--rate", "1", "--spill"],
-            "--min-prompt-bytes and --spill go with --prefill and --decode",
+            "--spill goes with --prefill and --decode",
+        ),
+        *(
+            (
+                ["simulate", *BASE, "--colocated", "1x1", "--rate", "1", *flag],
+                f"{flag[0]} goes with --prefill and --decode",
+            )
+            for flag in (
+                ["--decode-gpu", "h200"],
+                ["--decode-profile", "f"],
+                ["--link", "none"],
+                ["--overlap"],
+                ["--prefill-concurrency", "9"],
+                ["--min-prompt-bytes", "0"],
+            )
+        ),
+        *(
+            (["plan", "--replay", "t", *flag], f"{flag[0]} goes without --replay")
+            for flag in (
+                ["--requests", "20"],
+                ["--seeds", "1"],
+                ["--arrivals", "poisson"],
+                ["--expert-parallel"],
+            )
+        ),
+        *(
+            (["plan", *question, *flag], f"{flag[0]} goes with {mode}")
+            for question in (BASE, [*BASE, "--rate", "2"])
+            for flag, mode in (
+                (["--window", "60"], "--live"),
+                (["--instance", "1x1"], "--live or --replay"),
+            )
+        ),
+        (["plan", "--replay", "t", "--window", "9"], "--window goes with --live"),
+        (["plan", "--live", "http://h:1", "--expert-parallel"], "--expert-parallel goes without"),
+        (["plan", "--live", "http://h:1", "--window", "0"], "--window: 0 s is not between"),
+        *(
+            (["plan", *CLOSED, *flag], f"{flag[0]} goes without --capacity-prefill")
+            for flag in (["--window", "9"], ["--ttft", "1"], ["--jobs", "2"], ["--spill"])
+        ),
+        (["plan", *CLOSED, "--workload", "9:9"], "--workload goes with --model"),
+        (["plan", *CLOSED, "--kv-cache-dtype", "fp8"], "--kv-cache-dtype goes with --model"),
+        (["plan", "--profile", "p", "--kv-cache-dtype", "fp8"], "goes with --model"),
+        (
+            ["plan", *QUICK, "--prefill-concurrency", "9"],
+            "--prefill-concurrency goes without --rules distserve",
         ),
         (["plan", *QUICK, "--gpus", "1"], "--gpus: 1 is too few"),
         (

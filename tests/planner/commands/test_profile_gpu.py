@@ -12,10 +12,10 @@ from profile_files import profile_file
 from vllm_disagg.planner.cost import hardware
 
 A100 = "NVIDIA A100-SXM4-80GB"
-QUICK = ["--link", "none", "--workload", "100:10", "--requests", "60", "--seeds", "1"]
+QUICK = ["--workload", "100:10", "--requests", "60", "--seeds", "1"]
 QUICK += ["--ttft", "1", "--tpot", "0.1"]
 COMMANDS = {
-    "plan": ["plan", "--gpus", "2", "--jobs", "1"],
+    "plan": ["plan", "--link", "none", "--gpus", "2", "--jobs", "1"],
     "simulate": ["simulate", "--colocated", "1x1", "--rate", "1"],
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
 from ...errors import ConfigError
 from ...fleet.conventions import (
@@ -264,6 +265,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object")
 
 
+def given(args: argparse.Namespace, add: Callable[[argparse.ArgumentParser], None]) -> set[str]:
+    """Returns the names of flags that have another value than by default; `add` declares them."""
+    parser = argparse.ArgumentParser()
+    add(parser)
+    return {name for name, value in vars(args).items() if value != parser.get_default(name)}
+
+
+def named(name: str) -> str:
+    """Returns a flag as it is written."""
+    return f"--{name.replace('_', '-')}"
+
+
 def has_source(args: argparse.Namespace) -> bool:
     """Returns whether the flags name a source of step times."""
     return bool(args.gpu or args.profile or args.coefficients)
@@ -282,8 +295,7 @@ def check_numbers(args: argparse.Namespace) -> None:
     for name in ("ttft", "tpot", "itl", "ttft_p99", "tpot_p99"):
         seconds = getattr(args, name)
         if seconds is not None and not 0 < seconds < float("inf"):
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag}: {seconds} is not a time: give seconds, more than 0")
+            raise ConfigError(f"{named(name)}: {seconds} is not a time: give seconds, more than 0")
     if not 0 < args.attainment < 1:
         raise ConfigError(
             f"--attainment: {args.attainment} is not a share: give more than 0 and less than 1,"
@@ -302,17 +314,21 @@ def check_numbers(args: argparse.Namespace) -> None:
     }
     for name, minimum in least.items():
         value = getattr(args, name)
-        flag = f"--{name.replace('_', '-')}"
+        flag = named(name)
         if value is not None and value < minimum:
             raise ConfigError(f"{flag}: {value} is too few: give {minimum} or more")
         maximum = MOST.get(name)
         if value is not None and maximum is not None and value > maximum:
             raise ConfigError(f"{flag}: {value} is too many: give {maximum} or fewer")
+    if args.acceptance_length is not None and not args.speculative_config:
+        raise ConfigError("--acceptance-length goes with --speculative-config")
     if args.kv_cache_dtype not in KV_CACHE_DTYPES:
         raise ConfigError(
             f"--kv-cache-dtype: DisaggConnector serves no KV in {args.kv_cache_dtype}:"
             f" give {' or '.join(KV_CACHE_DTYPES)}"
         )
+    if args.kv_cache_dtype != "auto" and not args.model:
+        raise ConfigError("--kv-cache-dtype goes with --model")
     if not 0 <= args.kv_limit <= MAX_KV_TOKENS:
         raise ConfigError(
             f"--kv-limit: {args.kv_limit} is not a number of tokens: give at most {MAX_KV_TOKENS}"

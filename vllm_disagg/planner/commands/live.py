@@ -42,6 +42,8 @@ from .metric_page import MetricSamples, MetricWindow, parse
 
 # Standard deviation of the logarithm of lengths; between DistServe's ShareGPT and Azure's traces.
 LENGTH_LOG_SIGMA = 0.8
+DEFAULT_WINDOW_SECONDS = 60.0
+DEFAULT_INSTANCE = "1x1"
 REFIT_ROUNDS = 3
 MAX_REFIT_FACTOR = 64.0  # factors are between 1 / MAX_REFIT_FACTOR and MAX_REFIT_FACTOR
 REFIT_PRECISION_RATIO = 1.01  # of the ends of a bisection
@@ -75,14 +77,12 @@ def add_arguments(parser: Any) -> None:
         "--window",
         metavar="SECONDS",
         type=float,
-        default=60.0,
-        help="time to measure traffic for (default: %(default)s)",
+        help=f"with --live: time to measure traffic for (default: {DEFAULT_WINDOW_SECONDS:g})",
     )
     add(
         "--instance",
         metavar="TPxPP",
-        default="1x1",
-        help="parallelism of each running instance, or of --replay (default: %(default)s)",
+        help=f"parallelism of each instance of --live or --replay (default: {DEFAULT_INSTANCE})",
     )
 
 
@@ -92,8 +92,9 @@ def run(args: argparse.Namespace, say: Callable[[str], None] | None = None) -> i
     `say` prints a progress line. Returns the exit status.
     """
     print_progress = say or (lambda line: print(line, file=sys.stderr, flush=True))
-    if not 1 <= args.window <= 86_400:
-        raise ConfigError(f"--window: {args.window:g} s is not between 1 s and a day")
+    seconds = DEFAULT_WINDOW_SECONDS if args.window is None else args.window
+    if not 1 <= seconds <= 86_400:
+        raise ConfigError(f"--window: {seconds:g} s is not between 1 s and a day")
     tp, pp = shape_of(args.instance)
     url = http_client.address("--live", args.live)
     prefills, decodes = instances(_page(url, "/disagg/instances"))
@@ -105,12 +106,12 @@ def run(args: argparse.Namespace, say: Callable[[str], None] | None = None) -> i
     planned = plan_inputs.read(args, present.gpus, budget_flag, UNMEASURED if is_own else None)
     source = planned.scenario.prefill
     if not is_own and (tp, pp) not in source.shapes(max(8, tp * pp)):
-        raise ConfigError(f"--instance: {args.instance} cannot be simulated with {source.name}")
+        raise ConfigError(f"--instance: {tp}x{pp} cannot be simulated with {source.name}")
     print_progress(
         f"plan: {len(prefills)} prefill and {len(decodes)} decode instances;"
-        f" measuring {args.window:g} s of traffic"
+        f" measuring {seconds:g} s of traffic"
     )
-    windows = measure(url, [*prefills, *decodes] if is_own else [], args.window)
+    windows = measure(url, [*prefills, *decodes] if is_own else [], seconds)
     traffic = between(windows[url].before, windows[url].after, windows[url].seconds)
     scenario = _with_lengths(planned.scenario, traffic, args.workload)
     if not args.requests:
@@ -361,8 +362,9 @@ def simulated_means(scenario: Scenario, present: Placement, rate: float) -> dict
     return found
 
 
-def shape_of(text: str) -> tuple[int, int]:
-    """Parses TPxPP."""
+def shape_of(text: str | None) -> tuple[int, int]:
+    """Parses TPxPP; None is the default."""
+    text = DEFAULT_INSTANCE if text is None else text
     match = re.fullmatch(r"([1-9][0-9]{0,3})x([1-9][0-9]{0,3})", text)
     if not match:
         raise ConfigError(f"--instance: {text[:80]} is not TPxPP, as 2x1")

@@ -39,14 +39,15 @@ DEFAULT_GPUS_OF_RATE = 128
 MAX_GPUS = 512
 MAX_JOBS = 1024  # far above the cores of a machine
 # Flags that a mode has no use for.
-SOURCES = ("gpu", "profile", "coefficients")
-CLOSED_UNUSED = (*SOURCES, "step_times", "report", "by", "prices", "rate", "replay", "live")
-UNUSED_FLAGS = {
-    "capacity_prefill": CLOSED_UNUSED,
-    "capacity_decode": CLOSED_UNUSED,
-    "live": ("gpus", "report", "by", "prices", "rate", "replay", "min_prompt_bytes", "spill"),
-    "replay": ("report", "by", "prices", "min_prompt_bytes", "spill"),
+SEARCHED = ("report", "by", "prices", "min_prompt_bytes", "spill", "expert_parallel")
+UNUSED_FLAGS: dict[str, tuple[str, ...]] = {
+    "live": ("gpus", "rate", "replay", *SEARCHED),
+    "replay": ("requests", "seeds", "arrivals", *SEARCHED),
 }
+# Flags that have a use in some modes only, and those that the closed form has a use for.
+MODES_OF_FLAGS = {"window": ("live",), "instance": ("live", "replay")}
+CLOSED_FORMS = ("capacity_prefill", "capacity_decode")
+USED_BY_CLOSED_FORMS = {*CLOSED_FORMS, "gpus", "model", "workload", "kv_cache_dtype", "json"}
 KEPT_PLACEMENTS = 3  # placements of a kind that are evaluated to the end
 PREFILL_LOADS = (0.5, 0.8)  # of a prefill GPU, for waiting times
 PROGRESS_INTERVAL_SECONDS = 2.0  # between two progress lines
@@ -145,11 +146,19 @@ def _compare(planned: plan_inputs.PlanInputs, args: argparse.Namespace) -> int:
 
 def _refuse_unused(args: argparse.Namespace) -> None:
     """Raises ConfigError for a flag that the mode asked for has no use for."""
-    for mode, names in UNUSED_FLAGS.items():
+    given = flags.given(args, add_arguments) - {"command", "extra"}
+    unused = dict(UNUSED_FLAGS)
+    for mode in CLOSED_FORMS:
+        unused[mode] = tuple(sorted(given - USED_BY_CLOSED_FORMS))
+    for mode, names in unused.items():
         for name in names:
-            if getattr(args, mode) and getattr(args, name) is not None:
-                flag, other = (word.replace("_", "-") for word in (name, mode))
-                raise ConfigError(f"--{flag} goes without --{other}")
+            if mode in given and name in given:
+                raise ConfigError(f"{flags.named(name)} goes without {flags.named(mode)}")
+    for name, modes in MODES_OF_FLAGS.items():
+        if name in given and not given & {*modes}:
+            raise ConfigError(
+                f"{flags.named(name)} goes with {' or '.join(map(flags.named, modes))}"
+            )
 
 
 def _budget(args: argparse.Namespace) -> int:
@@ -176,6 +185,9 @@ def _closed(args: argparse.Namespace) -> int:
             )
     if args.gpus < 2:
         raise ConfigError(f"--gpus: {args.gpus} is too few: prefill and decode need 2 or more")
+    flags.check_numbers(args)
+    if args.workload != flags.DEFAULT_WORKLOAD and not args.model:
+        raise ConfigError("--workload goes with --model in the closed form")
     ratios = sorted(queueing.ratios(prefill, decode, args.gpus), key=lambda r: -r.rate_per_gpu)
     best = queueing.best_ratio(prefill, decode, args.gpus)
     one = min(prefill, decode) / 2
@@ -221,7 +233,7 @@ def _bandwidth(args: argparse.Namespace, rate: float) -> float:
     sample = workload.load(args.workload).sample(1000, 0, workload.Arrivals("poisson"))
     mean_prompt = sum(sample.prompts) / len(sample)
     tokens = math.ceil(mean_prompt)
-    per_token = model.load(args.model).kv_bytes(tokens) / tokens
+    per_token = model.load(args.model, args.kv_cache_dtype).kv_bytes(tokens) / tokens
     return queueing.handoff_bandwidth(per_token, mean_prompt, rate)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ...errors import ConfigError
+from ...fleet.conventions import DEFAULT_PREFILL_CONCURRENCY
 from ..cost import hardware, known_models, profile
 from ..cost.latency import LinearLatency
 from ..search import sample_size
@@ -42,6 +43,8 @@ def read(
     kind, prefill, decode, fits = live_sources(args, live) if live else named_sources(args, gpus)
     rules = args.rules or ("distserve" if kind == "coefficients" else "vllm")
     like_distserve = rules == "distserve"
+    if like_distserve and args.prefill_concurrency != DEFAULT_PREFILL_CONCURRENCY:
+        raise ConfigError("--prefill-concurrency goes without --rules distserve")
     link = hardware.link(args.link) if args.link else default_link(kind, prefill, decode)
     _check_handoff(args, prefill, link)
     work = within_length(workload.load(args.workload), prefill, args.max_model_len)

@@ -50,16 +50,14 @@ def run(args: argparse.Namespace) -> int:
     tp, pp = shape_of(args.instance)
     count = args.gpus // (tp * pp)
     if count < 2:
-        raise ConfigError(f"--gpus: {args.gpus} is less than two instances of {args.instance}")
+        raise ConfigError(f"--gpus: {args.gpus} is less than two instances of {tp}x{pp}")
     if args.rate is not None:
         flags.check_rate(args.rate)
     scenario = plan_inputs.read(args, args.gpus, "--gpus").scenario
     if scenario.prefill != scenario.decode:
         raise ConfigError("--replay: instances that change roles are alike: give one GPU type")
     if (tp, pp) not in scenario.prefill.shapes(args.gpus):
-        raise ConfigError(
-            f"--instance: {args.instance} cannot be simulated with {scenario.prefill.name}"
-        )
+        raise ConfigError(f"--instance: {tp}x{pp} cannot be simulated with {scenario.prefill.name}")
     trace = joined([traces.read(path, "--replay") for path in args.replay])
     work = plan_inputs.within_length(
         Workload("replay", trace=trace), scenario.prefill, args.max_model_len

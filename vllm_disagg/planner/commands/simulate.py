@@ -30,6 +30,15 @@ TIMES = (
     "transfer_mean",
     "path_mean",
 )
+UNUSED_BY_COLOCATED = (
+    "decode_gpu",
+    "decode_profile",
+    "link",
+    "overlap",
+    "prefill_concurrency",
+    "min_prompt_bytes",
+    "spill",
+)
 MAX_SCALE = 1e6  # of step times, either way
 # Of the result, in this order: shares of the time, of the requests, and of the prompts' tokens.
 SHARES = (
@@ -103,8 +112,10 @@ def _placement(args: argparse.Namespace) -> Placement:
     if args.colocated:
         if args.prefill or args.decode:
             raise ConfigError("--colocated takes the place of --prefill and --decode")
-        if args.min_prompt_bytes is not None or args.spill:
-            raise ConfigError("--min-prompt-bytes and --spill go with --prefill and --decode")
+        given = flags.given(args, add_arguments)
+        for name in UNUSED_BY_COLOCATED:
+            if name in given:
+                raise ConfigError(f"{flags.named(name)} goes with --prefill and --decode")
         return Placement(
             _replica_group("--colocated", args.colocated),
             None,

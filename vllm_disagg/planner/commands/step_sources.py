@@ -21,6 +21,7 @@ from ..cost.latency import LinearLatency, PathDelay
 from ..cost.roofline import FITTED_PATH
 from ..cost.sizes import ModelCosts
 from ..search.performance_source import PerformanceSource
+from .flags import named
 
 # No default is a free hand-off. A profile beside other instances of its machine is of one machine.
 # With "live" the engines measured their own.
@@ -49,10 +50,10 @@ def live_sources(args: argparse.Namespace, latency: LinearLatency) -> StepSource
     """
     for flag in ("decode_gpu", "decode_profile"):
         if getattr(args, flag):
-            name = flag.replace("_", "-")
-            raise ConfigError(f"--{name} goes with --{name.removeprefix('decode-')}")
-    if args.step_times:
-        raise ConfigError("--step-times goes with --gpu")
+            raise ConfigError(f"{named(flag)} goes with --{flag.removeprefix('decode_')}")
+    for flag in ("step_times", "node_gpus", "node_links"):
+        if getattr(args, flag):
+            raise ConfigError(f"{named(flag)} goes with --gpu")
     if args.speculative_config:
         raise ConfigError("--speculative-config goes with --gpu: --live measures drafts")
     loaded = model.load(args.model, args.kv_cache_dtype) if args.model else None
@@ -100,16 +101,13 @@ def _check_source(args: argparse.Namespace) -> None:
     for name in ("node_gpus", "node_links", "speculative_config"):
         if getattr(args, name) and given != ["gpu"]:
             without = ", without --profile" if args.gpu and args.profile else ""
-            raise ConfigError(f"--{name.replace('_', '-')} goes with --gpu{without}")
+            raise ConfigError(f"{named(name)} goes with --gpu{without}")
     if args.step_times and given != ["gpu"]:
         raise ConfigError("--step-times goes with --gpu, without another source")
     if args.step_times == "aiconfigurator":
         for name in ("expert_parallel", "speculative_config"):
             if getattr(args, name):
-                flag = name.replace("_", "-")
-                raise ConfigError(f"--{flag} goes without --step-times aiconfigurator")
-    if args.acceptance_length is not None and not args.speculative_config:
-        raise ConfigError("--acceptance-length goes with --speculative-config")
+                raise ConfigError(f"{named(name)} goes without --step-times aiconfigurator")
     if args.itl is not None and args.speculative_config:
         raise ConfigError("--itl goes without --speculative-config: steps have several tokens")
     if args.profile and args.expert_parallel:

@@ -13,6 +13,7 @@ import msgspec
 from .config_reader import ConfigReader
 from .layer_sizes import LayerSizes
 from .sizes import ModelCosts
+from .towers import tower_of
 
 WINDOWED_TYPES = ("sliding_attention", "chunked_attention")
 LINEAR_TYPE = "linear_attention"
@@ -232,6 +233,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "mimo": _QWEN,
     "minimax_m2": Family(is_moe=True, ffn="block_sparse_moe", norm_reduces=1),
+    "ministral3": Family(window_pattern=0),
     "mistral": Family(window_pattern=0),
     "mixtral": Family(is_moe=True, window_pattern=0, ffn="block_sparse_moe"),
     "nemotron_h": Family(gated=False, read=nemotron_h),
@@ -240,7 +242,11 @@ FAMILIES: dict[str, Family] = {
     "opt": Family(gated=False, tied=True),
     "phi3": Family(window_pattern=0),
     "qwen2": _QWEN,
+    "qwen2_5_vl": _QWEN,
+    "qwen2_5_vl_text": _QWEN,
     "qwen2_moe": Family(is_moe=True, has_windows=False, shared="shared_expert"),
+    "qwen2_vl": _QWEN,
+    "qwen2_vl_text": _QWEN,
     "qwen3": _QWEN,
     "qwen3_5_moe_text": _LINEAR_MOE,
     "qwen3_5_text": _LINEAR,
@@ -259,9 +265,7 @@ def parse(name: str, config: dict[str, Any]) -> ModelCosts:
     Raises ConfigError with one line for a model_type or a field that is not read.
     """
     nested = config.get("text_config")
-    if isinstance(nested, dict):
-        config = {**config, **nested}
-    read = ConfigReader(name, config)
+    read = ConfigReader(name, {**config, **nested} if isinstance(nested, dict) else config)
     kind = read.text("model_type")
     family = FAMILIES.get(kind)
     if not family:
@@ -270,6 +274,7 @@ def parse(name: str, config: dict[str, Any]) -> ModelCosts:
             " guesses: give --profile of an instance"
         )
     sizes = (family.read or decoder)(read, family)
+    tower = tower_of(name, config, read)
     found = sizes.costs(name, family.tied, family.norm_reduces)
     read.refuse_unread()
-    return found
+    return msgspec.structs.replace(found, tower=tower)

@@ -12,6 +12,7 @@ RUNTIME_BYTES = 1.25 * (1 << 30)
 # Of DeepEP, per GPU of an instance with expert parallelism: VLLM_DEEPEP_BUFFER_SIZE_MB, 1,024 by
 # default. Between nodes vLLM takes as much again for RDMA, which is not counted.
 EXCHANGE_BUFFER_BYTES = 1 << 30
+TOWER_ELEMENT_BYTES = 2.0  # checkpoints of fewer bits leave towers BF16
 
 
 class KvLayers(msgspec.Struct, frozen=True):
@@ -34,6 +35,17 @@ class StoredProducts(msgspec.Struct, frozen=True):
     dtype: str  # of the products: bf16, fp8, int8 or fp4
     parameters: float
     stored_bytes: float
+
+
+class Tower(msgspec.Struct, frozen=True):
+    """Vision tower with its projector, in BF16. All pipeline stages have it."""
+
+    parameters: float = 0.0
+    is_split: bool = True  # over tensor parallel ranks; else each has all of it
+
+    def rank_bytes(self, tp: int) -> float:
+        """Returns its bytes on one GPU."""
+        return TOWER_ELEMENT_BYTES * self.parameters / (tp if self.is_split else 1)
 
 
 class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +74,7 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
     head_bytes: float = 2.0  # per parameter of the output head
     is_kv_fp8: bool = False
     max_tokens: int = 0  # of a request, without --max-model-len; 0: not known
+    tower: Tower = Tower()
     norm_reduces: int = 0  # all-reduces of a few bytes in a layer, beside the two of activations
 
     @property
@@ -76,12 +89,12 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parameters(self) -> float:
-        """Number of parameters, all experts included."""
-        return self.dense + self.embedding + self.expert * self.experts
+        """Number of parameters, all experts and the tower included."""
+        return self.dense + self.embedding + self.expert * self.experts + self.tower.parameters
 
     @property
     def stored_bytes(self) -> float:
-        """Bytes of all weights."""
+        """Bytes of all weights but the tower's."""
         dense = self.dense_bytes + self.embedding * self.embedding_bytes
         dense -= self.head * (self.embedding_bytes - self.head_bytes)
         return dense + self.expert * self.experts * self.expert_bytes
@@ -131,6 +144,7 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
         others = self.stored_bytes - experts
         weights = (others / tp + experts / (tp * dp)) * self.stage_share(pp)
         weights += draft_layers * (self.dense_bytes / tp + experts / (tp * dp)) / self.layers
+        weights += self.tower.rank_bytes(tp)
         kv_memory = utilization * memory - RUNTIME_BYTES - weights
         kv_memory -= EXCHANGE_BUFFER_BYTES if dp > 1 else 0
         sequence = self.rank_bytes(context, tp, pp)

@@ -3,8 +3,8 @@
 Parameters are those of the model cards, without vision towers and multi-token prediction. KV is in
 bytes of a token in all layers of a kind: bf16, from the architecture of each model card.
 
-Compared on 2026-11-27, Nemotron 3 Ultra, Qwen3-VL and MiMo on 2026-11-29, with published
-config.json files: 20 of the 24, 19 with the copies in the wheel aiconfigurator-core 0.12.0 and
+Compared on 2026-11-27, Nemotron 3 Ultra, Qwen3-VL, MiMo and GLM-5 on 2026-11-29, with published
+config.json files: 22 of the 26, 21 with the copies in the wheel aiconfigurator-core 0.12.0 and
 Qwen2.5-72B with a quoted one. Each field here is in its file with this value; but KV of Gemma 4 31B
 and its weights are those of BF16, and the copy is of NVFP4. The files of Mistral 7B, Gemma 3 27B,
 Qwen3-Next and GLM-4.6 were not found. Source code that quotes their sizes agrees.
@@ -68,6 +68,26 @@ def _latent(layers: int, hidden: int, heads: int, vocab: int, **more: Any) -> di
         "num_nextn_predict_layers": 1,
     }
     return _base("deepseek_v3", layers, hidden, heads, heads, vocab, **{**fields, **more})
+
+
+def _glm(**more: Any) -> dict[str, Any]:
+    return _latent(
+        78,
+        6144,
+        64,
+        154880,
+        model_type="glm_moe_dsa",
+        q_lora_rank=2048,
+        qk_nope_head_dim=192,
+        v_head_dim=256,
+        intermediate_size=12288,
+        n_routed_experts=256,
+        first_k_dense_replace=3,
+        index_topk=2048,
+        index_n_heads=32,
+        index_head_dim=128,
+        **more,
+    )
 
 
 def _nemotron_kinds(pattern: str) -> list[str]:
@@ -429,6 +449,20 @@ MODELS = [
             index_n_heads=64,
             index_head_dim=128,
             quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]},
+        ),
+        8,
+    ),
+    PublishedModel("GLM-5", 744.0, {0: 78 * (1152 + 132)}, _glm(), 8),
+    PublishedModel(
+        "GLM-5.2",
+        744.0,
+        {0: 78 * 1152 + 21 * 132},
+        _glm(
+            index_topk_freq=4,
+            index_skip_topk_offset=3,
+            index_topk_pattern=None,
+            indexer_types=["full" if n < 3 or n % 4 == 2 else "shared" for n in range(78)],
+            layer_types=["deepseek_sparse_attention"] * 78,
         ),
         8,
     ),

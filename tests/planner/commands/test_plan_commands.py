@@ -14,6 +14,7 @@ import msgspec
 import psutil
 import pytest
 from distserve_scenario import distserve_scenario
+from model_configs import MODELS
 
 from vllm_disagg import cli
 from vllm_disagg.errors import ConfigError
@@ -58,10 +59,14 @@ def _points_file(path: Path, **fields: object) -> str:
     return str(path)
 
 
-def _planned(*words: str) -> plan_inputs.PlanInputs:
+def _parsed(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     flags.add_arguments(parser)
-    return plan_inputs.read(parser.parse_args(words), 2, "--gpus")
+    return parser.parse_args(words)
+
+
+def _planned(*words: str) -> plan_inputs.PlanInputs:
+    return plan_inputs.read(_parsed(*words), 2, "--gpus")
 
 
 def test_closed_form(capsys: pytest.CaptureFixture[str]) -> None:
@@ -561,6 +566,18 @@ def test_requests_that_the_model_does_not_take_are_left_out_or_refused(
     assert "1 of the trace left out: vLLM refuses their length" in capsys.readouterr().out
     assert cli.main(["plan", *words[:4], "--gpus", "2", "--replay", str(path)]) == 0
     assert "2 requests at 0.5 req/s, 1 left out" in capsys.readouterr().out
+
+
+def test_kv_that_d_stores_in_another_form_is_refused(tmp_path: Path) -> None:
+    """vLLM's default for GLM-5 is BF16 on H200 and FP8 on B200."""
+    glm = next(one for one in MODELS if one.name == "GLM-5").config
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**glm, "quantization_config": {"quant_method": "fp8"}}))
+    words = ("--model", str(path), "--requests", "20", "--decode-gpu", "b200", "--gpu")
+    with pytest.raises(ConfigError, match=r"--decode-gpu: .* in another form on b200 than on h200"):
+        plan_inputs.read(_parsed(*words, "h200"), 32, "--gpus")
+    planned = plan_inputs.read(_parsed(*words, "b200"), 32, "--gpus")
+    assert planned.scenario.prefill.model and planned.scenario.prefill.model.is_kv_fp8
 
 
 def test_a_profiled_instance_has_the_gpus_of_the_measured_one(

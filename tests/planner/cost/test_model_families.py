@@ -339,6 +339,77 @@ def test_kv_is_fp8_where_the_checkpoint_has_its_scales(tmp_path: Path) -> None:
         model.load(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype", "gpu", "bytes_of_token", "is_fp8"),
+    [
+        # vLLM 0.32: FLASH_ATTN_MLA_SPARSE, FLASHMLA_SPARSE, FLASHINFER_MLA_SPARSE and its SM120.
+        ("GLM-5", "auto", "h200", 1152, False),
+        ("GLM-5", "auto", "", 1152, False),
+        ("GLM-5", "fp8", "h100", 656, True),
+        ("GLM-5", "fp8", "", 656, True),
+        ("GLM-5", "auto", "b200", 576, True),
+        ("DeepSeek-V3.2", "auto", "b200", 1152, False),
+        ("DeepSeek-V3.2", "fp8", "gb300", 576, True),
+        ("DeepSeek-V3.2", "auto", "rtx-pro-6000", 656, True),
+        ("DeepSeek-V3.2", "auto", "mi355x", 1152, False),
+        ("Kimi-K2.5", "fp8", "h200", 576, True),
+        ("Kimi-K2.5", "auto", "a100", 1152, False),
+    ],
+)
+def test_kv_of_sparse_attention_has_the_form_of_the_gpu(
+    name: str, dtype: str, gpu: str, bytes_of_token: int, is_fp8: bool
+) -> None:
+    config = next(one for one in MODELS if one.name == name).config
+    found = families.parse(name, {**config, "kv_cache_dtype": dtype, "served_on": gpu})
+    *index, latent = sorted(found.kv, key=lambda group: group.token_bytes)
+    assert (latent.token_bytes, found.is_kv_fp8) == (bytes_of_token, is_fp8)
+    assert [group.token_bytes for group in index] == ([] if "Kimi" in name else [132])
+
+
+def test_sparse_attention_is_refused_where_vllm_has_none() -> None:
+    config = next(one for one in MODELS if one.name == "GLM-5").config
+    with pytest.raises(ConfigError, match="no sparse attention on a100, which a glm_moe_dsa needs"):
+        families.parse("g", {**config, "served_on": "a100"})
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"index_topk_freq": 2}, "indexer_types is not what index_topk_freq gives"),
+        ({"index_topk_pattern": "F" * 78}, "index_topk_pattern is not what index_topk_freq gives"),
+        ({"layer_types": ["conv"] * 78}, "layer_types has conv, a kind of layer that is not read"),
+    ],
+)
+def test_layers_with_indexers_that_are_not_vllms_are_refused(
+    changed: dict[str, Any], words: str
+) -> None:
+    config = next(one for one in MODELS if one.name == "GLM-5.2").config
+    with pytest.raises(ConfigError, match=words):
+        families.parse("g", {**config, **changed})
+
+
+def test_sparse_attention_reads_its_best_tokens_and_all_keys_of_indexers() -> None:
+    found = families.parse("g", next(one for one in MODELS if one.name == "GLM-5.2").config)
+    gpu = hardware.gpu("h200")
+    times = kernel_times("h200").attention
+    base, slope = RooflineLatency(found, gpu, InstanceShape(8)).decode(1, True)
+    assert slope == pytest.approx(times.kv * 21 * 132 / gpu.bandwidth)
+    without = msgspec.structs.replace(found, kv=found.kv[:1])
+    read = times.kv * 78 * 1152 * 2048 / gpu.bandwidth
+    assert base - RooflineLatency(without, gpu, InstanceShape(8)).decode(1, True)[0] == (
+        pytest.approx(read)
+    )
+
+
+def test_an_indexer_keeps_its_keys_in_bf16() -> None:
+    names = ["model.layers.0.self_attn.indexers_proj", "model.layers.9.self_attn.indexer.wk"]
+    fp8 = {"quant_method": "fp8", "modules_to_not_convert": names}
+    config = next(one for one in MODELS if one.name == "GLM-5").config
+    found = families.parse("g", {**config, "quantization_config": fp8})
+    (plain,) = (group for group in found.products if group.dtype == "bf16")
+    assert plain.parameters == 78 * 6144 * (128 + 32) + 75 * 6144 * 256  # and routers
+
+
 def test_a_full_window_holds_no_more_and_is_not_slower() -> None:
     published = next(one for one in MODELS if one.name == "Gemma-3-27B")
     gemma = families.parse("g", published.config)
@@ -398,8 +469,8 @@ def test_the_own_length_of_a_model_is_vllms(fields: dict[str, Any], tokens: int)
 
 # Of the wheel aiconfigurator-core 0.12.0.
 COPIES = 89
-COPIES_READ = 63
-KINDS_READ = 18
+COPIES_READ = 75
+KINDS_READ = 19
 TOWERS = re.compile("gemma-4|Gemma-4|Qwen3\\.[56]|Kimi-K2\\.")
 
 

@@ -84,9 +84,12 @@ def named_sources(args: argparse.Namespace, gpus: int) -> StepSources:
         distserve.degrees(args.coefficients, loaded.name)
         source = PerformanceSource("coefficients", args.coefficients, loaded)
         return StepSources("coefficients", source, source, [])
-    prefill, decode = (
-        _roofline(args, name, loaded) for name in (args.gpu, args.decode_gpu or args.gpu)
-    )
+    prefill, decode = (_roofline(args, name) for name in (args.gpu, args.decode_gpu or args.gpu))
+    if prefill.model and decode.model and prefill.model.kv != decode.model.kv:
+        raise ConfigError(
+            f"--decode-gpu: vLLM 0.32 stores the KV of {loaded.name} in another form on"
+            f" {decode.name} than on {prefill.name}, so D cannot take it"
+        )
     if args.step_times != "aiconfigurator":
         return StepSources("roofline", prefill, decode, [])
     is_same = prefill == decode
@@ -118,13 +121,13 @@ def _check_source(args: argparse.Namespace) -> None:
         )
 
 
-def _roofline(args: argparse.Namespace, name: str, loaded: ModelCosts) -> PerformanceSource:
+def _roofline(args: argparse.Namespace, name: str) -> PerformanceSource:
     """Returns the roofline of a GPU type."""
     config = args.speculative_config
     return PerformanceSource(
         kind="roofline",
         name=name,
-        model=loaded,
+        model=model.load(args.model, args.kv_cache_dtype, name),
         gpu=_in_nodes(args, hardware.gpu(name)),
         path=FITTED_PATH,
         expert_parallel=args.expert_parallel,
@@ -155,7 +158,8 @@ def _in_nodes(args: argparse.Namespace, gpu: hardware.GpuType) -> hardware.GpuTy
 
 def _profiles(args: argparse.Namespace) -> StepSources:
     """Returns the sources of profiles. Raises ConfigError if a file is not of the GPU named."""
-    loaded = model.load(args.model, args.kv_cache_dtype) if args.model else None
+    gpu = args.gpu or ""
+    loaded = model.load(args.model, args.kv_cache_dtype, gpu) if args.model else None
     if args.decode_gpu and not args.decode_profile:
         raise ConfigError("--decode-gpu goes with --gpu, or with --decode-profile")
     points = _points(args.profile, args.model)

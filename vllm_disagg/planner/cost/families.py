@@ -218,6 +218,7 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": Family(tied=True, window_pattern=6),
     "gemma4_text": Family(tied=True, read=gemma4),
     "glm4_moe": _MOE,
+    "glm_moe_dsa": _LATENT_MOE,
     "gpt2": Family(gated=False, tied=True),
     "gpt_neox": Family(gated=False),
     "gpt_oss": Family(is_moe=True, window_pattern=2),

@@ -10,7 +10,8 @@ from .sizes import KvLayers, ModelCosts, StoredProducts
 from .widths import PLAIN, PLAIN_BYTES, WeightFormat, quantization_of
 
 STATE_ELEMENT_BYTES = 4  # SSM states are float32 in the models read here
-INDEX_KEY_BYTES = 132  # of a token and layer: 128 FP8 and a scale (sparse attention of DeepSeek)
+SPARSE_TYPES = ("deepseek_sparse_attention", "indexed_attention")  # of layers with MLA
+SCALED_ELEMENTS = 128  # in FP8 with one scale of 4 bytes, in caches of sparse attention
 
 
 class LayerSizes:
@@ -27,7 +28,8 @@ class LayerSizes:
         self.layers = layers or read.need("num_hidden_layers", "n_layer")
         self.hidden = read.need("hidden_size", "n_embd")
         self.heads = read.need("num_attention_heads", "n_head")
-        self._kv: Counter[tuple[float, int, int]] = Counter()  # layers by bytes, heads, window
+        # Layers by bytes, heads, window, and tokens that are read.
+        self._kv: Counter[tuple[float, int, int, int]] = Counter()
         self._state_bytes = 0.0
         self._attention = 0.0
         self._latent = 0.0
@@ -78,7 +80,7 @@ class LayerSizes:
         }
         self._add_dense(layers, self._attention_name, modules)
         token_bytes = 2 * kv_heads * head_dim * self._kv_element_bytes
-        self._kv[token_bytes, kv_heads, window] += len(layers)
+        self._kv[token_bytes, kv_heads, window, 0] += len(layers)
         work = 4.0 * heads * head_dim * len(layers)
         if window:
             self._windowed += work * window
@@ -108,25 +110,35 @@ class LayerSizes:
             modules["q_b_proj"] = float(query * heads * widths_of_head)
         else:
             modules["q_proj"] = hidden * heads * widths_of_head
-        token_bytes = (rank + rope) * self._kv_element_bytes
-        prefill = 2.0 * heads * (widths_of_head + value) * layers
-        decode = 2.0 * heads * (2 * rank + rope) * layers
-        top = read.number("index_topk", 0)
-        if top:  # an indexer compares all tokens, and attention reads the `top` best ones
-            index_heads = read.need("index_n_heads")
-            index_dim = read.need("index_head_dim")
-            modules["indexer.wq_b"] = float(query * index_heads * index_dim)
-            modules["indexer.wk"] = hidden * index_dim
-            modules["indexer.weights_proj"] = hidden * index_heads
-            token_bytes += INDEX_KEY_BYTES
-            self._windowed += decode * top
-            index_work = 2.0 * index_heads * index_dim * layers
-            prefill = index_work
-            decode = index_work
         self._add_dense(range(layers), "self_attn", modules)
-        self._kv[token_bytes, 1, 0] += layers
-        self._attention += prefill
-        self._latent += decode
+        decode = 2.0 * heads * (2 * rank + rope) * layers
+        token_bytes = (rank + rope) * self._kv_element_bytes
+        top = read.number("index_topk", 0)
+        if top:  # attention reads the `top` tokens that indexers find best
+            if self._quantization.is_kv_packed:
+                token_bytes = _with_scales(rank) + rope * PLAIN_BYTES
+            self._windowed += decode * top
+            self._add_indexers(query)
+        else:
+            self._attention += 2.0 * heads * (widths_of_head + value) * layers
+            self._latent += decode
+        self._kv[token_bytes, 1, 0, top] += layers
+
+    def _add_indexers(self, query: int) -> None:
+        """Adds indexers of sparse attention: each compares all tokens, with keys of its own.
+
+        vLLM keeps what they compute of hidden states in BF16, whatever a checkpoint says.
+        """
+        read = self._read
+        heads = read.need("index_n_heads")
+        dim = read.need("index_head_dim")
+        layers = _indexed_layers(read, self.layers)
+        self._add_dense(layers, "self_attn", {"indexer.wq_b": float(query * heads * dim)})
+        self._add(PLAIN, float(len(layers) * self.hidden * (dim + heads)))
+        self._kv[_with_scales(dim), 1, 0, 0] += len(layers)
+        work = 2.0 * heads * dim * len(layers)
+        self._attention += work
+        self._latent += work
 
     def add_linear_attention(self, layers: Sequence[int]) -> None:
         """Adds gated delta networks (Qwen3-Next): a state for each sequence, no KV."""
@@ -220,8 +232,8 @@ class LayerSizes:
                 raise read.error(f"word_embed_proj_dim {width} is not hidden_size {self.hidden}")
             embedding += self.hidden * (read.number("max_position_embeddings", 0) + 2)
         kv = tuple(
-            KvLayers(layers, token_bytes, heads, window)
-            for (token_bytes, heads, window), layers in self._kv.items()
+            KvLayers(layers, token_bytes, heads, window, read_tokens)
+            for (token_bytes, heads, window, read_tokens), layers in self._kv.items()
         )
         return ModelCosts(
             name=name,
@@ -259,6 +271,32 @@ class LayerSizes:
                 before.stored_bytes + parameters * stored.width,
             )
         return tuple(found.values())
+
+
+def _with_scales(elements: int) -> float:
+    """Returns the bytes of elements in FP8 with their scales."""
+    return elements + 4.0 * (elements // SCALED_ELEMENTS)
+
+
+def _indexed_layers(read: ConfigReader, layers: int) -> list[int]:
+    """Returns the layers with an indexer; the others take what the one before them found.
+
+    Source: DeepseekV2MLAAttention of vLLM 0.32, which reads no `indexer_types`.
+    """
+    every = read.number("index_topk_freq", 1, 1)
+    offset = read.number("index_skip_topk_offset", 2)
+    found = [n for n in range(layers) if max(n - offset + 1, 0) % every == 0]
+    for kind in read.texts("layer_types", layers):
+        if kind not in SPARSE_TYPES:
+            raise read.error(f"layer_types has {kind}, a kind of layer that is not read")
+    kinds = read.texts("indexer_types", layers)
+    is_other = kinds and [n for n, kind in enumerate(kinds) if kind == "full"] != found
+    if is_other or read.value("index_topk_pattern") is not None:
+        field = "indexer_types" if is_other else "index_topk_pattern"
+        raise read.error(
+            f"{field} is not what index_topk_freq gives: which layers index is not read"
+        )
+    return found
 
 
 def _own_length(read: ConfigReader) -> int:

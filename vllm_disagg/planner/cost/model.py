@@ -13,12 +13,13 @@ from .known_models import MODELS, key_of
 from .sizes import ModelCosts
 
 
-def load(text: str, kv_cache_dtype: str = "auto") -> ModelCosts:
+def load(text: str, kv_cache_dtype: str = "auto", gpu: str = "") -> ModelCosts:
     """Loads a model by name, by folder or by the path of its config.json.
 
-    `kv_cache_dtype` is vLLM's flag. Raises ConfigError with the accepted values.
+    `kv_cache_dtype` is vLLM's flag, `gpu` the type of GPU that serves it, if known. Raises
+    ConfigError with the accepted values.
     """
-    served = {"kv_cache_dtype": kv_cache_dtype}
+    served = {"kv_cache_dtype": kv_cache_dtype, "served_on": gpu.lower()}
     if key := key_of(text):
         return parse(key, {**MODELS[key], **served})
     # `os.path` takes a text that is too long for a path as none.

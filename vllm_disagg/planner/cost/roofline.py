@@ -166,13 +166,13 @@ class RooflineLatency:
         self._mixed_step = times.prompt_seconds * self._layers  # of a step with prompts
         multiple = times.kv_fp8 if model.is_kv_fp8 else times.kv
         slope = 0.0
-        # Full windows and states, for each sequence.
+        # Full windows, what sparse attention reads, and states, for each sequence.
         self._bounded = model.state_bytes / (gpu.bandwidth * self._ranks)
         for group in model.kv:
             sharing = gpu.bandwidth * min(tp, group.heads) * self._stages
             read = multiple * group.layers * group.token_bytes / sharing
-            if group.window:
-                self._bounded += read * group.window
+            if most := group.window or group.read_tokens:
+                self._bounded += read * most
             else:
                 slope += read
         flops = gpu.flops * self._ranks

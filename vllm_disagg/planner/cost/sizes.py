@@ -22,6 +22,7 @@ class KvLayers(msgspec.Struct, frozen=True):
     token_bytes: float  # of one layer, all heads
     heads: int  # ways the cache splits over tensor parallel ranks; 1 for MLA
     window: int = 0  # tokens; 0: none
+    read_tokens: int = 0  # that a decode step reads of a sequence (sparse attention); 0: all
 
     def held_bytes(self, tokens: int) -> float:
         """Returns the bytes that a sequence of `tokens` tokens holds in these layers."""

@@ -15,10 +15,12 @@ FIELDS = ("ignore", "modules_to_not_convert", "exclude_modules")
 _ROOT = re.compile(r"(?:model\.|language_model\.|backbone\.)*(?=layers\.)")
 _LAYER = re.compile(r"layers\.(\d+)\.?(.*)")
 # Modules that no checkpoint quantizes, or whose weights the planner does not count: norms, routers
-# and other gates, convolutions, embeddings, vision, and layers for drafts.
+# and other gates, convolutions, embeddings, vision, layers for drafts, and what an indexer computes
+# of hidden states.
 _NOT_COUNTED = re.compile(
     r"norm|router|gate$|gate\.e_score|e_score|in_proj_(ba|b|a)$|conv1d|rotary|embed|^head$|lm_head"
     r"|vision|visual|audio|projector|mm_proj|patch|\bmtp\b|eh_proj|shared_head|Attention$"
+    r"|indexers_proj|indexer\.(wk|weights_proj)$"
 )
 # Modules that vLLM computes as one, and that some checkpoints name so.
 _FUSED = {

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .config_reader import ConfigReader
+from .hardware import COMPUTE_CAPABILITY_10
 from .skipped import ModuleNames, skipped
 
 
@@ -30,6 +31,14 @@ MXFP4 = WeightFormat(0.5 + 1 / 32, "bf16")  # one E8M0 scale for 32 weights
 SCALE_BYTES = 2.0  # of a group of integers
 
 
+# Models with indexers, and where vLLM 0.32 serves them: its backends of sparse MLA, and
+# `verify_and_update_config` of GLM-5. Without a GPU type a Hopper is assumed.
+SPARSE_KINDS = ("deepseek_v32", "glm_moe_dsa")
+NO_SPARSE_ATTENTION = ("a100", "a100-40", "l40s", "a10", "l4")
+FP8_SPARSE_ATTENTION = ("rtx-pro-6000",)  # whose only cache is the packed one
+PLAIN_FP8_SPARSE_ATTENTION = (*COMPUTE_CAPABILITY_10, "mi300x", "mi325x", "mi355x")
+
+
 # Quantized modules by format, in the order in which they are looked up; None: all modules.
 FormatGroups = tuple[tuple[WeightFormat, ModuleNames | None], ...]
 _EXPERTS = "experts"  # module with all routed experts of a layer
@@ -45,6 +54,7 @@ class Quantization(NamedTuple):
     is_kv_fp8: bool = False
     skipped: ModuleNames = ModuleNames(())
     head: WeightFormat = PLAIN
+    is_kv_packed: bool = False  # of sparse attention: FP8 with scales, and BF16 for rotary parts
 
     def formats(self, module: str, layers: Sequence[int]) -> Counter[WeightFormat]:
         """Counts the formats that a module has in `layers`."""
@@ -65,17 +75,33 @@ class Quantization(NamedTuple):
 
 def quantization_of(read: ConfigReader) -> Quantization:
     """Returns the formats of a model. Raises ConfigError for a method that is not known."""
+    found = _of_checkpoint(read)
+    gpu = read.text("served_on")
+    kind = read.text("model_type")
+    is_fp8 = found.is_kv_fp8 or read.text("kv_cache_dtype") == "fp8"  # of `vllm serve`
+    if kind not in SPARSE_KINDS:
+        return found._replace(is_kv_fp8=is_fp8)
+    if gpu in NO_SPARSE_ATTENTION:
+        raise read.error(f"vLLM 0.32 has no sparse attention on {gpu}, which a {kind} needs")
+    # As vLLM 0.32 chooses it for `--kv-cache-dtype auto`.
+    is_fp8 |= gpu in FP8_SPARSE_ATTENTION
+    is_fp8 |= kind == "glm_moe_dsa" and gpu in COMPUTE_CAPABILITY_10
+    is_packed = is_fp8 and gpu not in PLAIN_FP8_SPARSE_ATTENTION
+    return found._replace(is_kv_fp8=is_fp8, is_kv_packed=is_packed)
+
+
+def _of_checkpoint(read: ConfigReader) -> Quantization:
+    """Returns the formats that the config.json states."""
     dtype = read.text("torch_dtype") or read.text("dtype") or "bfloat16"
     if dtype not in PLAIN_DTYPES:
         raise read.error(f"torch_dtype {dtype} is not one of {', '.join(PLAIN_DTYPES)}")
     quantization = read.value("quantization_config")
-    is_flag_fp8 = read.text("kv_cache_dtype") == "fp8"  # of `vllm serve`
     if quantization is None:
-        return Quantization(is_kv_fp8=is_flag_fp8)
+        return Quantization()
     if not isinstance(quantization, dict):
         raise read.error("quantization_config is no JSON object")
     method = str(quantization.get("quant_method", ""))
-    is_kv_fp8 = _has_fp8_kv(read, quantization) or is_flag_fp8
+    is_kv_fp8 = _has_fp8_kv(read, quantization)
     head = PLAIN
     try:
         if method == "mxfp4":

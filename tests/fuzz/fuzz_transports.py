@@ -60,6 +60,7 @@ TRANSFER = "ab" * 16
 BLOCKS, BLOCK_BYTES = 8, 1024
 STRANGER_BLOCK = BLOCKS - 1  # of no read
 SOURCE = "p/0"
+RELEASE = "1.5.1"  # of NIXL, at both ends
 
 
 class Posted:
@@ -544,6 +545,8 @@ class NixlTarget:
         self._stack = ExitStack()
         for module in (nixl, nixl_paths, nixl_pairing, nixl_sender, nixl_reads):
             self._stack.enter_context(mock.patch.object(module, "time", self._clock))
+        for module in (nixl_pairing, nixl_sender):
+            self._stack.enter_context(mock.patch.object(module, "RELEASE", RELEASE))
         for module in (nixl_pairing, nixl_sender, nixl_reads):
             self._stack.enter_context(mock.patch.object(module, "Job", EndedJob))
         self._memory = _memory()
@@ -554,6 +557,7 @@ class NixlTarget:
             test=(1 << 30, nixl_notes.TEST_REGION_BYTES),
             nonce=b"n" * nixl_notes.NONCE_BYTES,
             planes=[[nixl_notes.RemotePlane(1 << 20, BLOCK_BYTES, 1, 0, BLOCK_BYTES)]],
+            nixl=RELEASE,
         )
         self._agent = ScriptedAgent(random, self._memory, self._info)
         making = SimpleNamespace(_make_agent=self._make_agent)

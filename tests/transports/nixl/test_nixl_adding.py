@@ -14,6 +14,7 @@ import pytest
 from test_nixl_pieces import (
     ADDRESS,
     BLOCK_BYTES,
+    RELEASE,
     TRANSFER,
     read_by,
     reads_of,
@@ -151,6 +152,7 @@ def adding(
         [(0, 1 << 20), TEST_REGION],
         TEST_REGION,
         b"n" * notes.NONCE_BYTES,
+        nixl=RELEASE,
     )
     [part] = notes.agent_info_notes(1, offered)
     transport.on_sender_note(OTHER, part)
@@ -187,7 +189,9 @@ def test_a_third_sender_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     transport, agent, job = adding(monkeypatch)
     third = NixlSource("p/2", PathState.ASKING, 1, math.inf, math.inf)
     transport._paths.sources["p/2"] = third
-    offered = notes.AgentInfo("p/2#1", b"p/2#1", [TEST_REGION], TEST_REGION, b"n" * 16)
+    offered = notes.AgentInfo(
+        "p/2#1", b"p/2#1", [TEST_REGION], TEST_REGION, b"n" * 16, nixl=RELEASE
+    )
     [part] = notes.agent_info_notes(1, offered)
     transport.on_sender_note("p/2", part)
     assert third.state is PathState.ASKING

@@ -38,6 +38,7 @@ TRANSFER = "ab" * 16
 AGENT = "p/0#1"
 ADDRESS = f"nixl:{AGENT}"
 BLOCK_BYTES = 64
+RELEASE = "1.5.1"  # of NIXL, at both ends
 
 
 class FullAgent:
@@ -57,6 +58,7 @@ def receiving(monkeypatch: pytest.MonkeyPatch) -> NixlTransport:
     never_over = SimpleNamespace(is_over=False, next_deadline=lambda now: now + 1.0)
     for module in (pairing, nixl_sender):
         monkeypatch.setattr(module, "Job", lambda do: never_over)
+        monkeypatch.setattr(module, "RELEASE", RELEASE)
     port = DriverPort(
         name="d/0",
         config=Config(transport="nixl"),

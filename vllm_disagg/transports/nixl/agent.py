@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import importlib.metadata
 import importlib.util
 import ipaddress
 import os
@@ -54,6 +55,18 @@ _environment_lock = threading.Lock()
 # Agents that may still write: they keep their buffers, whose memory would be used again.
 _not_gone: list[Agent] = []
 T = TypeVar("T")
+
+
+def _installed_release() -> str:
+    """Returns NIXL's installed release; empty where it is not known."""
+    try:
+        return importlib.metadata.version("nixl")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+# Read at the start: an installation later changes no library that this process has loaded.
+RELEASE = _installed_release()
 
 
 class NixlError(Exception):

@@ -2,7 +2,7 @@
 
     receiver -> sender   NixlHello            asks for the sender's AgentInfo
     sender -> receiver   AgentInfoPart        NIXL's metadata of its agent, and registered regions
-    sender -> receiver   NixlUnavailable      no agent runs here, and why
+    sender -> receiver   NixlUnavailable      why there is no agent for the receiver
     sender -> receiver   PieceRuns            where a piece is in the sender's memory, in wire order
     receiver -> sender   ProbeLook            a read makes no progress: let UCX work for a while
     receiver -> sender   ProbeProgress        asks how often UCX has been let work, ever
@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from ...errors import BadMessage
-from ...kv.layout import RankLayout
+from ...kv.layout import RankLayout, Text
 from ...kv.memory import MemoryPlace
 from ...kv.paired_planes import PairedPlanes
 from ...kv.planes import Plane, PlaneTable
@@ -62,6 +62,7 @@ class NixlHello(msgspec.Struct, frozen=True, tag="hello"):
     """A receiver's wish to read; `attempt` numbers its attempts at this sender."""
 
     attempt: Count
+    nixl: Text = ""  # its release of NIXL; an older receiver does not report it
 
 
 class ProbeLook(msgspec.Struct, frozen=True, tag="look"):
@@ -94,7 +95,7 @@ class AgentInfoPart(msgspec.Struct, frozen=True, tag="part"):
 
 
 class NixlUnavailable(msgspec.Struct, frozen=True, tag="cannot"):
-    """No agent runs at the sender."""
+    """No agent runs at the sender, or none that this receiver may read from."""
 
     attempt: Count
     reason: Annotated[str, msgspec.Meta(max_length=1000)]
@@ -145,6 +146,7 @@ class AgentInfo(msgspec.Struct, frozen=True):
     nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
     place: MemoryPlace = MemoryPlace()
     planes: Annotated[list[LayerPlanes], msgspec.Meta(max_length=4096)] = []
+    nixl: Text = ""  # the sender's release of NIXL; an older sender does not report it
 
 
 ReceiverNote = NixlHello | ProbeLook | ProbeProgress
@@ -154,6 +156,19 @@ _sender_note: msgspec.msgpack.Decoder[SenderNote] = msgspec.msgpack.Decoder(Send
 _agent_info = msgspec.msgpack.Decoder(AgentInfo)
 encode = msgspec.msgpack.Encoder().encode
 T = TypeVar("T")
+
+
+def release_obstacle(there: str, here: str) -> str:
+    """Returns why two releases of NIXL do not connect; empty where they do.
+
+    `there`: the sender's release. `here`: the receiver's. Empty where it is not known.
+    """
+    # A sender with NIXL 1.3.0 ends by SIGSEGV when a receiver with 1.5.1 connects, and the other
+    # way round UCX finds no path (2026-11-29). Which releases fit is not stated.
+    if there == here and here:
+        return ""
+    unknown = "of an unknown version"
+    return f"NIXL {there or unknown} there, {here or unknown} here: install one version"
 
 
 def decode_receiver_note(data: bytes) -> ReceiverNote:

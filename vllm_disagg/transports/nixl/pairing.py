@@ -23,6 +23,7 @@ from ...protocol.peers import WorkerInfo
 from ..base import DriverPort
 from . import notes
 from .agent import (
+    RELEASE,
     ZERO_COPY_READS,
     Agent,
     Job,
@@ -172,6 +173,10 @@ class Pairing:
         data = b"".join(ordered)
         source.parts = {}
         info = notes.decode_agent_info(data, source.name, source.holds)
+        # The sender has compared them too, unless it is older.
+        if reason := notes.release_obstacle(info.nixl, RELEASE):
+            self._paths.lose(source, reason)
+            return
         # This peer is about to be removed from the agent; the next NixlHello finds it gone.
         if self._paths.is_being_removed(info.agent):
             return
@@ -447,7 +452,7 @@ class Pairing:
             self._paths.lose(source, f"the peer did not answer within {PAIRING_SECONDS:g} s")
         elif source.state is PathState.ASKING and now >= source.retry_at:
             # Repeated, because notes may be lost and the peer's agent may not be made yet.
-            hello = notes.encode(notes.NixlHello(source.attempt))
+            hello = notes.encode(notes.NixlHello(source.attempt, RELEASE))
             self._port.send_to_sender(source.name, hello)
             source.retry_at = now + HELLO_SECONDS
 

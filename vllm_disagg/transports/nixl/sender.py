@@ -15,7 +15,7 @@ from ...kv.runs import merged, total_bytes
 from ...protocol.events import SendCompleted, SendPiece
 from ..base import DriverPort
 from . import notes
-from .agent import Agent, Job, NixlError
+from .agent import RELEASE, Agent, Job, NixlError
 
 log = logging.getLogger("vllm_disagg.nixl")
 
@@ -43,7 +43,7 @@ class NixlSender:
         # Not on a GPU: vLLM captures CUDA graphs now, which calls of CUDA in other threads break.
         if memory.place.kind != "VRAM":
             self._making = Job(self._make_agent)
-        self._waiting: dict[str, int] = {}  # receivers without an answer, and their attempt
+        self._waiting: dict[str, notes.NixlHello] = {}  # of receivers without an answer
         self._help_until = 0.0
         self._helped = 0
         self._completed: deque[SendCompleted] = deque()
@@ -98,7 +98,7 @@ class NixlSender:
         if making is None or _may_retry(making):
             self._making = Job(self._make_agent)
         # By receiver, since hellos are repeated: only the latest attempt needs an answer.
-        self._waiting[receiver] = hello.attempt
+        self._waiting[receiver] = hello
         while len(self._waiting) > MAX_WAITING_RECEIVERS:
             del self._waiting[next(iter(self._waiting))]
 
@@ -125,6 +125,7 @@ class NixlSender:
             nonce=nonce,
             place=agent.place,
             planes=notes.remote_planes(self._memory.plane_places()),
+            nixl=RELEASE,
         )
         return agent, info
 
@@ -137,8 +138,8 @@ class NixlSender:
             return
         waiting = self._waiting
         self._waiting = {}
-        for receiver, attempt in waiting.items():
-            for note in self._answer(attempt):
+        for receiver, hello in waiting.items():
+            for note in self._answer(hello):
                 self._port.send_to_receiver(receiver, note)
         ready = self._ready
         if ready is None or time.monotonic() >= self._help_until:
@@ -152,14 +153,17 @@ class NixlSender:
             # Usually because a receiver has gone.
             log.info("nixl: %s", error)
 
-    def _answer(self, attempt: int) -> list[bytes]:
+    def _answer(self, hello: notes.NixlHello) -> list[bytes]:
+        reason = notes.release_obstacle(RELEASE, hello.nixl)
         ready = self._ready
         if ready is None:
             assert self._making is not None, "a hello has started it"
-            reason = self._making.error[:MAX_REASON_CHARACTERS]
-            return [notes.encode(notes.NixlUnavailable(attempt, reason))]
+            reason = self._making.error
+        if ready is None or reason:
+            unavailable = notes.NixlUnavailable(hello.attempt, reason[:MAX_REASON_CHARACTERS])
+            return [notes.encode(unavailable)]
         _, info = ready
-        return notes.agent_info_notes(attempt, info)
+        return notes.agent_info_notes(hello.attempt, info)
 
     def next_deadline(self, now: float) -> float | None:
         """Returns when to call `poll_events` even if nothing wakes the driver."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.protocol.messages import VERSION
+from vllm_disagg.protocol.peers import PROTOCOL_FACT
 
 from . import compat, surroundings
 from .fingerprint import (
@@ -87,7 +88,7 @@ def layout(vllm_config: VllmConfig, compress: str = "off") -> dict[str, str]:
         # Of different kernels KV differs too, and only where all are invariant tokens are equal.
         INVARIANCE: "1" if surroundings.is_batch_invariant() else "0",
         "compress": compress,
-        "transfer protocol": str(VERSION),
+        PROTOCOL_FACT: str(VERSION),
     }
     _refuse_changed_files(vllm_config)  # last: the facts were read from these files
     return facts

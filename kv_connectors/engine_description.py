@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import msgspec
 import vllm
 
+import vllm_disagg
 from vllm_disagg.protocol.peers import EngineInfo
 
 from .compatibility import INVARIANCE, QUANTIZATION
@@ -71,6 +73,8 @@ def describe(
         label=rank.label if rank is not None else None,
         two_way=permits_reuse,
         version=vllm.__version__,
+        release=vllm_disagg.__version__,
+        transformers=importlib.metadata.version("transformers"),
         failure_policy=failure_policy,
         plain_chat=plain_chat,
     )

@@ -15,9 +15,11 @@ from vllm_disagg.protocol import peers
 pytest.importorskip("vllm")
 
 import torch
+import transformers
 from adapters import adapter, engine_process
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
+import vllm_disagg
 from kv_connectors import prompt_digest, scheduler
 from kv_connectors.data_parallel import SharedServerRank
 from kv_connectors.metadata import Handshake
@@ -49,6 +51,12 @@ def side(role: str, groups: Any = GROUPS, key: keys.FleetKey = KEY, **more: Any)
         ]
     )
     return made
+
+
+def test_an_engine_states_the_releases_by_which_its_facts_were_made() -> None:
+    engine = side("both").engine
+    assert engine is not None and engine.release == vllm_disagg.__version__
+    assert engine.transformers == transformers.__version__
 
 
 def request(

@@ -32,6 +32,7 @@ class DoctorEngine(ScriptedEngine):
     def __init__(self, name: str, role: EngineRole) -> None:
         super().__init__(name, role, answer_exactly)
         self.version = "0.32.0"
+        self.release = ""
         self.failure_policy = "recompute"
         self.two_way = True
         self.carriers = ["tcp"]
@@ -75,7 +76,10 @@ class DoctorEngine(ScriptedEngine):
         worker = WorkerInfo(name, control, data, "", self.host, self.carriers, HOLDS)
         engine = EngineInfo(self.incarnation, self.role, [worker], self.layout, rank, self.two_way)
         engine = msgspec.structs.replace(
-            engine, version=self.version, failure_policy=self.failure_policy
+            engine,
+            version=self.version,
+            release=self.release,
+            failure_policy=self.failure_policy,
         )
         return msgspec.to_builtins(engine) | {"clock": self.clock}
 

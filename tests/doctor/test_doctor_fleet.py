@@ -184,6 +184,14 @@ FAULTS: dict[str, tuple[Plant, list[str]]] = {
         of_p(host="another machine"),
         ["FAIL pair: P's workers are on the loopback, and D runs on another machine; set host"] * 2,
     ),
+    "another release, which made another fact": (
+        lambda fleet: (at_p(weights="b4")(fleet), of_p(release="0.2.0")(fleet)),
+        [
+            "FAIL pair: weights is b4 at P and unknown at D; vllm-disagg 0.2.0 on one side and"
+            " unknown on the other; serve"
+        ]
+        * 2,
+    ),
     "other weights and dtype": (
         at_p(weights="b4", dtype="fp16"),
         [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..errors import Unmappable
 from ..fleet import dialling
 from ..kv import reshard
-from ..protocol.peers import EngineInfo, differences
+from ..protocol.peers import EngineInfo, differences, different_releases
 from ..proxy.http.addresses import host_of, literal
 from ..proxy.routing.fleet import mismatch
 from . import remedies
@@ -59,6 +59,7 @@ def _fit(
     fields = list(differences(prefill.layout, decode.layout))
     for fact, at_prefill, at_decode in fields:
         words = f"{fact} is {at_prefill} at P and {at_decode} at D"
+        words += different_releases(fact, prefill, decode)
         report.fail(name, words, remedies.of_fact(words))
     if fields:
         return False

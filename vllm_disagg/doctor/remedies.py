@@ -8,7 +8,7 @@ SAME_FILES = "serve the same files or --revision on both, and restart them"
 # By the fact of a KV layout that differs (`kv_connectors/compatibility.py`).
 OF_FACTS = {
     "architecture": "serve one model on both",
-    "model config": SAME_FILES,
+    "model config": f"{SAME_FILES}, with one version of transformers",
     "weights": SAME_FILES,
     "layers": SAME_FILES,
     "positions": "start both with the same --max-model-len",

@@ -9,6 +9,9 @@ import msgspec
 
 from ..kv.layout import NOTHING, RankLayout, Text
 
+PROTOCOL_FACT = "transfer protocol"
+CONFIG_FACTS = ("model config", "draft")  # digests of what the library transformers has filled in
+
 
 class WorkerInfo(msgspec.Struct, frozen=True):
     """Addresses and KV layout of one rank of an engine.
@@ -57,6 +60,9 @@ class EngineInfo(msgspec.Struct, frozen=True):
     # logits processors and the like.  Empty of an older engine, which does not report it.
     answer_settings: Text = ""
     label: int | None = None  # with a rank: the value of `engine` in its API server's metrics
+    # Releases by which its layout was made. Empty of an older engine, which does not report them.
+    release: Text = ""  # of this project
+    transformers: Text = ""  # of that library, which completes a model's configuration
 
     @property
     def transports(self) -> list[str]:
@@ -87,10 +93,33 @@ def difference(ours: dict[str, str], theirs: dict[str, str]) -> str:
     return ""
 
 
+def engine_difference(ours: EngineInfo, theirs: EngineInfo) -> str:
+    """Returns the `difference` of two engines' layouts, with the releases that may explain it."""
+    for fact, _, _ in differences(ours.layout, theirs.layout):
+        return difference(ours.layout, theirs.layout) + different_releases(fact, ours, theirs)
+    return ""
+
+
+def different_releases(fact: str, ours: EngineInfo, theirs: EngineInfo) -> str:
+    """Returns, as the end of a line, the releases in which engines of different facts differ."""
+    # Another release of this project may compute any fact in another way.
+    releases = [("vllm-disagg", ours.release, theirs.release)]
+    if fact in CONFIG_FACTS:
+        releases.append(("transformers", ours.transformers, theirs.transformers))
+    words = [
+        f"; {name} {here or 'unknown'} on one side and {there or 'unknown'} on the other"
+        for name, here, there in releases
+        if here != there
+    ]
+    return "".join(words)
+
+
 def differences(ours: dict[str, str], theirs: dict[str, str]) -> Iterator[tuple[str, str, str]]:
     """Yields each fact that keeps two engines from exchanging KV: name, our value, theirs."""
-    # Sorted, so that both engines and the proxy name the same fact of several.
-    for fact in sorted(ours.keys() | theirs.keys()):
+    # Sorted, so that both engines and the proxy name the same fact of several. The protocol first:
+    # engines with another one may compute other facts differently, too.
+    facts = ours.keys() | theirs.keys()
+    for fact in sorted(facts, key=lambda fact: (fact != PROTOCOL_FACT, fact)):
         # A fact that only one side has is a difference: the other is of another version.
         if ours.get(fact) != theirs.get(fact):
             yield fact, ours.get(fact, "unknown"), theirs.get(fact, "unknown")

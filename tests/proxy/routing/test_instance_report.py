@@ -19,7 +19,9 @@ NOON = Clock(100.0, 1_800_000_000.0)
 def instance(role: str, name: str = "", carriers: tuple[str, ...] = (), **layout: str) -> Instance:
     made = Instance(f"http://{role}{name}", role)  # type: ignore[arg-type]
     worker = WorkerInfo(f"{role}{name}", "tcp://a:1", "tcp://a:2", carriers=list(carriers))
-    engine = EngineInfo(f"{role}{name}-1", "both", [worker], layout, version="0.32.0")
+    engine = EngineInfo(
+        f"{role}{name}-1", "both", [worker], layout, version="0.32.0", release="0.1.0"
+    )
     made.on_probe_answered("m", engine)
     return made
 
@@ -66,6 +68,7 @@ def test_a_row_has_state_transports_and_the_last_failure() -> None:
     fleet = Fleet([decode])
     row = report(PairingTable(fleet), decode, NOON)
     assert (row.model, row.version, row.connector) == ("m", "0.32.0", "disagg")
+    assert row.release == "0.1.0"
     assert row.transports == ["nixl", "tcp", "zmq"]
     assert (row.breaker, row.last_failure, row.kv_cache_usage) == ("closed", None, None)
     assert row.state_since == "2027-01-15T07:59:00.000Z"

@@ -2,6 +2,7 @@
 
 import itertools
 
+import msgspec
 import pytest
 
 from vllm_disagg.protocol.peers import EngineInfo, WorkerInfo
@@ -78,6 +79,50 @@ def test_only_fitting_pairs() -> None:
         choice.take(world, POLICY, 0.0)
         assert choice.prefill is b
     assert mismatch(a, d) == "dtype is a on one side and b on the other"
+
+
+OTHER_RELEASES = "vllm-disagg 0.1.0 on one side and 0.2.0 on the other"
+OTHER_TRANSFORMERS = "transformers 5.19.0 on one side and unknown on the other"
+
+
+@pytest.mark.parametrize(
+    ("fact", "theirs", "words"),
+    [
+        ("weights", ("0.1.0", "5.19.0"), ""),
+        ("weights", ("0.2.0", ""), f"; {OTHER_RELEASES}"),
+        ("model config", ("0.1.0", ""), f"; {OTHER_TRANSFORMERS}"),
+        ("draft", ("0.2.0", ""), f"; {OTHER_RELEASES}; {OTHER_TRANSFORMERS}"),
+    ],
+)
+def test_a_difference_has_the_releases_that_may_explain_it(
+    fact: str, theirs: tuple[str, str], words: str
+) -> None:
+    """Engines with equal files are kept apart by another release of a library, too."""
+    p, d = (
+        instance(
+            role, of=EngineInfo(role, "both", [], {fact: value}, release=one, transformers=two)
+        )
+        for role, value, (one, two) in (
+            ("prefill", "a", ("0.1.0", "5.19.0")),
+            ("decode", "b", theirs),
+        )
+    )
+    assert mismatch(p, d) == f"{fact} is a on one side and b on the other{words}"
+
+
+def test_releases_alone_keep_no_engines_apart() -> None:
+    d = instance("decode", of=msgspec.structs.replace(engine(dtype="a"), release="0.2.0"))
+    assert not mismatch(instance("prefill", of=engine(dtype="a")), d)
+
+
+def test_another_protocol_is_named_before_all_facts() -> None:
+    """Its release may compute the others in another way."""
+    facts = ("model config", "transfer protocol")
+    p, d = (
+        instance(role, of=EngineInfo(role, "both", [], dict.fromkeys(facts, number)))
+        for role, number in (("prefill", "5"), ("decode", "6"))
+    )
+    assert mismatch(p, d).startswith("transfer protocol is 5 on one side and 6 on the other")
 
 
 def test_the_least_cost_of_all_layouts_counts() -> None:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ...fleet import dialling
-from ...protocol.peers import EngineInfo, difference
+from ...protocol.peers import EngineInfo, engine_difference
 from ..http.addresses import split_rank
 from ..http.endpoint_schema import RANKLESS
 from ..http.reasons import SERVER_DEATHS, STOPPING_DETAIL, Reason
@@ -328,7 +328,7 @@ def mismatch(prefill: Instance, decode: Instance) -> str:
         return f"one serves {prefill.model} and the other {decode.model}"
     if not prefill.engine or not decode.engine:
         return "one of them serves no KV transfers"
-    return difference(prefill.engine.layout, decode.engine.layout)
+    return engine_difference(prefill.engine, decode.engine)
 
 
 @dataclass(slots=True)

@@ -48,6 +48,7 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     leaving: bool
     model: str
     version: str  # of vLLM; empty if its connector does not state it
+    release: str = ""  # of vllm-disagg there; empty if its connector does not state it
     connector: Connector
     # What its vLLM does after a failed load; empty if its connector does not state it.
     failure_policy: str = ""
@@ -94,6 +95,7 @@ def report(table: PairingTable, instance: Instance, clock: Clock) -> InstanceRep
         leaving=is_leaving,
         model=instance.model,
         version=instance.engine.version if instance.engine else "",
+        release=instance.engine.release if instance.engine else "",
         connector=instance.connector,
         failure_policy=instance.engine.failure_policy if instance.engine else "",
         computes_last_token=instance.engine.computes_last_token if instance.engine else None,

@@ -5,6 +5,8 @@ added has a default, so that the record is still understood; and an older releas
 other change needs another version (`VERSION` in messages, grants or handovers), and a new record:
 
     python tests/protocol/test_recorded_wire.py
+
+tests/connector/test_recorded_facts.py does so for the facts by which engines are paired.
 """
 
 from __future__ import annotations

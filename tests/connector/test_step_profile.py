@@ -76,6 +76,26 @@ def test_a_step_of_an_idle_engine_begins_with_the_request() -> None:
     assert seconds(profile, 91.0) == (3, pytest.approx(0.5 + 0.2 + 0.1))
 
 
+@pytest.mark.parametrize(("tokens", "longest"), [(1, 5.0), (30, 30.0)])
+def test_a_step_in_which_the_engine_was_paused_is_left_out(tokens: int, longest: float) -> None:
+    """Its time, and what arrived or landed in it."""
+    for paused, steps in ((longest, 2), (longest + 1.0, 1)):
+        profile = StepProfile()
+        profile.on_arrived("a", 10.0, 0.0)
+        profile.on_scheduled(step(new={"a": (0, tokens)}))
+        profile.on_step_ended(10.0 + paused)
+        profile.on_scheduled(step(cached={"a": (30, 1)}))
+        profile.on_arrived("b", 10.0 + paused, paused)
+        profile.on_kv_landed(10.0)
+        profile.on_step_ended(10.5 + paused)
+        sums, arrivals, landings = profile.take(100.0)
+        assert sums["steps*steps"] == steps
+        assert sums["steps*seconds"] == pytest.approx(0.5 + paused * (steps - 1))
+        waits = [paused, paused] if steps == 2 else [0.0, 0.0]
+        found = [arrivals.get("arrivals*seconds", 0.0), landings.get("landings*seconds", 0.0)]
+        assert found == waits
+
+
 def test_steps_that_overlap_share_no_time() -> None:
     """vLLM schedules the next step while one runs; its last token may be one that vLLM drops."""
     profile = StepProfile()

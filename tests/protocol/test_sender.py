@@ -26,10 +26,12 @@ from vllm_disagg.protocol.events import (
     Reason,
     ReleaseBlocks,
     SendCompleted,
+    SenderAction,
     SenderEvent,
     SendMessage,
     SendPiece,
 )
+from vllm_disagg.protocol.outgoing_transfer import SendState
 from vllm_disagg.protocol.sender import Sender
 
 FULL = LayerLayout("kv", 4, [32], [opaque(32, 2)], 2, 0, 2)
@@ -46,6 +48,18 @@ def side() -> Sender:
     side.handle(LayersComputed("t", 3), 0.0)
     side.handle(messages.TransferRequest("t", "p", "d", "zmq:x"), 0.0)
     return side
+
+
+def stay_awake(
+    side: Sender, until: float, *keepalives: messages.TransferRequest
+) -> list[SenderAction]:
+    """Ticks whenever it is due, each time behind these keep-alives; returns the tick's actions."""
+    actions: list[SenderAction] = []
+    while (due := side.next_deadline()) is not None and due <= until:
+        for request in keepalives:
+            side.handle(request, due)
+        actions += side.handle(ClockTick(), due)
+    return actions
 
 
 def fetch(side: Sender, *numbers: int) -> list[int] | None:
@@ -201,7 +215,7 @@ def test_a_receiver_that_asks_thousands_of_endings_later_is_refused_at_once(end:
         if end == "half delivered":
             side.handle(messages.TransferRequest("late", "p", "e", "zmq:x", readers=2), 0.0)
             side.handle(messages.ReadComplete("late", "p", "e"), 0.0)
-        assert side.handle(ClockTick(), 20.0) == [ReleaseBlocks("late", delivered=False)]
+        assert stay_awake(side, 20.0) == [ReleaseBlocks("late", delivered=False)]
     for number in range(2 * MAX_ENDINGS):
         name = str(number)
         side.handle(BlocksScheduled(name, 4, [[1]]), 20.0)
@@ -284,46 +298,73 @@ def test_p_serves_of_a_window_just_what_vllm_keeps_and_d_needs_no_more(
         assert oldest // block_size in kept or oldest == tokens, tokens
 
 
+KEEPALIVE = messages.TransferRequest("t", "p", "d", "zmq:x")
+
+
 def test_a_reader_whose_link_is_broken_has_the_grace_and_not_the_lease(side: Sender) -> None:
-    side.handle(messages.TransferRequest("t", "p", "d", "zmq:x"), 1.0)
+    assert not stay_awake(side, 1.0)
+    side.handle(KEEPALIVE, 1.0)
     assert not side.handle(PrefillFinished("t"), 1.0)
-    assert side.next_deadline() == 1.0 + side.lease
-    assert not side.handle(ConnectionLost("somebody else"), 2.0)
-    assert side.next_deadline() == 1.0 + side.lease
-    assert not side.handle(ConnectionLost("d"), 2.0)
-    assert side.next_deadline() == 2.0 + side.grace / 2
-    assert not side.handle(ClockTick(), 2.0 + side.grace / 2)
-    assert side.next_deadline() == 2.0 + side.grace
-    assert side.handle(ClockTick(), 2.0 + side.grace) == [ReleaseBlocks("t", delivered=False)]
+    side.handle(ConnectionLost("somebody else"), 1.2)
+    assert side.transfers["t"].next_deadline() == 1.0 + side.lease
+    side.handle(ConnectionLost("d"), 1.3)
+    assert side.transfers["t"].next_deadline() == 1.3 + side.grace
+    assert not stay_awake(side, 1.2 + side.grace)
+    assert stay_awake(side, 1.3 + side.grace) == [ReleaseBlocks("t", delivered=False)]
 
 
-@pytest.mark.parametrize("is_lost_twice", [False, True])
-def test_a_grace_goes_on_after_a_sleep_of_this_process(side: Sender, is_lost_twice: bool) -> None:
+@pytest.mark.parametrize("first", [ClockTick(), ConnectionLost("d"), KEEPALIVE])
+def test_a_grace_goes_on_after_a_sleep_of_this_process(side: Sender, first: SenderEvent) -> None:
     """No reader could connect meanwhile; it has given nothing up before its `peer_timeout`."""
-    side.handle(PrefillFinished("t"), 1.0)
-    side.handle(ConnectionLost("d"), 2.0)
+    side.handle(ConnectionLost("d"), 0.1)
+    side.handle(PrefillFinished("t"), 0.1)
     # Frozen since then: all events of the sleep come at once.
-    if is_lost_twice:
-        assert not side.handle(ConnectionLost("d"), 3.5)
-    assert not side.handle(ClockTick(), 3.5)
-    assert side.next_deadline() == 4.0
-    side.handle(messages.TransferRequest("t", "p", "d", "zmq:x"), 3.6)
-    assert side.next_deadline() == 3.6 + side.lease
+    for event in (first, ClockTick()):
+        assert ReleaseBlocks("t", delivered=False) not in side.handle(event, 20.0)
+    assert not stay_awake(side, 20.5)
+    side.handle(KEEPALIVE, 20.5)
+    assert side.transfers["t"].next_deadline() == 20.5 + side.lease
     assert fetch(side, 0, 1, 4, 12) == [2, 3]
 
 
 def test_a_grace_ends_after_a_sleep_of_this_process(side: Sender) -> None:
-    side.handle(PrefillFinished("t"), 1.0)
-    side.handle(ConnectionLost("d"), 2.0)
-    assert not side.handle(ClockTick(), 3.5)
-    assert side.handle(ClockTick(), 4.0) == [ReleaseBlocks("t", delivered=False)]
+    side.handle(ConnectionLost("d"), 0.1)
+    side.handle(PrefillFinished("t"), 0.1)
+    assert not side.handle(ClockTick(), 20.0)
+    assert stay_awake(side, 20.0 + side.grace) == [ReleaseBlocks("t", delivered=False)]
+
+
+@pytest.mark.parametrize("state", [SendState.WANTED, SendState.COMPUTING, SendState.HELD])
+def test_a_sleep_of_this_process_ends_no_transfer(state: SendState) -> None:
+    """Readers on the same machine slept too, and had no time to send a keep-alive."""
+    side = Sender("p", RankLayout([FULL], [0]))
+    side.handle(KEEPALIVE, 0.0)
+    if state is not SendState.WANTED:
+        side.handle(BlocksScheduled("t", 4, [[1]]), 0.0)
+    if state is SendState.HELD:
+        side.handle(LayersComputed("t", 1), 0.0)
+        side.handle(PrefillFinished("t"), 0.0)
+    assert not stay_awake(side, 3.0)
+    assert not side.handle(ClockTick(), 60.0)
+    (answer,) = side.handle(KEEPALIVE, 60.1)
+    assert isinstance(answer, SendMessage) and isinstance(answer.message, messages.Progress)
+    assert side.transfers["t"].state is state
+
+
+def test_a_prompt_that_no_reader_has_asked_for_is_kept_by_a_sleep_of_this_process() -> None:
+    side = Sender("p", RankLayout([FULL], [0]))
+    side.handle(BlocksScheduled("t", 4, [[1]]), 0.0)
+    side.handle(LayersComputed("t", 1), 0.0)
+    side.handle(PrefillFinished("t"), 0.0)
+    assert not side.handle(ClockTick(), 60.0)
+    assert stay_awake(side, 60.0 + side.lease) == [ReleaseBlocks("t", delivered=False)]
 
 
 def test_a_reader_that_speaks_after_its_link_broke_is_served_on(side: Sender) -> None:
-    side.handle(PrefillFinished("t"), 1.0)
-    side.handle(ConnectionLost("d"), 2.0)
-    side.handle(messages.TransferRequest("t", "p", "d", "zmq:x"), 2.5)
-    assert side.next_deadline() == 2.5 + side.lease
+    side.handle(PrefillFinished("t"), 0.1)
+    side.handle(ConnectionLost("d"), 0.1)
+    side.handle(KEEPALIVE, 0.4)
+    assert side.transfers["t"].next_deadline() == 0.4 + side.lease
     assert fetch(side, 0, 1, 4, 12) == [2, 3]
 
 
@@ -342,11 +383,11 @@ def test_a_repeated_request_for_a_piece_under_way_sends_it_once(side: Sender) ->
 
 
 def test_a_broken_link_releases_nothing_that_is_being_sent(side: Sender) -> None:
-    side.handle(PrefillFinished("t"), 1.0)
+    side.handle(PrefillFinished("t"), 0.1)
     assert fetch(side, 0, 1, 4, 12)
-    side.handle(ConnectionLost("d"), 2.0)
-    for seconds in (side.grace / 2, side.grace):
-        assert not side.handle(ClockTick(), 2.0 + seconds)
+    side.handle(ConnectionLost("d"), 0.1)
+    assert not stay_awake(side, 3.5)
+    assert not side.transfers["t"].active_receivers()
     assert side.handle(SENT, 3.5) == [ReleaseBlocks("t", delivered=False)]
 
 
@@ -360,6 +401,8 @@ def test_what_was_taken_back_is_not_confirmed(side: Sender) -> None:
 
 
 def still(side: Sender, now: float, transfer: str = "t") -> float:
+    """Returns the seconds without a step that a reader is told of; `d` asks all the time."""
+    stay_awake(side, now, KEEPALIVE)
     (action,) = side.handle(messages.TransferRequest(transfer, "p", "d", "zmq:x"), now)
     assert isinstance(action, SendMessage) and isinstance(action.message, messages.Progress)
     return action.message.seconds_without_step
@@ -368,7 +411,7 @@ def still(side: Sender, now: float, transfer: str = "t") -> float:
 def test_an_offer_says_how_long_vllm_has_made_no_step_in_the_middle_of_a_prompt(
     side: Sender,
 ) -> None:
-    assert still(side, 50.0) == 0, "nobody has said when it made one"
+    assert still(side, 10.0) == 0, "nobody has said when it made one"
     side.last_engine_step = 10.0
     assert still(side, 10.9) == 0 and still(side, 12.0) == 2.0
     assert still(side, 40.0, "another, not begun") == 30.0
@@ -378,6 +421,28 @@ def test_an_offer_says_how_long_vllm_has_made_no_step_in_the_middle_of_a_prompt(
     assert still(side, 90.0) == still(side, 90.0, "another, not begun") == 0, (
         "an idle vLLM makes no steps"
     )
+
+
+@pytest.mark.parametrize("first", [ClockTick(), KEEPALIVE])
+def test_an_engine_that_slept_with_this_process_has_not_stalled(
+    side: Sender, first: SenderEvent
+) -> None:
+    """The step that it was in goes on; a keep-alive may be read before the tick."""
+    side.last_engine_step = 0.0
+    assert still(side, 3.0) == 3.0
+    side.handle(first, 60.0)
+    assert still(side, 60.0) == pytest.approx(3.0 + side.grace / 2)
+    assert still(side, 65.0) == pytest.approx(8.0 + side.grace / 2)
+    side.last_engine_step = 64.0
+    assert still(side, 66.0) == 2.0
+
+
+def test_an_engine_that_slept_before_its_first_transfer_has_not_stalled() -> None:
+    """Its step had begun, and the driver had not looked yet."""
+    side = Sender("p", RankLayout([FULL], [0]))
+    side.last_engine_step = 0.0
+    side.handle(BlocksScheduled("t", 4, [[1]]), 60.0)
+    assert still(side, 60.1) == 0
 
 
 # Sums of blocks -----------------------------------------------------------------------------------
@@ -432,6 +497,7 @@ def test_a_reader_that_waits_for_sums_gets_a_sign_of_life() -> None:
     """A step may last longer than its `peer_timeout`; and vLLM may have stopped in it."""
     side = summing()
     side.last_engine_step = 0.0
+    stay_awake(side, 5.0)
     (answer,) = side.handle(messages.ReadComplete("t", "p", "d", [WHOLE]), 5.0)
     progress = messages.Progress("t", "p", "d", 0, 12, 1, seconds_without_step=5.0)
     assert answer == SendMessage("d", progress)
@@ -451,7 +517,9 @@ def test_a_reader_waits_until_the_last_chunk_is_summed() -> None:
     side.handle(BlocksScheduled("t", 8, [[1, 2]]), 0.0)
     side.handle(messages.TransferRequest("t", "p", "d", "zmq:x"), 0.0)
     side.handle(LayersComputed("t", 1), 0.0)
+    stay_awake(side, 1.0)
     assert complete(side, WHOLE, now=1.0) == []
+    stay_awake(side, 5.0)
     side.handle(BlocksSummed("t", 8, [SummedBlocks(0, sums[:2]) for sums in BLOCK_SUMS]), 5.0)
     assert confirms(side, LayersComputed("t", 2), now=5.0) == []
     assert side.transfers["t"].receivers["d"].lease.last_seen == 1.0, "the reader was silent since"
@@ -463,8 +531,9 @@ def test_a_reader_waits_until_the_last_chunk_is_summed() -> None:
 
 def test_a_reader_that_waits_for_sums_keeps_its_lease_and_hears_of_an_abort() -> None:
     side = summing()
+    stay_awake(side, 9.0)
     complete(side, WHOLE, now=9.0)
-    side.handle(ClockTick(), 12.0)
+    stay_awake(side, 12.0)
     (told,) = side.handle(BlocksRevoked("t"), 12.0)
     assert isinstance(told, SendMessage) and isinstance(told.message, messages.Abort)
     (confirm,) = complete(side, WHOLE, now=12.1)

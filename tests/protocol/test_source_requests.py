@@ -21,6 +21,7 @@ from vllm_disagg.protocol.events import (
     PrefillFinished,
     ReceiverAction,
     ReleaseBlocks,
+    SenderAction,
     SendMessage,
 )
 from vllm_disagg.protocol.peers import WorkerInfo
@@ -58,15 +59,24 @@ def holding() -> Sender:
     return side
 
 
+def stay_awake(side: Sender, until: float) -> list[SenderAction]:
+    """Ticks whenever it is due; returns the actions."""
+    actions: list[SenderAction] = []
+    while (due := side.next_deadline()) is not None and due <= until:
+        actions += side.handle(ClockTick(), due)
+    return actions
+
+
 def test_a_prompt_is_kept_for_a_lease_from_each_request_on() -> None:
     p, d = holding(), receiver()
     for now in (3.0, 9.0, 15.0):
+        assert stay_awake(p, now) == []
         (request,) = sent(d.handle(LoadExpected("t", [P], PLAN, "digest"), now))
         assert isinstance(request, messages.TransferRequest) and request.is_queued
         assert p.handle(request, now) == [], "D repeats it, so it needs no answer"
     assert d.next_deadline() is None, "the scheduler decides when to ask again"
-    assert p.handle(ClockTick(), 24.9) == []
-    assert p.handle(ClockTick(), 25.0) == [ReleaseBlocks("t", delivered=False)]
+    assert stay_awake(p, 24.9) == []
+    assert stay_awake(p, 25.0) == [ReleaseBlocks("t", delivered=False)]
 
 
 def test_a_prompt_that_is_kept_has_no_receiver_yet() -> None:
@@ -75,7 +85,7 @@ def test_a_prompt_that_is_kept_has_no_receiver_yet() -> None:
     for request in sent(d.handle(LoadExpected("t", [P], PLAN, "digest"), 3.0)):
         p.handle(request, 3.0)  # type: ignore[arg-type]
     p.handle(ConnectionLost("d0"), 3.5)
-    assert p.handle(ClockTick(), 9.0) == []
+    assert stay_awake(p, 12.0) == []
     load = LoadRequested("t", [P], PLAN, [GroupBlocks(0, [3, 4])], 8, 30.0, "digest")
     (loading,) = sent(receiver(rank=0).handle(load, 12.0))
     assert isinstance(loading, messages.TransferRequest) and not loading.is_queued
@@ -108,16 +118,17 @@ def test_a_prompt_that_is_not_held_is_as_before(state: str) -> None:
     """While it is computed no lease runs, and behind its end the whole one does."""
     p = holding() if state == "released" else Sender("p", SHAPE, lease=10.0)
     if state == "released":
-        p.handle(ClockTick(), 10.0)
+        stay_awake(p, 10.0)
     elif state == "computing":
         p.handle(BlocksScheduled("t", 8, [[0, 1]], prompt="digest"), 0.0)
     (request,) = sent(receiver().handle(LoadExpected("t", [P], PLAN, "digest"), 11.0))
     assert p.handle(request, 11.0) == []  # type: ignore[arg-type]
-    assert len(p.transfers) == (state == "computing") and p.next_deadline() is None
+    assert len(p.transfers) == (state == "computing")
     if state == "computing":
+        assert stay_awake(p, 90.0) == []
         p.handle(LayersComputed("t", 2), 90.0)
         assert p.handle(PrefillFinished("t"), 90.0) == []
-        assert p.next_deadline() == 100.0
+        assert p.transfers["t"].next_deadline() == 100.0
 
 
 def test_without_a_rank_that_reads_each_source_is_informed_by_one_rank() -> None:

@@ -27,7 +27,7 @@ from vllm_disagg.protocol.events import Reason
 from world_engines import DecodeEngine, PrefillEngine
 
 SPLITS = ("one", "tensor", "pipeline")
-CHAOS = {  # percent, each time it may happen; a leap is a long time in which nothing else does
+CHAOS = {  # percent, each time it may happen; a leap is a pause of all engines
     **{"drop": 6, "repeat": 4, "reorder": 10, "damage": 2},
     **{
         "abort": 2,
@@ -166,9 +166,10 @@ class World:
         elif kind == 8:
             self.copy()
         elif kind == 9:
-            self.pass_time(
-                11.0 if self.roll("leap") else self.random.choice([0.01, 0.1, 0.6]) * self.pace
-            )
+            if self.roll("leap"):
+                self.leap()
+            else:
+                self.pass_time(self.random.choice([0.01, 0.1, 0.6]) * self.pace)
         elif kind == 10:
             side = self.random.choice(list(self.sides.values()))
             if not side.frozen:
@@ -228,6 +229,18 @@ class World:
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
         for side in self.sides.values():
+            if not side.frozen:
+                side.tick()
+
+    def leap(self) -> None:
+        """All engines are paused for longer than a lease, and go on one by one.
+
+        Each one reads what has come before it looks at the time, as the driver does.
+        """
+        self.now += 11.0
+        for side in self.random.sample(list(self.sides.values()), len(self.sides)):
+            for _ in range(len(self.network)):
+                self.deliver()
             if not side.frozen:
                 side.tick()
 

@@ -257,6 +257,8 @@ class Half:
         self.machine.validate()
 
     def handle_unless_stray(self, message: object, is_stray: bool) -> None:
+        if is_stray:
+            self.tick()  # else the sender may notice its own sleep with this message
         before = self.state() if is_stray else ""
         self.handle(message)
         assert not is_stray or before == self.state(), "a message for another life had an effect"

@@ -111,10 +111,9 @@ class OutgoingTransfer:
     def next_deadline(self) -> float | None:
         """Returns when the state may change by time alone; None if by events only."""
         # The first lease of an active receiver decides; without one, the transfer's own deadline.
-        leases: list[float] = []
-        for receiver in self.receivers.values():
-            if receiver.is_active:
-                leases += receiver.lease.deadlines()
+        leases = [
+            receiver.lease.ends_at for receiver in self.receivers.values() if receiver.is_active
+        ]
         # COMPUTING ends by vLLM's events only, sends by SendCompleted only.
         if leases or self.state is SendState.COMPUTING or self.is_sending():
             return min(leases, default=None)
@@ -124,9 +123,14 @@ class OutgoingTransfer:
         """Ends the part of each receiver whose lease has run out."""
         # Silence for the lease is as good as an Abort.
         for receiver in self.receivers.values():
-            receiver.lease.forgive_sleep(now)
-            if receiver.is_active and receiver.lease.has_run_out(now):
+            if receiver.is_active and receiver.lease.ends_at <= now:
                 receiver.is_gone = True
+
+    def prolong(self, seconds: float) -> None:
+        """Adds to all waits the time in which this process slept."""
+        self.deadline += seconds
+        for receiver in self.receivers.values():
+            receiver.lease.prolong(seconds)
 
     def validate(self, name: str, layout: RankLayout) -> None:
         """Raises AssertionError if the state contradicts itself.  `layout`: of this rank.

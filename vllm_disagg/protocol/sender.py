@@ -22,7 +22,7 @@ HELD       The request has finished.  The blocks wait for ReleaseBlocks.
 (ended)    Only the name is remembered: late messages are refused, late ReadComplete answered.
 
 A receiver of a transfer is active until it has sent ReadComplete, has aborted, or has been silent
-for the lease.  Its exchange with the sender:
+for the lease.  Time in which this process sleeps does not count.  Its exchange with the sender:
 
     TransferRequest -> Progress        repeated; each one renews the lease.  With the block ids for
                                        a receiver that reads by address: it requests no pieces.
@@ -111,9 +111,15 @@ class Sender:
         self.endings = Endings()
         # Time of vLLM's last call into the driver, which sets it before each `handle`.
         self.last_engine_step: float | None = None
+        # The time without a step is counted from here, or from a later step.
+        self._steps_awaited_since = 0.0
+        # With transfers.  A tick that comes later shows that this process slept.
+        self._tick_due = 0.0
 
     def handle(self, event: SenderEvent, now: float) -> Actions:
         """Applies one event at the monotonic time `now`; returns the actions that follow."""
+        # Before any event: a message may be read before the tick.
+        self._forgive_sleep(now)
         match event:
             case BlocksScheduled():
                 return self._on_scheduled(event, now)
@@ -157,7 +163,7 @@ class Sender:
 
     def next_deadline(self) -> float | None:
         """Returns the time at which the next ClockTick is due; None if no time matters."""
-        deadlines: list[float] = []
+        deadlines = [self._tick_due] if self.transfers else []
         for transfer in self.transfers.values():
             deadline = transfer.next_deadline()
             if deadline is not None:
@@ -441,6 +447,23 @@ class Sender:
         return self._release_if_over(event.transfer, t)
 
     # Time -----------------------------------------------------------------------------------------
+    def _forgive_sleep(self, now: float) -> None:
+        """Prolongs all waits by the time that a tick is late: this process slept meanwhile.
+
+        Its receivers seemed silent, and its engine made no step.
+        """
+        late = now - self._tick_due
+        if not self.transfers:
+            self._steps_awaited_since = now  # no receiver has waited for one
+        elif late < 0:
+            return
+        else:
+            for t in self.transfers.values():
+                t.prolong(late)
+            since = max(self._steps_awaited_since, self.last_engine_step or 0.0)
+            self._steps_awaited_since = min(now, since + late)
+        self._tick_due = now + self.grace / 2
+
     def _on_tick(self, now: float) -> Actions:
         actions: Actions = []
         # A copy of the names, because a transfer that ends leaves the dict.
@@ -474,7 +497,10 @@ class Sender:
         now: float,
     ) -> SendMessage:
         """Returns the Progress for a receiver that has asked; it tells whether the engine steps."""
-        stalled = stalled_seconds(self.last_engine_step, self.transfers.values(), now)
+        last_step = self.last_engine_step
+        if last_step is not None:
+            last_step = max(last_step, self._steps_awaited_since)
+        stalled = stalled_seconds(last_step, self.transfers.values(), now)
         return self.replies.progress(event.transfer, t, event.reader, stalled)
 
     def _release_if_over(self, transfer: str, t: OutgoingTransfer) -> Actions:

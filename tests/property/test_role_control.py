@@ -120,6 +120,25 @@ def test_splits_beyond_the_next_one_are_looked_at() -> None:
     assert run(controller, "d" * 8, 60, prefill_work=3.4, sequences=4.0)[1] == [0.0, 40.0]
 
 
+def test_an_overload_that_no_split_serves_is_relieved() -> None:
+    controller = RoleController(RULES)
+    roles, times = run(controller, "pddddddd", 80, prefill_work=12.0, sequences=4.0)
+    assert roles.count("p") == 6
+    assert times[0] <= 5
+    # A decode instance less would be at 1.1.
+    hopeless = {"prefill_work": 12.0, "sequences": 90.0}
+    assert run(RoleController(RULES), "ppddd", 60, **hopeless)[1] == []
+
+
+def test_the_split_with_the_most_prefill_instances_is_looked_at() -> None:
+    # Seven have time for 6.5 s of work a second, and are not 2, 3 or 5.
+    rules = RoleRules(ttft=0.5, tpot=0.05, cooldown=40.0)
+    load: dict[str, Any] = {"prefill_work": 6.5, "sequences": 4.0}
+    event = observed("pddddddd", **load)
+    assert 6 in role_control._moves(event)
+    assert run(RoleController(rules), "d" * 8, 60, **load)[1] == [0.0, 40.0]
+
+
 def test_a_fixed_instance_lets_the_last_other_one_go() -> None:
     controller = RoleController(RULES)
     found = []

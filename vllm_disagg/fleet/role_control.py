@@ -10,6 +10,9 @@ The wanted split is the one with the fewest misses in the load of the last minut
     confirmation a change in the same direction is wanted for CONFIRMATION_SECONDS
     cooldown     `RoleRules.cooldown` seconds lie between two changes
 
+In an overload that no split would have served, the role with the larger pressure gets an instance
+if the other one has room.
+
 The numbers for an autoscaler need no such care. They come from the pressure of a role: its load, as
 the share of the objective that one of so many instances would take.
 
@@ -32,6 +35,8 @@ Role = Literal["prefill", "decode"]
 
 MIN_GAIN = 0.15  # of the misses
 MIN_SAVED = 0.03  # of all requests
+OVERLOAD = 0.5  # of all requests miss: what no split would have saved is relieved
+MAX_GIVER_PRESSURE = 0.9  # of the role that gives an instance to relieve the other
 WANTED_PRESSURE = 0.8  # at which the numbers of instances for an autoscaler are reckoned
 CONFIRMATION_SECONDS = 3.0
 START_GRACE_SECONDS = 30.0  # for the first answer of a role's instances, while it has none
@@ -167,9 +172,37 @@ class RoleController:
             found = self._misses.share(steps, limits, prefills + more, decodes - more)
             if found < least:
                 gain, least = more, found
-        if missed - least < MIN_SAVED or least > (1 - MIN_GAIN) * missed:
+        if missed - least >= MIN_SAVED and least <= (1 - MIN_GAIN) * missed:
+            return "prefill" if gain > 0 else "decode"
+        return self._relief(event, steps, limits) if missed > OVERLOAD else None
+
+    def _relief(self, event: LoadObserved, steps: StepTimes, limits: Limits) -> Role | None:
+        """Returns the role that should get a member though requests would miss all the same.
+
+        Queues that no split can end still grow more slowly with the better one.
+        """
+        load = self._load
+        assert load is not None
+        work = load.prefill_work + event.waiting_work / limits.ttft
+
+        def pressures(more: int) -> dict[Role, float]:
+            prefills, decodes = _counts(event)
+            sequences = event.sequences / (decodes - more)
+            contexts = event.contexts / (decodes - more)
+            return {
+                "prefill": work / (prefills + more),
+                "decode": limits.decode_share(steps, sequences, contexts),
+            }
+
+        before = pressures(0)
+        takes: Role = "prefill" if before["prefill"] > before["decode"] else "decode"
+        gives: Role = "decode" if takes == "prefill" else "prefill"
+        more = 1 if takes == "prefill" else -1
+        if more not in _moves(event):
             return None
-        return "prefill" if gain > 0 else "decode"
+        after = pressures(more)
+        is_better = max(after.values()) <= (1 - MIN_GAIN) * before[takes]
+        return takes if is_better and after[gives] <= MAX_GIVER_PRESSURE else None
 
     def _wanted(self, event: LoadObserved, steps: StepTimes, limits: Limits) -> ReportWanted:
         """Returns the least numbers of instances whose pressures are as wanted."""
@@ -214,15 +247,16 @@ def _counts(event: LoadObserved) -> tuple[int, int]:
 
 
 def _moves(event: LoadObserved) -> list[int]:
-    """Returns by how many instances prefill can grow, or, below 0, shrink: by 1, 2, 4, 8."""
+    """Returns by how many instances prefill can grow, or, below 0, shrink: by 1, 2, 4, all."""
     found = []
     for role, sign, fixed in (
         ("decode", 1, event.fixed_decode),
         ("prefill", -1, event.fixed_prefill),
     ):
         members = sum(member.role == role for member in event.members)
-        most = members if fixed else members - 1  # one instance of a role stays
-        found += [sign * 2**power for power in range(max(0, most).bit_length())]
+        most = max(0, members if fixed else members - 1)  # one instance of a role stays
+        steps = {2**power for power in range(most.bit_length())} | {most}
+        found += [sign * step for step in sorted(steps - {0})]
     return found
 
 

@@ -375,6 +375,20 @@ async def test_patience_may_be_short(seconds: float) -> None:
     assert task.done() and isinstance(task.exception(), TimeoutError)
 
 
+async def test_patience_ends_while_the_loop_is_busy() -> None:
+    async def hold() -> None:
+        async with patient(0.1):
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(hold())
+    rounds = 0
+    while not task.done() and rounds < 300:
+        time.sleep(0.03)
+        await asyncio.sleep(0)
+        rounds += 1
+    assert rounds < 300 and isinstance(task.exception(), TimeoutError)
+
+
 @pytest.mark.parametrize("addresses", [("127.0.0.1", "127.0.0.2"), ("127.0.0.2", "127.0.0.1")])
 async def test_any_allowed_address_of_a_name_may_accept(
     monkeypatch: pytest.MonkeyPatch, addresses: tuple[str, str]

@@ -222,6 +222,16 @@ async def test_only_an_instance_that_may_serve_a_query_is_waited_for(
         task.cancel()
 
 
+async def test_a_model_that_only_a_prefill_instance_lists_may_be_that_of_any() -> None:
+    """An adapter that was loaded since the last probe of a silent D."""
+    prefill = instance("http://p", "", "a")
+    prefill.role = "prefill"
+    waiting = waits(prefill, instance("http://d", SILENT, "b"))
+    task = await began(waiting, RoutingQuery(0, model="a"))
+    assert not task.done()
+    task.cancel()
+
+
 async def test_another_models_instance_is_no_alternative() -> None:
     fleet = (instance("http://d", SILENT, "a"), instance("http://e", "", "b"))
     query = RoutingQuery(0, model="a")

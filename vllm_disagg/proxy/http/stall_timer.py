@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 SLICES_PER_TIMEOUT = 8
-MIN_LATENESS_SECONDS = 0.01  # of a timer that was late; a busy loop delays short slices by less
+MIN_LATENESS_SECONDS = 0.01  # of a timer that was late
+MAX_FORGIVEN = 32  # timers that were late; a loop that is always busy must end, too
 # A timer that is late by more shows that this process stood still: it was stopped, or its machine.
 PAUSE_SECONDS = 1.0
 
@@ -52,18 +53,22 @@ async def patient(seconds: float) -> AsyncIterator[None]:
 
     Time in which the loop was blocked does not count: answers that arrived then were not read, so
     the peer is not late. The timeout consists of SLICES_PER_TIMEOUT timers; one that fires late by
-    more than its own length is not counted.
+    more than its own length is not counted, up to MAX_FORGIVEN of them.
     """
     loop = asyncio.get_running_loop()
     slice_seconds = seconds / SLICES_PER_TIMEOUT
     slices_left = SLICES_PER_TIMEOUT
+    forgiven_left = MAX_FORGIVEN
     timer: asyncio.TimerHandle
     async with asyncio.timeout(None) as limit:
 
         def tick(due: float) -> None:
-            nonlocal slices_left, timer
+            nonlocal slices_left, forgiven_left, timer
             now = loop.time()
-            slices_left -= now - due < max(slice_seconds, MIN_LATENESS_SECONDS)
+            if forgiven_left and now - due >= max(slice_seconds, MIN_LATENESS_SECONDS):
+                forgiven_left -= 1
+            else:
+                slices_left -= 1
             if slices_left:
                 timer = loop.call_later(slice_seconds, tick, now + slice_seconds)
             else:

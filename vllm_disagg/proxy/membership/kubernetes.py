@@ -121,7 +121,7 @@ async def follow(
     failing = False
     while True:
         try:
-            lister = lister or make_lister()
+            lister = lister or await asyncio.to_thread(make_lister)
             found: set[Member] = set()
             for role, selector in selectors.items():
                 listed = await asyncio.to_thread(

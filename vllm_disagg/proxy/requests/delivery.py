@@ -7,6 +7,8 @@ rest. If no instance can continue, the client gets the last failure.
 
 from __future__ import annotations
 
+import asyncio
+
 from ..http.error_replies import RequestFailed
 from ..http.headers import end_to_end, find
 from ..http.reasons import CUT_OFF_DETAIL, STOPPING_DETAIL
@@ -14,6 +16,7 @@ from ..http.sse import DONE, ERROR
 from ..http.upstream_response import Unreachable, UpstreamResponse
 from ..routing.fleet import Fleet
 from .attempt import MODEL_MAY_HAVE_FAILED, Attempt, AttemptFailure, Leg
+from .bodies import LARGE_BYTES
 from .completeness import (
     PATHS_WITH_LAST_EVENT,
     CompletenessCheck,
@@ -88,7 +91,9 @@ class Delivery:
             raise RequestFailed(503, MODEL_MAY_BE_ELSEWHERE, retry_after=5)
         content = await answer.read()
         if answer.status >= 400:
-            content = attempt.without_grants(content)
+            clean = attempt.without_grants
+            is_large = len(content) > LARGE_BYTES
+            content = await asyncio.to_thread(clean, content) if is_large else clean(content)
         context.client.answer(answer.status, end_to_end(answer.headers), content)
         await context.client.drained()
         return answer.status

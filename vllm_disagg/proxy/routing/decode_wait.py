@@ -99,7 +99,7 @@ class DecodeWait:
             patience = min(patience, UNKNOWN_MODEL_SECONDS)
         given_up_at = 0.0
         avoided = self._fleet.with_other_ranks(failed)
-        is_known = self._fleet.knows_model(query.model)
+        is_known = any(query.model in d.models for d in self._fleet.with_role("decode"))
         for decode in down:
             if decode in avoided:
                 continue

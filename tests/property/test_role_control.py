@@ -102,6 +102,9 @@ def test_a_change_that_saves_little_is_not_made() -> None:
     # Steps take 0.78 of TPOT, and 0.76 with an instance more: 12 and 10 % miss.
     slow: dict[str, Any] = {"prefill_work": 0.1, "steps": Linear(base=0.037), "sequences": 4.0}
     assert run(RoleController(RULES), "ppdd", 60, **slow)[1] == []
+    # 95 % of them miss, and 92 % with an instance more.
+    late: dict[str, Any] = {"prefill_work": 0.1, "steps": Linear(base=0.06), "sequences": 24.0}
+    assert run(RoleController(RULES), "ppdd", 60, **late)[1] == []
     # 98 and 97 % of them miss.
     hopeless: dict[str, Any] = {"prefill_work": 0.1, "steps": Linear(base=0.08)}
     assert run(RoleController(RULES), "ppdd", 60, sequences=4.0, **hopeless)[1] == []
@@ -211,6 +214,8 @@ def test_wanted_instances_do_not_depend_on_those_there_are() -> None:
     found = RoleController(RULES).handle(observed("pd", prefill_work=4.0, sequences=120.0), 0.0)
     # 4.0 / 0.8, and 120 / n sequences in 0.04 s.
     assert ReportWanted(5, 4) in found
+    late = observed("pd", prefill_work=4.0, waiting_work=2.0, sequences=120.0)
+    assert ReportWanted(8, 4) in RoleController(RULES).handle(late, 0.0)
     slow = observed("pddd", prefill_work=0.1, steps=Linear(base=0.06), sequences=1.0)
     assert ReportWanted(1, 3) in RoleController(RULES).handle(slow, 0.0)
 

@@ -136,6 +136,13 @@ def _refuse_parallelism(parallel: Any) -> None:
             "DisaggConnector compares weights when engines start, and cannot see what methods of"
             " --worker-extension-cls change later: start without it"
         )
+    # A platform puts its own worker, which is vLLM's, in the place of `auto`.
+    worker = str(getattr(parallel, "worker_cls", "auto"))
+    if worker != "auto" and not worker.startswith("vllm."):
+        raise ConfigError(
+            "DisaggConnector was never tried with workers that are not vLLM's own, and cannot see"
+            " what they compute otherwise: start without --worker-cls"
+        )
     for stage in ("decode", "prefill"):
         size = getattr(parallel, f"{stage}_context_parallel_size", 1)
         if size > 1:

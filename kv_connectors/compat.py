@@ -15,6 +15,7 @@ from packaging.version import Version
 from vllm import _custom_ops as ops
 from vllm.config import CompilationMode
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
@@ -127,6 +128,23 @@ def attention_backends(vllm_config: Any, names: Sequence[str]) -> dict[str, str]
     """Returns the names of the attention backends of layers, by layer name."""
     layers = vllm_config.compilation_config.static_forward_context
     return {name: layers[name].get_attn_backend().get_name() for name in names}
+
+
+def query_precision(vllm_config: Any, name: str) -> str:
+    """Returns what decides whether a layer's queries have 8 bits beside KV of 8 bits.
+
+    Empty if they have not. FlashInfer decides for each batch, by the GPU, and others as vLLM makes
+    the layer.
+    """
+    layer = vllm_config.compilation_config.static_forward_context[name]
+    if not str(getattr(layer, "kv_cache_dtype", "")).startswith("fp8"):
+        return ""
+    words = " with queries of 8 bits" if getattr(layer, "query_quant", None) is not None else ""
+    if layer.get_attn_backend().get_name() == "FLASHINFER":
+        for family, kind in ((90, "Hopper"), (100, "B200")):
+            if current_platform.is_device_capability_family(family):
+                words += f" on {kind}"
+    return words
 
 
 def attentions(vllm_config: Any, names: Sequence[str]) -> dict[str, Any]:

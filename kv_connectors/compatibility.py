@@ -63,6 +63,7 @@ MODELOPT_BLOCKS = ("FP8_PB_WO", "FP8_BLOCK_SCALES")  # ModelOpt's names of such
 ANY_FORMAT = ("modelopt_mixed", "quark", "online")  # each layer may have another one
 # Settings of --attention-config: whether queries have 8 bits beside an fp8 KV cache.
 QUERY_SETTINGS = ("disable_flashinfer_q_quantization", "use_prefill_query_quantization")
+FP8_QUERY_SETTINGS = ("flash_attn_version", "mla_prefill_backend")  # likewise, by their values
 FP8_BITS = 8
 
 
@@ -191,6 +192,10 @@ def _quantization(vllm_config: VllmConfig) -> str:
     for name in QUERY_SETTINGS:
         if getattr(attention, name, False):
             fact += f", {name}"
+    if str(vllm_config.cache_config.cache_dtype).startswith("fp8"):
+        for name in FP8_QUERY_SETTINGS:
+            if (value := getattr(attention, name, None)) is not None:
+                fact += f", {name} {getattr(value, 'name', value)}"
     for name, value in surroundings.number_variables(is_quantized).items():
         fact += f", {name} {digest(value) if isinstance(value, dict) else value}"
     return fact

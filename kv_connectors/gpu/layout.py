@@ -86,12 +86,13 @@ def device_layout(
             raise ConfigError(
                 f"DisaggConnector cannot move {error}, of layer {layer.name}"
             ) from None
+        backend = backends[layer.name] + compat.query_precision(vllm_config, layer.name)
         kind = _layer_layout(
             layer,
             parts,
             layer_planes,
             rank,
-            backends[layer.name],
+            backend,
             needs_equal_blocks=is_mixed,
         )
         if kind not in kinds:
@@ -173,7 +174,9 @@ def _layer_layout(
     *,
     needs_equal_blocks: bool,
 ) -> LayerLayout:
-    """Returns the layout of a layer. `backend`: of its attention, which orders a token's bytes.
+    """Returns the layout of a layer.
+
+    `backend`: of its attention, which orders a token's bytes, and the precision of its queries.
 
     `needs_equal_blocks`: P and D must have equal block sizes.
     """

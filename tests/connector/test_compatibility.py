@@ -423,7 +423,7 @@ def layout(
         "max_model_len": 4096,
         **model,
     }
-    cache = SimpleNamespace(cache_dtype="auto")
+    cache = SimpleNamespace(cache_dtype=fields.pop("cache_dtype", "auto"))
     parts = {
         name: fields.pop(name) for name in ("kernel_config", "attention_config") if name in fields
     }
@@ -805,6 +805,23 @@ def test_vllms_own_kernels_that_do_not_round_scales_are_known() -> None:
     }
     known = {*compatibility.KERNELS_WITHOUT_ROUNDING, *compatibility.KERNELS_WITH_OTHER_NUMBERS}
     assert backends - known <= {"deep_gemm", "flashinfer_cutlass"}
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"flash_attn_version": 4}, {"mla_prefill_backend": SimpleNamespace(name="FLASHINFER")}],
+)
+def test_settings_that_choose_queries_beside_kv_of_8_bits_must_be_equal(
+    tmp_path: Path, setting: dict[str, Any]
+) -> None:
+    made = SimpleNamespace(**setting)
+    [(name, value)] = setting.items()
+    fact = layout(tmp_path, attention_config=made, cache_dtype="fp8_e4m3")["quantization"]
+    assert fact == f"None, {name} {getattr(value, 'name', value)}"
+    assert layout(tmp_path, attention_config=made)["quantization"] == "None"
+    unset = SimpleNamespace(**dict.fromkeys(setting))
+    fact = layout(tmp_path, attention_config=unset, cache_dtype="fp8")["quantization"]
+    assert fact == "None"
 
 
 def test_queries_of_8_bits_must_be_equal(tmp_path: Path) -> None:

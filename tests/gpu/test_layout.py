@@ -15,6 +15,7 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from kv_connectors import compat
 from kv_connectors.gpu.layout import DeviceLayout, device_layout
 from kv_connectors.gpu.memory import DeviceMemory
 from kv_connectors.kv_layout import RankCache
@@ -56,6 +57,7 @@ def described(
     rank: RankCache | None = None,
     backend: str = "FLASH_ATTN",
     specs: list[Any] | None = None,
+    **attention: Any,
 ) -> DeviceLayout:
     specs = specs or [spec_of(heads=heads)] * len(groups)
     vllm_groups = [
@@ -63,7 +65,8 @@ def described(
         for names, spec in zip(groups, specs, strict=True)
     ]
     chosen = SimpleNamespace(get_name=lambda: backend)
-    context = dict.fromkeys(caches, SimpleNamespace(get_attn_backend=lambda: chosen))
+    layer = SimpleNamespace(get_attn_backend=lambda: chosen, **attention)
+    context = dict.fromkeys(caches, layer)
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
     rank = rank or RankCache(0, 1, {heads})
     return device_layout(caches, vllm_groups, BLOCKS, rank, config)
@@ -233,3 +236,25 @@ def test_a_layer_that_uses_anothers_kv_is_not_there_twice() -> None:
     assert len(found.planes) == len(found.shape.layers) == 2
     with pytest.raises(ConfigError, match=r"does not know the KV-cache group of layer m\.1\.a"):
         described(caches, [["m.0.a"]])
+
+
+def test_queries_of_8_bits_beside_kv_of_8_bits_must_be_equal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """FlashAttention 4 on Hopper leaves them in 16 bits, where version 3 does not."""
+
+    def form(backend: str = "FLASH_ATTN", cache: str = "fp8", family: int = 90, **more: Any) -> str:
+        monkeypatch.setattr(
+            compat.current_platform,
+            "is_device_capability_family",
+            lambda asked: asked == family,
+        )
+        return kind_of("LBHNC", backend=backend, kv_cache_dtype=cache, **more).fingerprint
+
+    quantized: dict[str, Any] = {"query_quant": object()}
+    assert form() == form(query_quant=None) == form(cache="auto") == kind_of("LBHNC").fingerprint
+    assert "of FLASH_ATTN with queries of 8 bits, " in form(**quantized)
+    assert form(**quantized) == form(family=100, **quantized)
+    flashinfer = [form("FLASHINFER", family=family) for family in (80, 90, 100)]
+    assert len({*flashinfer}) == 3 and flashinfer[1] == form("FLASHINFER")
+    assert flashinfer[0] == form("FLASHINFER", "auto") == form("FLASHINFER", family=120)

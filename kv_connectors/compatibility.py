@@ -19,9 +19,12 @@ from vllm_disagg.protocol.peers import PROTOCOL_FACT
 from . import compat, surroundings
 from .fingerprint import (
     PROCESSOR_FILES,
+    QUANTIZATION_FILES,
+    SETTINGS_OF_OTHERS,
     config_digest,
     digest,
     digest_other_files,
+    file_texts,
     files_have_changed,
     positions,
     sample_files,
@@ -185,6 +188,7 @@ def _quantization(vllm_config: VllmConfig) -> str:
     is_quantized = model.quantization is not None
     if is_quantized:
         kernels = getattr(vllm_config, "kernel_config", None)
+        fact += _files_of_quantization(model)
         fact += _formats_of_gpu(model)
         fact += _kernels(kernels)
         fact += _rounding(model, kernels)
@@ -199,6 +203,15 @@ def _quantization(vllm_config: VllmConfig) -> str:
     for name, value in surroundings.number_variables(is_quantized).items():
         fact += f", {name} {digest(value) if isinstance(value, dict) else value}"
     return fact
+
+
+def _files_of_quantization(model: Any) -> str:
+    """Returns a digest of local files, beside the configuration, that tell how to quantize."""
+    files = file_texts(Path(model.model), QUANTIZATION_FILES)
+    named = getattr(model.hf_config, "quantization_config_file", None)
+    if named and Path(named).is_file():
+        files["named"] = Path(named).read_bytes().hex()
+    return f", files {digest(files)}" if files else ""
 
 
 class Formats(NamedTuple):
@@ -324,7 +337,8 @@ def _weights(model: Any) -> str:
         samples = _samples(place)
         if not samples:
             _warn_of_names(str(place))
-        facts.append(digest(samples) if samples else str(place))
+        settings = file_texts(place, SETTINGS_OF_OTHERS)
+        facts.append(digest([samples, settings]) if samples else str(place))
     return ", ".join(facts)
 
 
@@ -380,11 +394,7 @@ def _images(model: Any) -> str:
         engine_settings[SCALES_OF_ENCODER] = Path(scales).read_bytes().hex()
     # Frames are not hashed where a client names its video by a `uuid`.
     engine_settings["video loader"] = surroundings.video_loader()
-    folder = Path(model.model)
-    files = {
-        name: (folder / name).read_text() for name in PROCESSOR_FILES if (folder / name).is_file()
-    }
-    return digest([engine_settings, files])
+    return digest([engine_settings, file_texts(Path(model.model), PROCESSOR_FILES)])
 
 
 def _lora(lora: Any) -> str:

@@ -24,6 +24,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+from collections.abc import Iterable
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,10 @@ MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, by its format
 # Fields of a configuration that name other models, whose weights vLLM loads as parts of this one:
 # Ultravox's. vLLM looks them up without a revision.
 OTHER_MODELS = ("audio_model_id", "text_model_id")
-# Folders beside a model's weights that have more of them: Kimi-Audio's encoder of sound.
-OTHER_FOLDERS = ("whisper-large-v3",)
+# Folders beside a model's weights that have more of them, with settings of their own: encoders of
+# sound, Kimi-Audio's and MiMo-Audio's.
+OTHER_FOLDERS = ("whisper-large-v3", "audio_tokenizer")
+SETTINGS_OF_OTHERS = ("config.json", "preprocessor_config.json")
 LLAMA_4_LIMIT_TOKENS = 32768  # `attn_temperature_tuning` differs for longer positions
 IGNORED_CONFIG_FIELDS = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 # vLLM raises it to the engine's `max_model_len`, in which P and D may differ.
@@ -66,11 +69,13 @@ PROCESSOR_FILES = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
+# Files from which vLLM reads a quantization that a model's configuration does not have.
+QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 
 # State of a file: its place behind all symbolic links, size, mtime in ns. Not its inode, which some
 # mounted buckets draw anew.
 FileState = tuple[str, int, int]
-_MODEL_FILES = (*WEIGHTS, *PROCESSOR_FILES)
+_MODEL_FILES = (*WEIGHTS, *PROCESSOR_FILES, *QUANTIZATION_FILES)
 
 
 def sample_files(place: Path) -> list[tuple[str, int, str]]:
@@ -96,6 +101,12 @@ def sample_files(place: Path) -> list[tuple[str, int, str]]:
                 file_digest.update(opened.read(end - start))
         sampled.append((file.name, size, file_digest.hexdigest()))
     return sampled
+
+
+def file_texts(folder: Path, patterns: Iterable[str]) -> dict[str, str]:
+    """Returns the contents of small files of a folder, by name. Raises OSError."""
+    found = {file for each in patterns for file in folder.glob(each) if file.is_file()}
+    return {file.name: file.read_bytes().hex() for file in sorted(found)}
 
 
 def _small_tensors(opened: FileIO, size: int, most: int) -> list[tuple[int, int]]:

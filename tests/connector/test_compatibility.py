@@ -808,6 +808,27 @@ def test_vllms_own_kernels_that_do_not_round_scales_are_known() -> None:
 
 
 @pytest.mark.parametrize(
+    "name", ["hf_quant_config.json", "quantize_config.json", "quant_config.json", "elsewhere"]
+)
+def test_files_that_tell_how_to_quantize_must_be_equal(tmp_path: Path, name: str) -> None:
+    """P and D have one path of --hf-overrides, and on two machines other files at it."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    file = tmp_path / "torchao.json" if name == "elsewhere" else folder / name
+    hf = {"quantization_config_file": str(file)} if name == "elsewhere" else {}
+
+    def engine(content: str) -> dict[str, str]:
+        file.write_text(content)
+        return layout(folder, quantization="torchao", hf=dict(hf))
+
+    ours = engine("int8")
+    assert not difference(ours, engine("int8"))
+    assert difference(ours, engine("fp8")).startswith("quantization is torchao, files ")
+    file.unlink()
+    assert difference(ours, layout(folder, quantization="torchao", hf=dict(hf)))
+
+
+@pytest.mark.parametrize(
     "setting",
     [{"flash_attn_version": 4}, {"mla_prefill_backend": SimpleNamespace(name="FLASHINFER")}],
 )
@@ -931,16 +952,20 @@ def test_weights_that_are_known_by_name_alone_are_a_warning(
     assert "weights of s3://models/one are compared by their name and --revision" in caplog.text
 
 
-@pytest.mark.parametrize("part", ["text_model_id", "audio_model_id", "whisper-large-v3"])
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "preprocessor_config.json"])
+@pytest.mark.parametrize(
+    "part", ["text_model_id", "audio_model_id", "whisper-large-v3", "audio_tokenizer"]
+)
 def test_weights_that_a_model_has_elsewhere_differ(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, part: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, part: str, file: str
 ) -> None:
     """Ultravox's repository has a projector; its Llama and its Whisper are other models."""
     own = tmp_path / "model"
-    other = own / part if part == "whisper-large-v3" else tmp_path / "other"
+    other = tmp_path / "other" if part.endswith("_id") else own / part
     for folder in (own, other):
         folder.mkdir()
-        (folder / "model.safetensors").write_bytes(b"1" * 1000)
+        for name in {file, "model.safetensors"}:
+            (folder / name).write_bytes(b"1" * 1000)
     hf = {part: str(other)} if part.endswith("_id") else {}
 
     def noted() -> Any:
@@ -951,9 +976,9 @@ def test_weights_that_a_model_has_elsewhere_differ(
 
     ours, states = layout(own, hf=dict(hf)), noted()
     assert ours == layout(own, hf=dict(hf)) and not caplog.records
-    (other / "model.safetensors").write_bytes(b"1" * 999 + b"22")
+    (other / file).write_bytes(b"1" * 999 + b"22")
     assert difference(ours, layout(own, hf=dict(hf))).startswith("weights is ")
-    assert noted() != states
+    assert (noted() != states) is (file != "config.json")
     if hf:
         on_hub = layout(own, hf={part: "org/other"})
         assert on_hub["weights"].endswith(", org/other")

@@ -15,7 +15,7 @@ from packaging.version import Version
 from vllm import _custom_ops as ops
 from vllm.config import CompilationMode
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
-from vllm.platforms import current_platform
+from vllm.platforms import PlatformEnum, current_platform
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
@@ -179,6 +179,41 @@ def is_compiled(vllm_config: Any) -> bool:
     """Returns whether torch.compile makes kernels of the model's layers."""
     compilation = vllm_config.compilation_config
     return bool(compilation.mode != CompilationMode.NONE and compilation.backend != "eager")
+
+
+def code_of_layers(vllm_config: Any) -> str:
+    """Returns by which code layers compute: compiled or not, and which of vLLM's own kernels."""
+    # vLLM may add an operation once more to each copy of a configuration.
+    operations = " ".join(sorted(set(vllm_config.compilation_config.custom_ops)))
+    return f"{'compiled' if is_compiled(vllm_config) else 'eager'}, custom ops {operations}"
+
+
+def cpu_linear_kernels() -> list[str]:
+    """Returns vLLM's kernels of quantized linear layers that run on this CPU, by name."""
+    from vllm.model_executor.kernels import linear  # noqa: PLC0415 - slow
+
+    tables = [table for name, table in vars(linear).items() if name.startswith("_POSSIBLE_")]
+    kernels = {kernel for table in tables for kernel in table.get(PlatformEnum.CPU, [])}
+    return sorted(kernel.__name__ for kernel in kernels if _is_supported(kernel))
+
+
+def first_linear_backend(quantization: str) -> str:
+    """Returns the flag's name of the kernel that vLLM prefers here; empty if it has none.
+
+    `quantization`: as in the names of vLLM's tables, which ask for installed packages, too.
+    """
+    from vllm.model_executor.kernels import linear  # noqa: PLC0415 - slow
+
+    table = getattr(linear, f"_POSSIBLE_{quantization}_KERNELS", {})
+    usable = filter(_is_supported, table.get(current_platform._enum, []))
+    first = next(usable, None)
+    by_backend = getattr(linear, "_LINEAR_BACKEND_KERNEL_MAP", {})
+    return next((name for name, kernels in by_backend.items() if first in kernels), "")
+
+
+def _is_supported(kernel: Any) -> bool:
+    ask = getattr(kernel, "is_supported", None)  # some kernels ask for each layer alone
+    return ask is None or bool(ask()[0])
 
 
 # The name of the layout in which the bytes of one head of a block are together. None before

@@ -67,6 +67,14 @@ ANY_FORMAT = ("modelopt_mixed", "quark", "online")  # each layer may have anothe
 # Settings of --attention-config: whether queries have 8 bits beside an fp8 KV cache.
 QUERY_SETTINGS = ("disable_flashinfer_q_quantization", "use_prefill_query_quantization")
 FP8_QUERY_SETTINGS = ("flash_attn_version", "mla_prefill_backend")  # likewise, by their values
+# Flags that choose among kernels of one precision, by the part of vLLM's configuration.
+KERNEL_SETTINGS = (
+    ("kernel_config", "moe_backend"),
+    ("kernel_config", "linear_backend"),
+    ("kernel_config", "linear_backend_per_quant"),
+    ("attention_config", "flash_attn_version"),
+)
+FP4_TABLES = ("MXFP8", "NVFP4", "MXFP4")  # vLLM's names of tables of kernels for such formats
 FP8_BITS = 8
 
 
@@ -94,6 +102,11 @@ def layout(vllm_config: VllmConfig, compress: str = "off") -> dict[str, str]:
         "compress": compress,
         PROTOCOL_FACT: str(VERSION),
     }
+    # Promised are the tokens of one plain vLLM, which computes all layers by one code.
+    if surroundings.is_cpu() or surroundings.is_batch_invariant():
+        facts["code of layers"] = _code_of_layers(vllm_config)
+    if surroundings.is_cpu() and model.quantization is not None:
+        facts["quantized layers"] = _cpu_linear_kernels()
     _refuse_changed_files(vllm_config)  # last: the facts were read from these files
     return facts
 
@@ -169,11 +182,38 @@ def _architecture(model: Any) -> str:
     if chosen not in named:
         fact += f", run by {chosen}"
     if chosen.startswith(_RUN_BY_TRANSFORMERS) and getattr(model, "trust_remote_code", False):
-        fact += f", remote code at {getattr(model, 'code_revision', None) or 'main'}"
+        place = _remote_code(model) or getattr(model, "code_revision", None) or "main"
+        fact += f", remote code at {place}"
     overrides = getattr(model, "model_class_overrides", None)
     if overrides:
         fact += f", classes {digest(overrides)}"
+    if plugins := surroundings.code_plugins():
+        fact += f", plugins {', '.join(plugins)}"
     return fact
+
+
+def _remote_code(model: Any) -> str:
+    """Returns a digest of the code in a local model's folder, if vLLM may run it."""
+    if not getattr(model, "trust_remote_code", False):
+        return ""
+    code = file_texts(Path(model.model), ("*.py",))
+    return digest(code) if code else ""
+
+
+def _code_of_layers(vllm_config: Any) -> str:
+    """Returns whether layers are compiled, and the flags that choose among their kernels."""
+    fact = compat.code_of_layers(vllm_config)
+    for part, name in KERNEL_SETTINGS:
+        value = getattr(getattr(vllm_config, part, None), name, None)
+        if value and value != "auto":
+            fact += f", {name} {sorted(value.items()) if isinstance(value, dict) else value}"
+    return fact
+
+
+def _cpu_linear_kernels() -> str:
+    """Returns by which kernels a CPU computes quantized linear layers; AMX has other ones."""
+    amx = "with" if surroundings.has_amx() else "without"
+    return f"kernels {digest(compat.cpu_linear_kernels())}, {amx} AMX"
 
 
 def _quantization(vllm_config: VllmConfig) -> str:
@@ -190,6 +230,7 @@ def _quantization(vllm_config: VllmConfig) -> str:
         kernels = getattr(vllm_config, "kernel_config", None)
         fact += _files_of_quantization(model)
         fact += _formats_of_gpu(model)
+        fact += _kernels_for_want_of_others(model)
         fact += _kernels(kernels)
         fact += _rounding(model, kernels)
     attention = getattr(vllm_config, "attention_config", None)
@@ -303,6 +344,19 @@ def _kernels(kernels: Any) -> str:
     return flags
 
 
+def _kernels_for_want_of_others(model: Any) -> str:
+    """Returns kernels that leave activations in 16 bits, as a package or the GPU has no others."""
+    found = formats(model)
+    tables = ["FP8"] if found.has_fp8 and not surroundings.lacks_fp8() else []
+    tables += FP4_TABLES if found.has_fp4 and not surroundings.lacks_fp4() else []
+    first = {table: compat.first_linear_backend(table) for table in tables}
+    return "".join(
+        f", {table} by {backend}"
+        for table, backend in first.items()
+        if backend in KERNELS_WITH_OTHER_NUMBERS
+    )
+
+
 def _rounding(model: Any, kernels: Any) -> str:
     """Returns whether linear layers in FP8 blocks have scales that are not rounded, as usual.
 
@@ -313,6 +367,8 @@ def _rounding(model: Any, kernels: Any) -> str:
         return ""
     by_scheme = getattr(kernels, "linear_backend_per_quant", None) or {}
     linear = by_scheme.get(FP8_BLOCK_LINEAR, getattr(kernels, "linear_backend", "auto"))
+    if linear == "auto":  # by the installed packages
+        linear = compat.first_linear_backend("FP8_BLOCK")
     return ", linear layers without DeepGEMM" if linear in KERNELS_WITHOUT_ROUNDING else ""
 
 
@@ -394,6 +450,8 @@ def _images(model: Any) -> str:
         engine_settings[SCALES_OF_ENCODER] = Path(scales).read_bytes().hex()
     # Frames are not hashed where a client names its video by a `uuid`.
     engine_settings["video loader"] = surroundings.video_loader()
+    engine_settings["library"] = surroundings.image_library()
+    engine_settings["remote code"] = _remote_code(model)
     return digest([engine_settings, file_texts(Path(model.model), PROCESSOR_FILES)])
 
 

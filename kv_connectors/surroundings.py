@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from typing import Any
 
+import torch
+from transformers.utils.import_utils import is_torchvision_available
 from vllm import envs
 from vllm.platforms import current_platform
 
@@ -29,6 +31,19 @@ QUANTIZED_NUMBER_VARIABLES: dict[str, Any] = {
     "VLLM_DISABLED_KERNELS": [],
 }
 LOGITS_PROCESSORS = "vllm.logits_processors"  # vLLM's group of entry points
+# Those of plugins that may replace models and layers, and the modules whose plugins do not.
+CODE_PLUGINS = ("vllm.general_plugins", "vllm.platform_plugins")
+KNOWN_PLUGIN_MODULES = ("vllm", "kv_connectors")
+
+
+def is_cpu() -> bool:
+    """Returns whether vLLM computes on CPUs."""
+    return bool(current_platform.is_cpu())
+
+
+def has_amx() -> bool:
+    """Returns whether the CPU has Intel's AMX, for which vLLM has kernels of their own."""
+    return bool(torch.cpu._is_amx_tile_supported())
 
 
 def is_rocm() -> bool:
@@ -94,6 +109,23 @@ def number_variables(is_quantized: bool) -> dict[str, Any]:
 def logits_processor_plugins() -> list[str]:
     """Returns the installed processors of logits, which vLLM takes without a flag."""
     return sorted(f"{each.name}={each.value}" for each in entry_points(group=LOGITS_PROCESSORS))
+
+
+def code_plugins() -> list[str]:
+    """Returns the plugins that vLLM loads and that may replace its code, with their versions."""
+    allowed = envs.VLLM_PLUGINS
+    return sorted(
+        f"{each.name}={each.value} {each.dist.version if each.dist else 'unknown'}"
+        for group in CODE_PLUGINS
+        for each in entry_points(group=group)
+        if each.module.split(".")[0] not in KNOWN_PLUGIN_MODULES
+        and (allowed is None or each.name in allowed)
+    )
+
+
+def image_library() -> str:
+    """Returns the library by which transformers resizes images, unless a setting names one."""
+    return "torchvision" if is_torchvision_available() else "pil"
 
 
 def is_batch_invariant() -> bool:

@@ -19,7 +19,7 @@ pytest.importorskip("vllm")
 import torch
 from safetensors.torch import save_file
 from transformers import GenerationConfig, LlamaConfig
-from vllm.config import ModelConfig, StructuredOutputsConfig
+from vllm.config import CompilationMode, ModelConfig, StructuredOutputsConfig
 from vllm.config.cache import CacheDType
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import PlatformEnum
@@ -397,6 +397,7 @@ def test_engines_with_different_compress_differ(tmp_path: Any) -> None:
     loaded = SimpleNamespace(load_format="auto")
     both = SimpleNamespace(
         model_config=model,
+        compilation_config=EAGER,
         lora_config=None,
         load_config=loaded,
         cache_config=config().cache_config,
@@ -405,6 +406,9 @@ def test_engines_with_different_compress_differ(tmp_path: Any) -> None:
     plain, packed = compatibility.layout(both), compatibility.layout(both, "fp8")  # type: ignore[arg-type]
     assert difference(plain, packed) == "compress is off on one side and fp8 on the other"
     assert not difference(packed, compatibility.layout(both, "fp8"))  # type: ignore[arg-type]
+
+
+EAGER = SimpleNamespace(mode=CompilationMode.NONE, backend="", custom_ops=["all"])
 
 
 def layout(
@@ -424,8 +428,11 @@ def layout(
         **model,
     }
     cache = SimpleNamespace(cache_dtype=fields.pop("cache_dtype", "auto"))
+    fields.setdefault("compilation_config", EAGER)
     parts = {
-        name: fields.pop(name) for name in ("kernel_config", "attention_config") if name in fields
+        name: fields.pop(name)
+        for name in ("compilation_config", "kernel_config", "attention_config")
+        if name in fields
     }
     load = SimpleNamespace(
         load_format=fields.pop("load_format", "auto"),
@@ -807,6 +814,156 @@ def test_vllms_own_kernels_that_do_not_round_scales_are_known() -> None:
     assert backends - known <= {"deep_gemm", "flashinfer_cutlass"}
 
 
+@pytest.fixture
+def on_b200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The platform says that it has GPUs, while vLLM's tables of kernels are those of CPUs."""
+    platform = surroundings.current_platform
+    monkeypatch.setattr(platform, "is_cuda", lambda: True)
+    monkeypatch.setattr(platform, "has_device_capability", lambda needed: needed <= 100)
+    monkeypatch.setattr(platform, "support_deep_gemm", lambda: True)
+
+
+def use_kernels(
+    monkeypatch: pytest.MonkeyPatch, quantization: str, missing: tuple[str, ...]
+) -> None:
+    """Has vLLM choose among its kernels for GPUs, of which only those named are not supported."""
+    linear = pytest.importorskip("vllm.model_executor.kernels.linear")
+    table = getattr(linear, f"_POSSIBLE_{quantization}_KERNELS")
+    kernels = table[PlatformEnum.CUDA]
+    for kernel in kernels:
+        is_supported = not kernel.__name__.startswith(missing)
+        monkeypatch.setattr(kernel, "is_supported", lambda found=is_supported: (found, None))
+    monkeypatch.setitem(table, PlatformEnum.CPU, kernels)
+
+
+@pytest.mark.usefixtures("on_b200")
+@pytest.mark.parametrize(
+    ("method", "quantization", "missing", "words"),
+    [
+        ("fp8_per_block", "FP8_BLOCK", (), ""),
+        (
+            "fp8_per_block",
+            "FP8_BLOCK",
+            ("FlashInfer", "DeepGemm"),
+            ", linear layers without DeepGEMM",
+        ),
+        ("modelopt_mxfp8", "MXFP8", (), ""),
+        ("modelopt_mxfp8", "MXFP8", ("FlashInfer",), ", MXFP8 by marlin"),
+        ("modelopt_fp4", "NVFP4", ("FlashInfer",), ""),
+    ],
+)
+def test_kernels_that_a_missing_package_changes_must_be_equal(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    quantization: str,
+    missing: tuple[str, ...],
+    words: str,
+) -> None:
+    """Without a flag vLLM takes the first kernel that is installed."""
+    use_kernels(monkeypatch, quantization, missing)
+    assert layout(tmp_path, quantization=method)["quantization"] == f"{method}{words}"
+    flagged = SimpleNamespace(linear_backend="deep_gemm")
+    if quantization == "FP8_BLOCK":
+        fact = layout(tmp_path, quantization=method, kernel_config=flagged)["quantization"]
+        assert fact == method, "the flag chooses"
+
+
+def test_quantized_models_on_cpus_with_and_without_amx_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With AMX weights of 4 bits have activations of 8 bits: results differ by 0.8 % (RMS)."""
+    gptq: dict[str, Any] = {"quantization": "auto_gptq"}
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    plain, quantized = layout(tmp_path), layout(tmp_path, **gptq)
+    assert not difference(quantized, layout(tmp_path, **gptq))
+    with monkeypatch.context() as installed:
+        kernels = [*compat.cpu_linear_kernels(), "ZentorchInt8ScaledMMLinearKernel"]
+        installed.setattr(compat, "cpu_linear_kernels", lambda: kernels)
+        assert difference(quantized, layout(tmp_path, **gptq)).startswith("quantized layers is ")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert not difference(plain, layout(tmp_path)), "blocks are in another order, which is known"
+    words = difference(quantized, layout(tmp_path, **gptq))
+    assert words.startswith("quantized layers is ") and words.endswith("with AMX on the other")
+    monkeypatch.setattr(surroundings.current_platform, "is_cpu", lambda: False)
+    assert "quantized layers" not in layout(tmp_path, **gptq)
+
+
+def test_kernels_of_a_cpu_are_those_that_vllm_says_it_supports() -> None:
+    kernels = compat.cpu_linear_kernels()
+    assert "CPUInt8ScaledMMLinearKernel" in kernels and kernels == compat.cpu_linear_kernels()
+    assert not any(name.startswith(("Cutlass", "Marlin")) for name in kernels)
+
+
+def compiled(*operations: str, mode: Any = CompilationMode.DYNAMO_TRACE_ONCE) -> Any:
+    return SimpleNamespace(mode=mode, backend="inductor", custom_ops=list(operations))
+
+
+def test_engines_on_cpus_are_all_compiled_or_none(tmp_path: Path) -> None:
+    ours = layout(tmp_path, compilation_config=compiled("none"))
+    assert not difference(ours, layout(tmp_path, compilation_config=compiled("none", "none")))
+    assert difference(ours, layout(tmp_path)) == (
+        "code of layers is compiled, custom ops none on one side and eager, custom ops all on the"
+        " other"
+    )
+    other = layout(tmp_path, compilation_config=compiled("none", "+rms_norm"))
+    assert "compiled, custom ops +rms_norm none on the other" in difference(ours, other)
+
+
+def test_on_gpus_code_must_be_equal_where_answers_are_to_be_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(surroundings.current_platform, "is_cpu", lambda: False)
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    made = compiled("none", mode=CompilationMode.VLLM_COMPILE)
+    others: list[dict[str, Any]] = [
+        {"compilation_config": made},
+        {"kernel_config": SimpleNamespace(moe_backend="triton")},
+        {"kernel_config": SimpleNamespace(linear_backend="cutlass")},
+        {"kernel_config": SimpleNamespace(linear_backend_per_quant={"fp8": "triton"})},
+        {"attention_config": SimpleNamespace(flash_attn_version=2)},
+    ]
+    for other in others:
+        assert not difference(layout(tmp_path), layout(tmp_path, **other))
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    ours = layout(tmp_path, kernel_config=SimpleNamespace(moe_backend="auto"))
+    assert not difference(ours, layout(tmp_path))
+    for other in others:
+        assert difference(ours, layout(tmp_path, **other)).startswith("code of layers is eager")
+        assert not difference(layout(tmp_path, **other), layout(tmp_path, **other))
+
+
+def test_plugins_that_may_replace_a_models_code_must_be_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM loads them all, and one may put another class in the place of a model's."""
+
+    def engine(version: str) -> dict[str, str]:
+        (info / "METADATA").write_text(f"Name: mine\nVersion: {version}\n")
+        return layout(tmp_path / "model")
+
+    plain = layout(tmp_path / "model")
+    info = tmp_path / "mine.dist-info"
+    info.mkdir()
+    (info / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nmodels = mine.models:register\n"
+        "[vllm.platform_plugins]\nchip = mine.chip:register\n"
+        "[vllm.stat_logger_plugins]\nlog = mine.log:Logger\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    ours = engine("1.0")
+    plugins = "chip=mine.chip:register 1.0, models=mine.models:register 1.0"
+    assert difference(plain, ours) == (
+        f"architecture is A on one side and A, plugins {plugins} on the other"
+    )
+    assert not difference(ours, engine("1.0"))
+    assert difference(ours, engine("1.1"))
+    monkeypatch.setenv("VLLM_PLUGINS", "vllm_disagg,models")
+    assert engine("1.0")["architecture"] == "A, plugins models=mine.models:register 1.0"
+    monkeypatch.setenv("VLLM_PLUGINS", "vllm_disagg")
+    assert not difference(plain, engine("1.0"))
+
+
 @pytest.mark.parametrize(
     "name", ["hf_quant_config.json", "quantize_config.json", "quant_config.json", "elsewhere"]
 )
@@ -869,6 +1026,7 @@ def test_engines_that_run_a_model_by_other_code_differ(
         return compatibility.layout(
             SimpleNamespace(  # type: ignore[arg-type]
                 model_config=made,
+                compilation_config=EAGER,
                 cache_config=SimpleNamespace(cache_dtype="auto"),
                 load_config=SimpleNamespace(load_format="auto"),
                 lora_config=None,
@@ -889,6 +1047,13 @@ def test_engines_that_run_a_model_by_other_code_differ(
     ):
         assert difference(auto, engine(**flags)).startswith("architecture is LlamaForCausalLM on")
     remote = engine(model_impl="transformers", trust_remote_code=True)
+    assert remote["architecture"].endswith(", remote code at main")
+    (tmp_path / "modeling_mine.py").write_text("one")
+    local = engine(model_impl="transformers", trust_remote_code=True)
+    assert local == engine(model_impl="transformers", trust_remote_code=True) != remote
+    (tmp_path / "modeling_mine.py").write_text("two")
+    assert difference(local, engine(model_impl="transformers", trust_remote_code=True))
+    (tmp_path / "modeling_mine.py").unlink()
     for trusted, revision in ((False, None), (True, "2")):
         other = engine(model_impl="transformers", trust_remote_code=trusted, code_revision=revision)
         assert difference(remote, other)
@@ -1088,6 +1253,23 @@ def test_settings_of_image_processing_must_be_equal(
     assert "images" in difference(calibrated, engine(56, mm_encoder_fp8_scale_path=str(scales)))
     monkeypatch.setenv("VLLM_VIDEO_LOADER_BACKEND", "molmo2")
     assert "images" in difference(ours, engine(56))
+
+
+def test_code_that_processes_images_must_be_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchvision resizes images to other pixels than pillow, and remote code may do anything."""
+
+    def engine(code: str, *, has_torchvision: bool = False, trust: bool = True) -> dict[str, str]:
+        (tmp_path / "image_processing_mine.py").write_text(code)
+        monkeypatch.setattr(surroundings, "is_torchvision_available", lambda: has_torchvision)
+        return layout(tmp_path, trust_remote_code=trust, multimodal_config=SimpleNamespace())
+
+    ours = engine("one")
+    assert not difference(ours, engine("one"))
+    assert difference(ours, engine("two")).startswith("images is ")
+    assert difference(ours, engine("one", has_torchvision=True)).startswith("images is ")
+    assert not difference(engine("one", trust=False), engine("two", trust=False))
 
 
 def test_target_modules_of_adapters_must_be_equal(tmp_path: Path) -> None:

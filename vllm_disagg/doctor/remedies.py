@@ -7,16 +7,20 @@ from ..protocol.reasons import Reason
 SAME_FILES = "serve the same files or --revision on both, and restart them"
 # By the fact of a KV layout that differs (`kv_connectors/compatibility.py`).
 OF_FACTS = {
-    "architecture": "serve one model on both",
+    "architecture": "serve one model on both, with the same plugins of vLLM (VLLM_PLUGINS)",
     "model config": f"{SAME_FILES}, with one version of transformers",
     "weights": SAME_FILES,
     "layers": SAME_FILES,
     "positions": "start both with the same --max-model-len",
-    "images": "start both with the same flags for images, and the same processor files",
+    "images": "start both with the same flags for images and the same processor files, and install"
+    " torchvision on both or on neither",
     "dtype": "start both with the same --dtype",
     "KV cache dtype": "start both with the same --kv-cache-dtype",
     "quantization": "start both with the same --quantization, kernels and variables of it,"
     " on GPUs that compute its formats alike",
+    "code of layers": "start both with or without --enforce-eager, and with the same"
+    " --compilation-config and flags that choose kernels",
+    "quantized layers": "run both on CPUs with AMX, or both without, and install the same packages",
     "load format": "start both with the same --load-format",
     "LoRA": "start both with the same flags for LoRA",
     "VLLM_BATCH_INVARIANT": "set the variable alike in both environments; where it does not hold in"

@@ -24,17 +24,26 @@ import test_compatibility
 from kv_connectors import compatibility, fingerprint, prompt_digest, surroundings
 from vllm_disagg.protocol import messages
 
-VERSION = 5  # of the wire, to which the values below belong
+VERSION = 6  # of the wire, to which the values below belong
 FACTS = (
-    *("KV cache dtype", "LoRA", "VLLM_BATCH_INVARIANT", "architecture", "compress", "draft"),
-    *("dtype", "images", "load format", "model config", "positions", "quantization"),
+    *("KV cache dtype", "LoRA", "VLLM_BATCH_INVARIANT", "architecture", "code of layers"),
+    *(
+        "compress",
+        "draft",
+        "dtype",
+        "images",
+        "load format",
+        "model config",
+        "positions",
+        "quantization",
+    ),
     *("transfer protocol", "weights"),
 )
 DIGESTS = {
     "weights": "c6ea80223aefb332",
     "model config": "156c7ba07e58e0f1",
     "draft's config": "10264248b0be3ab6",
-    "images": "ccc51d04ee34722e",
+    "images": "d2a8b6712770744f",
     "adapter": "7972ed9cf0ae54e8",
     "prompt": "d80fb84d3976d65d6ad8d8297233be8b",
     "prompt with an image": "2d4b6b5a144879c7dd6572b58be13e89",
@@ -95,6 +104,8 @@ def test_facts_and_digests_are_those_of_this_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(surroundings, "video_loader", lambda: "opencv")
+    monkeypatch.setattr(surroundings, "image_library", lambda: "pil")
+    monkeypatch.setattr(surroundings, "is_cpu", lambda: True)
     folder = weights(tmp_path)
     images = SimpleNamespace(model=str(folder), multimodal_config=SimpleNamespace(**IMAGES))
     found = {

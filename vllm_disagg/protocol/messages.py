@@ -35,7 +35,7 @@ from ..kv.extents import Extent
 # before any transfer, so the check in `_decode` meets another version only if an engine was
 # replaced meanwhile.  A new field with a default needs no new version, since decoders ignore fields
 # that they do not know: tests/protocol/test_recorded_wire.py.
-VERSION = 5
+VERSION = 6
 # Of one control message, also for ZMQ itself (maxmsgsize): without a limit it reserves as much
 # memory as the header of a frame announces.
 MAX_FRAME_BYTES = 64 * 1024

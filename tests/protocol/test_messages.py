@@ -96,7 +96,7 @@ def test_a_frame_of_another_version_is_refused_in_one_line(decode) -> None:  # t
     with pytest.raises(BadMessage) as error:
         decode(old)
     assert str(error.value) == (
-        "a message of protocol version 2, this worker has version 5: "
+        f"a message of protocol version 2, this worker has version {messages.VERSION}: "
         "run the same vllm-disagg on all engines"
     )
 

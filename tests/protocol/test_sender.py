@@ -11,7 +11,7 @@ import pytest
 from vllm_disagg.kv import extents
 from vllm_disagg.kv.block_sums import SummedBlocks, layer_sum
 from vllm_disagg.kv.layout import STATE, LayerLayout, RankLayout, opaque
-from vllm_disagg.protocol import messages
+from vllm_disagg.protocol import messages, sender
 from vllm_disagg.protocol.endings import MAX_ENDINGS, MAX_UNDELIVERED
 from vllm_disagg.protocol.events import (
     BlocksRevoked,
@@ -349,6 +349,19 @@ def test_a_sleep_of_this_process_ends_no_transfer(state: SendState) -> None:
     (answer,) = side.handle(KEEPALIVE, 60.1)
     assert isinstance(answer, SendMessage) and isinstance(answer.message, messages.Progress)
     assert side.transfers["t"].state is state
+
+
+def test_a_busy_driver_does_not_prolong_a_lease() -> None:
+    side = Sender("p", RankLayout([FULL], [0]))
+    side.handle(KEEPALIVE, 0.0)
+    side.handle(BlocksScheduled("t", 4, [[1]]), 0.0)
+    side.handle(LayersComputed("t", 1), 0.0)
+    side.handle(PrefillFinished("t"), 0.0)
+    turn = side.grace / 2 + 0.9 * sender.MIN_SLEEP_SECONDS
+    now = turn
+    while not side.handle(ClockTick(), now):
+        now += turn
+    assert now < side.lease + turn
 
 
 def test_a_prompt_that_no_reader_has_asked_for_is_kept_by_a_sleep_of_this_process() -> None:

@@ -13,7 +13,7 @@ OF_FACTS = {
     "layers": SAME_FILES,
     "positions": "start both with the same --max-model-len",
     "images": "start both with the same flags for images and the same processor files, and install"
-    " torchvision on both or on neither",
+    " torchvision on both or on neither; with --trust-remote-code also the same *.py files",
     "dtype": "start both with the same --dtype",
     "KV cache dtype": "start both with the same --kv-cache-dtype",
     "quantization": "start both with the same --quantization, kernels and variables of it,"

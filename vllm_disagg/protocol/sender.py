@@ -78,6 +78,8 @@ from .served_blocks import ServedBlocks
 # Transfers known at a time.  A request for an unknown transfer makes an entry, so without a bound
 # one faulty receiver could fill the memory.
 MAX_TRANSFERS = 4096
+# By which a tick is late if this process slept: a busy driver is late by less.
+MIN_SLEEP_SECONDS = 1.0
 
 Actions = list[SenderAction]
 
@@ -457,7 +459,7 @@ class Sender:
             self._steps_awaited_since = now  # no receiver has waited for one
         elif late < 0:
             return
-        else:
+        elif late >= MIN_SLEEP_SECONDS:
             for t in self.transfers.values():
                 t.prolong(late)
             since = max(self._steps_awaited_since, self.last_engine_step or 0.0)

@@ -75,6 +75,24 @@ async def test_first_probes_of_others_are_waited_for(monkeypatch: pytest.MonkeyP
     assert await asyncio.wait_for(task, 20.0)
 
 
+async def test_one_that_goes_while_others_are_probed_is_waited_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decode_wait, "FIRST_PROBES_SECONDS", 0.05)
+    first, second = instance("http://d", NOT_PROBED), instance("http://e", NOT_PROBED)
+    waiting = waits(first, second)
+    task = await began(waiting)
+    first.up, first.unavailable_reason = True, ""
+    waiting.wake()
+    await asyncio.sleep(0)
+    first.up, first.unavailable_reason = False, SILENT
+    await asyncio.sleep(0.2)
+    assert not task.done()
+    second.up, second.unavailable_reason = True, ""
+    waiting.wake()
+    assert await asyncio.wait_for(task, 20.0)
+
+
 @pytest.mark.parametrize("steps", range(5))
 async def test_a_change_of_the_fleet_hides_no_departure(steps: int) -> None:
     """A request whose client had left, or whose time was over, went on, without a limit of time."""

@@ -14,10 +14,11 @@ from vllm_disagg.proxy.routing.pairing_table import PairingTable
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
-def instance(number: int, role: Role, engine: int, version: str) -> Instance:
+def instance(number: int, role: Role, engine: int, version: str, release: str = "") -> Instance:
     made = Instance(f"http://{role}{number}", role)
     worker = WorkerInfo(f"worker{engine}", "tcp://a:1", "tcp://a:2")
-    made.on_probe_answered("m", EngineInfo(f"{engine}", "both", [worker], {"vllm": version}))
+    layout = {"vllm": version}
+    made.on_probe_answered("m", EngineInfo(f"{engine}", "both", [worker], layout, release=release))
     return made
 
 
@@ -26,7 +27,9 @@ def random_fleet(seed: int) -> Fleet:
     draw = random.Random(seed)
     fleet = Fleet()
     for number in range(draw.randrange(12)):
-        made = instance(number, draw.choice(ROLES), draw.randrange(8), draw.choice("abc"))
+        made = instance(
+            number, draw.choice(ROLES), draw.randrange(8), draw.choice("abc"), draw.choice("12")
+        )
         if draw.random() < 0.2:
             made.on_probe_answered("m", None, nixl=draw.random() < 0.5)
         if draw.random() < 0.2:

@@ -117,11 +117,12 @@ async def follow(
 
     While the API server does not answer, the fleet does not change. `make_lister`: `connect`.
     """
-    lister = None
+    lister: Any = None
     failing = False
     while True:
         try:
-            lister = lister or await asyncio.to_thread(make_lister)
+            if lister is None:
+                lister = await asyncio.to_thread(make_lister)  # a credential plugin may hang
             found: set[Member] = set()
             for role, selector in selectors.items():
                 listed = await asyncio.to_thread(

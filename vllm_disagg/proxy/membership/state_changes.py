@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 from ...fleet import dialling
 from ...protocol.peers import EngineInfo
-from ..routing.fleet import NOT_PROBED, Fleet, Instance, in_order, is_one_engine, mismatch
+from ..routing.fleet import NOT_PROBED, Fleet, Instance, in_order, is_one_engine, kind, mismatch
 
 log = logging.getLogger(__name__)
 
@@ -96,15 +96,15 @@ class StateChanges:
 def log_mismatches(instance: Instance, others: Iterable[Instance]) -> None:
     """Logs why an instance is never paired with others, or that KV cannot pass between them.
 
-    That is a line for each compatibility key of theirs, with one of them. A proxy of 500 and 500
+    That is a line for each kind of theirs, with one of them. A proxy of 500 and 500
     that starts amid a roll-out would write 125,000.
     """
-    misfits: defaultdict[str, list[Instance]] = defaultdict(list)
+    misfits: defaultdict[tuple[str, str, str], list[Instance]] = defaultdict(list)
     unreachable: list[Instance] = []
     for other in others:
-        key = other.compatibility_key
-        if key != instance.compatibility_key or is_one_engine(instance, other):
-            misfits[key].append(other)
+        fits = other.compatibility_key == instance.compatibility_key
+        if not fits or is_one_engine(instance, other):
+            misfits[kind(other)].append(other)
         elif _obstacle(*in_order(instance, other)):
             unreachable.append(other)
     for alike in misfits.values():

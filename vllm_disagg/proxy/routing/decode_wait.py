@@ -66,17 +66,24 @@ class DecodeWait:
             raise QueueFull(f"{self._waiting} requests wait already")
         self._waiting += 1
         try:
-            while left := self._seconds_left(query, came_at, failed):
-                # Not `wait_for`: Python 3.11's drops a cancellation that meets a change.
-                async with patient(left):
-                    await self._changed.wait()
+            await self._wait_for_decode(query, came_at, failed)
             if any(d.unavailable_reason == NOT_PROBED for d in self._fleet.with_role("decode")):
                 await asyncio.sleep(FIRST_PROBES_SECONDS)
+                await self._wait_for_decode(query, came_at, failed)  # it may have gone meanwhile
         except TimeoutError:
             pass  # the caller finds no instance, and says so
         finally:
             self._waiting -= 1
         return True
+
+    async def _wait_for_decode(
+        self, query: RoutingQuery, came_at: float, failed: Collection[Instance]
+    ) -> None:
+        """Returns when a decode instance serves the query. Raises TimeoutError."""
+        while left := self._seconds_left(query, came_at, failed):
+            # Not `wait_for`: Python 3.11's drops a cancellation that meets a change.
+            async with patient(left):
+                await self._changed.wait()
 
     def wake(self) -> None:
         """Looks again, after any change of the fleet."""

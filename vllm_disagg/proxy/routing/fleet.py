@@ -315,6 +315,13 @@ def in_order(instance: Instance, other: Instance) -> tuple[Instance, Instance]:
     return (instance, other) if instance.role == "prefill" else (other, instance)
 
 
+def kind(instance: Instance) -> tuple[str, str, str]:
+    """Returns all of an instance on which the words of a mismatch depend."""
+    engine = instance.engine
+    releases = (engine.release, engine.transformers) if engine else ("", "")
+    return instance.compatibility_key, *releases
+
+
 def mismatch(prefill: Instance, decode: Instance) -> str:
     """Returns the reason why two instances cannot be paired, for people; "" if they can."""
     if is_one_engine(prefill, decode):

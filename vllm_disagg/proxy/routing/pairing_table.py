@@ -19,6 +19,7 @@ from .fleet import (
     Role,
     in_order,
     is_one_engine,
+    kind,
     mismatch,
 )
 
@@ -47,7 +48,7 @@ class PairingTable:
             if instance.up:
                 self._groups[instance.role][_key(instance)].append(instance)
         self._engine_names = {role: self._names(role) for role in self._groups}
-        self._mismatches: dict[tuple[str, str], str] = {}  # by the keys of P and D
+        self._mismatches: dict[tuple[object, object], str] = {}  # by the kinds of P and D
 
     def fitting(self, instance: Instance) -> list[Instance]:
         """Returns the instances of the other role with which one that is up can be paired."""
@@ -84,10 +85,10 @@ class PairingTable:
                 return f"{instance.url} {instance.unavailable_reason}"
         if is_one_engine(prefill, decode):
             return mismatch(prefill, decode)
-        keys = prefill.compatibility_key, decode.compatibility_key
-        if keys not in self._mismatches:
-            self._mismatches[keys] = mismatch(prefill, decode)
-        return self._mismatches[keys]
+        kinds = kind(prefill), kind(decode)
+        if kinds not in self._mismatches:
+            self._mismatches[kinds] = mismatch(prefill, decode)
+        return self._mismatches[kinds]
 
     def problem(self, instance: Instance) -> str:
         """Returns why an instance fits no instance of the other role that is up.

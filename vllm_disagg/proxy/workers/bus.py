@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 
 SYNC_SECONDS = 0.02  # between two exchanges of loads
 SYNC_PAUSE_FACTOR = 19  # times the last exchange: in large fleets they take 5 % of a core
+MAX_SYNC_SECONDS = 0.2
 TEXTS_TIMEOUT_SECONDS = 2.0  # for the other workers' texts
 MAX_MESSAGE_BYTES = 1 << 30  # above the metrics of any proxy
 MAX_BACKLOG_BYTES = 1 << 20  # that the hub has not read, behind which a repeated message is dropped
@@ -152,7 +153,8 @@ class WorkerBus:
             spent = time.thread_time() - started
             if any_fell:
                 self._wake()
-            await asyncio.sleep(max(SYNC_SECONDS, SYNC_PAUSE_FACTOR * spent))
+            pause = max(SYNC_SECONDS, SYNC_PAUSE_FACTOR * spent)
+            await asyncio.sleep(min(pause, MAX_SYNC_SECONDS))
 
     async def listen(
         self, members: Members, registry: Registry | None, on_end: Callable[[], None]

@@ -59,10 +59,10 @@ T = TypeVar("T")
 
 def _installed_release() -> str:
     """Returns NIXL's installed release; empty where it is not known."""
-    try:
-        return importlib.metadata.version("nixl")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    for name in ("nixl", "nixl-cu12", "nixl-cu13"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return ""
 
 
 # Read at the start: an installation later changes no library that this process has loaded.

@@ -43,6 +43,7 @@ from kv_connectors import (
     surroundings,
 )
 from vllm_disagg.errors import ConfigError
+from vllm_disagg.protocol.messages import VERSION
 from vllm_disagg.protocol.peers import difference
 
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.bfloat16}
@@ -522,7 +523,7 @@ def test_weights_that_differ_in_one_matrix_differ(tmp_path: Path, name: str) -> 
     weights[5_000_000 : 5_000_000 + len(weights) // 200] = b"\1" * (len(weights) // 200)
     assert not difference(ours, same)
     older = {name: fact for name, fact in ours.items() if name != "transfer protocol"}
-    assert "transfer protocol is 5 on one side and unknown" in difference(ours, older)
+    assert f"transfer protocol is {VERSION} on one side and unknown" in difference(ours, older)
     assert "weights" in difference(ours, engine("other", weights))
 
 

@@ -36,6 +36,7 @@ Role = Literal["prefill", "decode"]
 MIN_GAIN = 0.15  # of the misses
 MIN_SAVED = 0.03  # of all requests
 OVERLOAD = 0.5  # of all requests miss: what no split would have saved is relieved
+ALWAYS_BUSY = 0.95  # of prefill instances: their work, and what waits within TTFT
 MAX_GIVER_PRESSURE = 0.9  # of the role that gives an instance to relieve the other
 WANTED_PRESSURE = 0.8  # at which the numbers of instances for an autoscaler are reckoned
 CONFIRMATION_SECONDS = 3.0
@@ -174,12 +175,20 @@ class RoleController:
                 gain, least = more, found
         if missed - least >= MIN_SAVED and least <= (1 - MIN_GAIN) * missed:
             return "prefill" if gain > 0 else "decode"
-        return self._relief(event, steps, limits) if missed > OVERLOAD else None
+        wish = self._relief(event, steps, limits, missed > OVERLOAD)
+        if wish is None or missed > OVERLOAD:
+            return wish
+        more = 1 if wish == "prefill" else -1
+        found = self._misses.share(steps, limits, prefills + more, decodes - more)
+        return wish if found <= missed else None
 
-    def _relief(self, event: LoadObserved, steps: StepTimes, limits: Limits) -> Role | None:
+    def _relief(
+        self, event: LoadObserved, steps: StepTimes, limits: Limits, is_overload: bool
+    ) -> Role | None:
         """Returns the role that should get a member though requests would miss all the same.
 
-        Queues that no split can end still grow more slowly with the better one.
+        Queues that no split can end still grow more slowly with the better one. Prefill instances
+        that always compute ask for one, too, while few clients wait for each other.
         """
         load = self._load
         assert load is not None
@@ -195,6 +204,8 @@ class RoleController:
             }
 
         before = pressures(0)
+        if not is_overload and before["prefill"] < ALWAYS_BUSY:
+            return None
         takes: Role = "prefill" if before["prefill"] > before["decode"] else "decode"
         gives: Role = "decode" if takes == "prefill" else "prefill"
         more = 1 if takes == "prefill" else -1

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllm_disagg.fleet.split_misses import Limits, Moment, SplitMisses
+from vllm_disagg.fleet.split_misses import InstanceLimits, Moment, SplitMisses
 
-LIMITS = Limits(ttft=2.0, tpot=0.02)
+LIMITS = InstanceLimits(ttft=2.0, tpot=0.02)
 
 
 class Steps(msgspec.Struct, frozen=True):
@@ -88,4 +88,6 @@ def test_shorter_steps_hold_fewer_sequences() -> None:
 def test_a_cache_counts_where_its_size_is_known() -> None:
     full = misses(moment(0, contexts=2000.0))
     assert full.share(Steps(), LIMITS, 2, 2) < 0.05
-    assert full.share(Steps(), Limits(2.0, 0.02, 1000), 2, 2) == pytest.approx(0.5, abs=0.02)
+    assert full.share(Steps(), InstanceLimits(2.0, 0.02, 1000), 2, 2) == pytest.approx(
+        0.5, abs=0.02
+    )

@@ -142,6 +142,16 @@ def test_the_split_with_the_most_prefill_instances_is_looked_at() -> None:
     assert run(RoleController(rules), "d" * 8, 60, **load)[1] == [0.0, 40.0]
 
 
+def test_a_prefill_role_that_always_computes_gets_an_instance_if_nobody_is_harmed() -> None:
+    # Few clients, each of which waits for its answer: all prompts are in time.
+    load = {"prefill_work": 1.0, "waiting_work": 0.3}
+    assert run(RoleController(RULES), "pdd", 30, sequences=4.0, **load)[0] == "ppd"
+    half = {"prefill_work": 0.5, "waiting_work": 0.3}
+    assert run(RoleController(RULES), "pdd", 30, sequences=4.0, **half)[1] == []
+    # One decode instance would begin more answers than it ends.
+    assert run(RoleController(RULES), "pdd", 30, sequences=20.0, **load)[1] == []
+
+
 def test_a_fixed_instance_lets_the_last_other_one_go() -> None:
     controller = RoleController(RULES)
     found = []

@@ -11,7 +11,8 @@ The wanted split is the one with the fewest misses in the load of the last minut
     cooldown     `RoleRules.cooldown` seconds lie between two changes
 
 In an overload that no split would have served, the role with the larger pressure gets an instance
-if the other one has room.
+if the other one has room. Prefill instances that always compute get one likewise, if nobody is
+harmed.
 
 The numbers for an autoscaler need no such care. They come from the pressure of a role: its load, as
 the share of the objective that one of so many instances would take.
@@ -29,7 +30,7 @@ from typing import Literal
 
 import msgspec
 
-from .split_misses import Limits, Moment, SplitMisses, StepTimes
+from .split_misses import InstanceLimits, Moment, SplitMisses, StepTimes
 
 Role = Literal["prefill", "decode"]
 
@@ -139,7 +140,7 @@ class RoleController:
             self._load = _SmoothedLoad(event.prefill_work, event.sequences, event.contexts, now)
         self._load.add(event, now)
         self._misses.add(_moment(event, event.prefill_work, now))
-        limits = Limits(self._rules.ttft, self._rules.tpot, event.kv_tokens)
+        limits = InstanceLimits(self._rules.ttft, self._rules.tpot, event.kv_tokens)
         actions: list[RoleAction] = [self._wanted(event, event.steps, limits)]
         wish = self._desired_gain(event, event.steps, limits)
         if wish != self._wish:
@@ -162,7 +163,9 @@ class RoleController:
         self._changed_at = now
         self._wish = None
 
-    def _desired_gain(self, event: LoadObserved, steps: StepTimes, limits: Limits) -> Role | None:
+    def _desired_gain(
+        self, event: LoadObserved, steps: StepTimes, limits: InstanceLimits
+    ) -> Role | None:
         """Returns the role that should get a member from the other one; None for no change."""
         prefills, decodes = _counts(event)
         if not prefills or not decodes:
@@ -175,27 +178,21 @@ class RoleController:
                 gain, least = more, found
         if missed - least >= MIN_SAVED and least <= (1 - MIN_GAIN) * missed:
             return "prefill" if gain > 0 else "decode"
-        wish = self._relief(event, steps, limits, missed > OVERLOAD)
-        if wish is None or missed > OVERLOAD:
-            return wish
-        more = 1 if wish == "prefill" else -1
-        found = self._misses.share(steps, limits, prefills + more, decodes - more)
-        return wish if found <= missed else None
+        return self._relief(event, steps, limits, missed)
 
     def _relief(
-        self, event: LoadObserved, steps: StepTimes, limits: Limits, is_overload: bool
+        self, event: LoadObserved, steps: StepTimes, limits: InstanceLimits, missed: float
     ) -> Role | None:
-        """Returns the role that should get a member though requests would miss all the same.
+        """Returns the role that should get a member though no split saves enough.
 
         Queues that no split can end still grow more slowly with the better one. Prefill instances
-        that always compute ask for one, too, while few clients wait for each other.
+        that always compute get one, too, if that harms nobody: clients that wait for each answer
+        would only be slower. `missed`: the share that misses now.
         """
-        load = self._load
-        assert load is not None
-        work = load.prefill_work + event.waiting_work / limits.ttft
+        prefills, decodes = _counts(event)
+        work = self._work(event, limits)
 
         def pressures(more: int) -> dict[Role, float]:
-            prefills, decodes = _counts(event)
             sequences = event.sequences / (decodes - more)
             contexts = event.contexts / (decodes - more)
             return {
@@ -204,6 +201,7 @@ class RoleController:
             }
 
         before = pressures(0)
+        is_overload = missed > OVERLOAD
         if not is_overload and before["prefill"] < ALWAYS_BUSY:
             return None
         takes: Role = "prefill" if before["prefill"] > before["decode"] else "decode"
@@ -213,13 +211,23 @@ class RoleController:
             return None
         after = pressures(more)
         is_better = max(after.values()) <= (1 - MIN_GAIN) * before[takes]
-        return takes if is_better and after[gives] <= MAX_GIVER_PRESSURE else None
+        if not is_better or after[gives] > MAX_GIVER_PRESSURE:
+            return None
+        harms = self._misses.share(steps, limits, prefills + more, decodes - more) > missed
+        return takes if is_overload or not harms else None
 
-    def _wanted(self, event: LoadObserved, steps: StepTimes, limits: Limits) -> ReportWanted:
+    def _work(self, event: LoadObserved, limits: InstanceLimits) -> float:
+        """Returns the seconds of one instance that prompts take of a second, to be in time."""
+        arriving = self._load.prefill_work if self._load else 0.0
+        return arriving + event.waiting_work / limits.ttft
+
+    def _wanted(
+        self, event: LoadObserved, steps: StepTimes, limits: InstanceLimits
+    ) -> ReportWanted:
         """Returns the least numbers of instances whose pressures are as wanted."""
         load = self._load
         assert load is not None
-        prefill = (load.prefill_work + event.waiting_work / limits.ttft) / WANTED_PRESSURE
+        prefill = self._work(event, limits) / WANTED_PRESSURE
         # What decodes now is there, even if it is new; what has ended may come again.
         sequences = max(event.sequences, load.sequences)
         contexts = max(event.contexts, load.contexts)

@@ -47,7 +47,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     contexts: float  # tokens of context of all of them
 
 
-class Limits(msgspec.Struct, frozen=True):
+class InstanceLimits(msgspec.Struct, frozen=True):
     """What an instance takes: objectives in seconds, KV cache in tokens (0: not known)."""
 
     ttft: float
@@ -72,7 +72,7 @@ class SplitMisses:
         while moment.at - self._moments[0].at > HISTORY_SECONDS:
             self._moments.popleft()
 
-    def share(self, steps: StepTimes, limits: Limits, prefills: int, decodes: int) -> float:
+    def share(self, steps: StepTimes, limits: InstanceLimits, prefills: int, decodes: int) -> float:
         """Returns the share of the load that would have missed with so many instances.
 
         Both numbers are 1 or more. Another number of prefill instances begins the minute without a
@@ -120,7 +120,7 @@ def _queue(queue: float, last: Moment, moment: Moment, prefills: int, longest: f
     return max(min(longer, longest), moment.waiting_work)
 
 
-def _decode_share(steps: StepTimes, limits: Limits, moment: Moment, decodes: int) -> float:
+def _decode_share(steps: StepTimes, limits: InstanceLimits, moment: Moment, decodes: int) -> float:
     """Returns the share of its limits that the load of each of so many instances takes.
 
     As many answers begin and end a second, whatever the split. So longer steps hold more sequences

@@ -128,3 +128,20 @@ async def test_a_block_that_begins_behind_a_pause_gets_no_more_time() -> None:
         limit._timer_at -= 3600.0  # as if it had been due before the block began
         limit._cancel_late_blocks()
         assert deadline <= limit._deadlines.popitem()[1] <= time.monotonic() + 60.0
+
+
+async def test_a_loop_that_is_late_each_time_is_just_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cancel_scope, "PAUSE_SECONDS", 0.01)
+    limit = TimeLimit(0.05)
+
+    async def hold() -> None:
+        with limit.start():
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(hold())
+    rounds = 0
+    while not task.done() and rounds < 300:
+        time.sleep(0.03)
+        await asyncio.sleep(0)
+        rounds += 1
+    assert rounds < 300 and isinstance(task.exception(), TimeoutError)

@@ -11,7 +11,7 @@ import time
 from types import TracebackType
 from typing import Any, Self
 
-from .stall_timer import PAUSE_SECONDS
+from .stall_timer import MAX_FORGIVEN, PAUSE_SECONDS
 
 
 class CancelScope:
@@ -71,7 +71,7 @@ class TimeLimit:
 
     Blocks that begin earlier end earlier, so the oldest running one alone needs a timer. It fires
     each PAUSE_SECONDS at least, so that a pause of this process shows, and counts for no block:
-    answers that came meanwhile were not read.
+    answers that came meanwhile were not read. A loop that is late each time is just busy.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -80,6 +80,7 @@ class TimeLimit:
         self._deadlines: dict[CancelScope, float] = {}  # of running blocks, the oldest first
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
+        self._late_in_row = 0
 
     def start(self) -> CancelScope:
         """Returns the scope of one block; it raises TimeoutError at the end of a late one."""
@@ -100,7 +101,8 @@ class TimeLimit:
         now = time.monotonic()
         self._timer = None
         lateness = now - self._timer_at
-        if lateness > PAUSE_SECONDS:
+        self._late_in_row = self._late_in_row + 1 if lateness > PAUSE_SECONDS else 0
+        if 0 < self._late_in_row <= MAX_FORGIVEN:
             pause = lateness + PAUSE_SECONDS  # at most: it may have begun as the timer was set
             self._deadlines = {
                 scope: min(deadline + pause, now + self._seconds)
